@@ -46,9 +46,9 @@ class RulesType(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from ..converters.translate.names import READY_MADE  # not needed to parse
 
-        tables = (f"{prefix}{table}" for prefix in ("", "inverse:") for table in READY_MADE)
-        named = [CompletionItem(table) for table in tables if table.startswith(incomplete)]
-        return named or [CompletionItem(incomplete, type="file")] * self.files
+        tables = [*READY_MADE, *map("inverse:{}".format, READY_MADE)]
+        matches = [CompletionItem(table) for table in tables if table.startswith(incomplete)]
+        return matches or [CompletionItem(incomplete, type="file")] * self.files
 
 
 CHECKPOINT = CheckpointType()
@@ -69,7 +69,11 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
         with suppress(Exception), catch_warnings():  # a shell is no place for errors
             simplefilter("ignore")
             places = (Path(word) for word in words if isinstance(word, Path | str))
-            keys = _keys_like(incomplete, _keys_in(next(place for place in places if place.exists())))
+            all_keys = _keys_in(next(place for place in places if place.exists()))
+            keys = [key for key in all_keys if key.startswith(incomplete)]
+            # None begins so: without what comes first, those in which a part does.
+            inner = f".{incomplete}"
+            keys = keys or list(dict.fromkeys(key[key.index(inner) + 1 :] for key in all_keys if inner in key))
         return [CompletionItem(key) for key in keys if key.isprintable()]  # others would control the terminal
 
 
@@ -82,14 +86,7 @@ def _keys_in(place: Path) -> list[str]:
         manifest = OpenCheckpoint(place).outline
     except SourceError:
         manifest = OpenCheckpoint(max(entry for entry in place.iterdir() if entry.is_dir())).outline
-    return [entry.key for entries in (manifest.tensors, manifest.blobs) for entry in entries]
-
-
-def _keys_like(incomplete: str, keys: Sequence[str]) -> list[str]:
-    """Return the keys that begin so; or else, without what comes first, those in which a part does."""
-    inner = f".{incomplete}"
-    matches = [key for key in keys if key.startswith(incomplete)]
-    return matches or list(dict.fromkeys(key[key.index(inner) + 1 :] for key in keys if inner in key))
+    return [tensor.key for tensor in manifest.tensors] + [blob.key for blob in manifest.blobs]
 
 
 KEY = KeyType()

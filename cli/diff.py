@@ -109,8 +109,9 @@ def _print_details(difference: Difference, every: bool) -> None:
     changed = [tensor for tensor in difference.tensors if tensor.status in ("changed", "close")]
     changed.sort(key=relative_change, reverse=True)
     headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
+    max_rows = None if every else _MAX_ROWS
     if changed:
-        print_table(headers, [_row(tensor) for tensor in (changed if every else changed[:_MAX_ROWS])])
+        print_table(headers, list(map(_row, changed[:max_rows])))
     if len(changed) > _MAX_ROWS and not every:
         print_line(f"and {len(changed) - _MAX_ROWS} more that changed less (--all)")
 
@@ -125,7 +126,7 @@ def _print_details(difference: Difference, every: bool) -> None:
         print_line(f"and {unlisted} more (--all)" if items else f"{counted(unlisted, 'other item')} changed (--all)")
 
     for name, keys, colour in (("A", only_a, "red"), ("B", only_b, "green")):  # as `git diff` has them
-        rows = [(key,) for key in (keys if every else keys[:_MAX_ROWS])]
+        rows = [(key,) for key in keys[:max_rows]]
         print_section((f"only in {name}",), rows, [colour] * len(rows))
         if len(keys) > _MAX_ROWS and not every:
             print_line(f"and {len(keys) - _MAX_ROWS} more (--all)")
@@ -138,12 +139,12 @@ def _row(tensor: TensorDifference) -> tuple[object, ...]:
     name = tensor.key if dtype_a == dtype_b else f"{tensor.key} ({dtype_a}, {dtype_b})"
     s = tensor.statistics
     if s is None:
-        shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in (shape_a, shape_b))
-        return name, f"shape {shapes}", *("-" for _ in range(6))
+        shapes = [" x ".join(map(str, shape)) or "scalar" for shape in (shape_a, shape_b)]
+        return name, f"shape {', '.join(shapes)}", *("-" * 6)
     share = f"all {s.elements}" if s.changed == s.elements else f"{s.changed} of {s.elements}"
     cosine = "-" if s.cosine is None else f"{s.cosine:.6f}"
-    numbers = (f"{value:.4g}" for value in (s.norm_a, s.norm_b, s.rms_change))
-    return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *numbers
+    norms = f"{s.norm_a:.4g}", f"{s.norm_b:.4g}", f"{s.rms_change:.4g}"
+    return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *norms
 
 
 def _both(a: object, b: object) -> tuple[str, str]:

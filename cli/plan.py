@@ -125,10 +125,13 @@ def print_prospect(prospect: Prospect) -> None:
         f"{prospect.matrices} by Muon"
     )
     print_line()
-    columns = [list(_column(topology)) for topology in prospect.topologies]
-    headers = ("", *(topology.name for topology in prospect.topologies))
-    rows = [(row[0][0], *(value for _, value in row)) for row in zip(*columns, strict=True)]
-    print_table(headers, [row for row in rows if set(row[1:]) != {"-"}])
+    # A row for each cost that is known on some mesh.
+    rows = []
+    for cells in zip(*map(_column, prospect.topologies), strict=True):
+        values = [value for _, value in cells]
+        if {*values} != {"-"}:
+            rows.append((cells[0][0], *values))
+    print_table(("", *(topology.name for topology in prospect.topologies)), rows)
     print_line()
     for topology in prospect.topologies:
         for rule in topology.unused_rules:

@@ -40,7 +40,7 @@ from .argument_types import (
     memory_option,
     shard_option,
 )
-from .printing import print_buffers, print_duration, print_json, print_line, print_table, progress
+from .printing import or_dash, print_buffers, print_duration, print_json, print_line, print_table, progress
 
 
 class RootType(click.ParamType):  # type: ignore[type-arg]
@@ -357,7 +357,7 @@ def _print_substituted(report: Report) -> None:
         counts = Counter((key, name, step) for key, _, name, step in report.substituted())
         rows = [(key, count, name, step) for (key, name, step), count in counts.items()]
     if rows:
-        print_table(headers, [tuple("-" if cell is None else cell for cell in row) for row in rows[:_MAX_ROWS]])
+        print_table(headers, [tuple(map(or_dash, row)) for row in rows[:_MAX_ROWS]])
     if len(rows) > _MAX_ROWS:
         print_line(f"and of {len(rows) - _MAX_ROWS} more tensors (--json)")
     if report.salvaged and report.salvaged["items"]:

@@ -26,14 +26,20 @@ def rules_command(name: str | None, dialects: bool, layouts: bool, formats: bool
     muonckpt reshard SRC DST --mesh dp=8 --rules rules.toml
     """
     if dialects:
-        programs = [(d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()]
+        programs = []
+        for dialect in DIALECTS.values():
+            access = "" if dialect.writable else "read only"
+            programs.append((dialect.name, dialect.convention or "-", access, dialect.who))
         print_table(("dialect", "momentum", "", "program"), programs)
     elif layouts:
         print_table(("layout", "what a rank has"), list(LAYOUTS.items()))
     elif formats:
         print_table(("format",), [(format,) for format in FORMATS])
     elif name is None:
-        tables = [(name, len(ready_made(name).rules), str(ready_made(name).rules[0])) for name in READY_MADE]
+        tables = []
+        for table_name in READY_MADE:
+            rules = ready_made(table_name).rules
+            tables.append((table_name, len(rules), str(rules[0])))
         print_table(("table", "rules", "the first"), tables)
     else:
         click.echo(ready_made(name).to_toml(), nl=False)

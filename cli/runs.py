@@ -42,8 +42,11 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
 
 def print_steps(steps: Sequence[RunStep]) -> None:
     print_line()
-    colours = [None if step.state == "whole" else "red" for step in steps]
-    print_table(HEADERS, [row_of(step) for step in steps], colours)
+    rows, colours = [], []
+    for step in steps:
+        rows.append(row_of(step))
+        colours.append(None if step.state == "whole" else "red")
+    print_table(HEADERS, rows, colours)
     print_line()
 
 

@@ -95,20 +95,23 @@ def _print_folded(figures: CheckpointStats) -> None:
             tables["tensors"].append((row["pattern"], row))
     for number, (title, named_rows) in enumerate(tables.items()):
         is_odd = any(row["zeros"] or row["nonfinite"] for _, row in named_rows)
-        (print_section if number else print_table)(
-            (title, "number", "RMS", "spread", "largest", *(("zeros", "NaN, inf") if is_odd else ()), "stable rank"),
-            [
-                (name, row["tensors"], _short(row["rms"]["median"]), _spread(row["rms"]["least"], row["rms"]["most"]),
-                 _short(row["largest"]), *((f"{row['zeros']:.1%}", row["nonfinite"]) if is_odd else ()),
-                 _short(row["stable_rank"]))
-                for name, row in named_rows
-            ],
-        )  # fmt: skip
+        headers = (
+            title,
+            "number",
+            "RMS",
+            "spread",
+            "largest",
+            *(("zeros", "NaN, inf") if is_odd else ()),
+            "stable rank",
+        )
+        rows = []
+        for name, row in named_rows:
+            rms, odd_cells = row["rms"], (f"{row['zeros']:.1%}", row["nonfinite"]) if is_odd else ()
+            spread = f"{rms['most'] / rms['least']:.2f}" if rms["least"] else "1.00" if rms["most"] == 0 else "inf"
+            numbers = _short(rms["median"]), spread, _short(row["largest"]), *odd_cells, _short(row["stable_rank"])
+            rows.append((name, row["tensors"], *numbers))
+        (print_section if number else print_table)(headers, rows)
 
 
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _spread(minimum: float, maximum: float) -> str:
-    return f"{maximum / minimum:.2f}" if minimum else "1.00" if maximum == minimum else "inf"

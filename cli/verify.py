@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import click
 
@@ -12,7 +13,7 @@ from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.run import Run, RunStep, run_of
+from ..store.verify.run import Run, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
 
@@ -110,26 +111,14 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         if not as_json:
             print_line(_line(verdict), fg=None if verdict.is_whole else "red")
     verified_names = {verdict.step.name for verdict in verdicts}
-    newest = max((verdict.step for verdict in verdicts if verdict.is_whole), key=_age, default=None)
+    whole_steps = [verdict.step for verdict in verdicts if verdict.is_whole]
+    newest = max(whole_steps, key=lambda step: (step.step, step.attempt), default=None)
     if as_json:
-        steps = [
-            {
-                "name": verdict.step.name,
-                "path": str(verdict.step.path),
-                "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
-                "sentence": verdict.sentence,
-                "findings": [{"kind": f.kind, "key": f.key, "message": f.message} for f in verdict.report.findings]
-                if verdict.report
-                else [],
-                "note": verdict.note,
-            }
-            for verdict in verdicts
-        ]
-        not_verified = [
-            {"name": step.name, "state": step.state, "fault": step.fault}
-            for step in run.steps
-            if step.name not in verified_names
-        ]
+        steps = list(map(_verdict_json, verdicts))
+        not_verified = []
+        for step in run.steps:
+            if step.name not in verified_names:
+                not_verified.append({"name": step.name, "state": step.state, "fault": step.fault})
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
         print_line(f"newest whole  {newest.path if newest else 'none'}")
@@ -137,8 +126,16 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
     return int(any(verdict.is_damaged for verdict in verdicts) or newest is None)
 
 
-def _age(step: RunStep) -> tuple[int, int]:
-    return step.step, step.attempt
+def _verdict_json(verdict: StepVerdict) -> dict[str, Any]:
+    findings = verdict.report.findings if verdict.report else ()
+    return {
+        "name": verdict.step.name,
+        "path": str(verdict.step.path),
+        "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
+        "sentence": verdict.sentence,
+        "findings": [{"kind": f.kind, "key": f.key, "message": f.message} for f in findings],
+        "note": verdict.note,
+    }
 
 
 def _line(verdict: StepVerdict) -> str:

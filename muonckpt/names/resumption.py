@@ -65,8 +65,11 @@ class Globs:
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Return the globs that match none of these names."""
-        names = list(names)
-        return [pattern for pattern in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        names, unmatched = list(names), []
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                unmatched.append(pattern)
+        return unmatched
 
 
 def _patterns(argument: str, value: Iterable[str], expected: str, example: str = "") -> tuple[str, ...]:

@@ -39,9 +39,11 @@ def unnumbered(name: str) -> str:
 
 def common_name(names: Sequence[str]) -> str:
     """Return one name for several that differ in numbers only, with ``*`` where they do."""
-    columns = zip(*map(LAYER_NUMBER.findall, names), strict=True)
-    numbers = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
-    return LAYER_NUMBER.sub(lambda _: next(numbers), names[0])
+    numbers: list[str] = []
+    for column in zip(*map(LAYER_NUMBER.findall, names), strict=True):
+        numbers.append(column[0] if len({*column}) == 1 else "*")
+    remaining_numbers = iter(numbers)
+    return LAYER_NUMBER.sub(lambda _: next(remaining_numbers), names[0])
 
 
 def find_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:

@@ -44,8 +44,11 @@ def free_form(value: Any) -> dict[str, Any]:
     level: list[Any] = [value]
     for _ in range(_MAX_LEVELS):
         # Go down one level at a time: recursion would end before a hostile nesting does.
-        parts = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in level)
-        level = [part for part in parts if isinstance(part, dict | list)]
+        inner: list[Any] = []
+        for part in level:
+            values = part.values() if isinstance(part, dict) else part
+            inner += [value for value in values if isinstance(value, dict | list)]
+        level = inner
         if not level:
             return dict(value)
     raise ValueError(f"expected JSON of at most {_MAX_LEVELS} levels")

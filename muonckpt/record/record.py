@@ -157,10 +157,10 @@ def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]
 
 def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:
     """Return whether entries say a momentum convention, as only those of our optimizer, or converted for it, do."""
-    return any(
-        entry.convention is not None if isinstance(entry, StateRecord) else entry.key.endswith(".convention")
-        for entry in entries
-    )
+    for entry in entries:
+        if entry.convention is not None if isinstance(entry, StateRecord) else entry.key.endswith(".convention"):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

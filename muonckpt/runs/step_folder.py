@@ -200,7 +200,8 @@ class StepFolder:
             return []
 
     def _names(self) -> set[StepName]:
-        return {name for entry in self._entries() if (name := StepName.parsed(entry.name))}
+        names = {StepName.parsed(entry.name) for entry in self._entries()}
+        return {name for name in names if name is not None}
 
     def _published(self, names: Iterable[StepName]) -> set[StepName]:
         return {name for name, files in self._saved_files(names).items() if MANIFEST_FILE in files}
