@@ -389,6 +389,12 @@ class _Assembly:
         is_counted = self.overrides.step is not None or (group is not None and STEP in group.options)
         stored_slots = frozenset({*slots, *counters})
         method = self.dialect.method(stored_slots, method_name, name, self.dropped, is_counted)
+        if group and (strange := sorted(method.absent_options & group.options.keys())):
+            raise SourceError(
+                f"parameter {name!r} has {', '.join(sorted(stored_slots))} as {method.name} of {self.dialect.name} "
+                f"has, but its group has {strange[0]!r}, which {method.name} lacks: state of another method was lost; "
+                "look for it with muonckpt.verify, or make a copy without the rest, by `select=` of muonckpt.convert"
+            )
         # State of several optimizers cannot become state of one.
         chains: set[str] = set()
         for source in parameter.sources:

@@ -560,10 +560,12 @@ class _Renderer:
         """
         # The optimizer of each chain, with its groups, and the step that AdamW counts for all parameters.
         optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
+        methods_by_chain: defaultdict[str, set[str]] = defaultdict(set)
         for group in groups:
             members = [parameters[name] for name in group.parameters if name in parameters]
             numbers = re.findall("[0-9]+", self._chain(members[0])["chain"])
             optimizer = optimizers[tuple(map(int, numbers))]
+            methods_by_chain[self._chain(members[0])["chain"]] |= {self.method(member).name for member in members}
             optimizer.setdefault(PARAM_GROUPS, []).append(dict(group.options))
             adamw = (parameter for parameter in members if "first" in parameter.method.slots)
             for step in {parameter.step for parameter in adamw if parameter.step is not None}:
@@ -571,6 +573,13 @@ class _Renderer:
                     raise SourceError(
                         f"Megatron stores one step for an optimizer, but found {optimizer['state']} and {step}"
                     )
+        for chain_prefix, methods in methods_by_chain.items():
+            if chain_prefix and len(methods) > 1:
+                raise SourceError(
+                    f"{' and '.join(sorted(methods))} would both be {chain_prefix[:-1]} of {self.target.name}, and "
+                    "Megatron steps all of one optimizer by one method; convert a copy without the state of one of "
+                    "them, by `select=`"
+                )
         # Nested as Megatron nests optimizers in each other.
         state: dict[Any, Any] = {}
         for numbers_of_chain, optimizer in optimizers.items():

@@ -186,6 +186,7 @@ class StoredMethod:
         default_options: options that change it and that the program needs, with their values in a new optimizer.
         derived: functions that compute slots from common options and a shape; they return None if they cannot.
         family: methods of one family have the same options with the same meaning.
+        absent_options: options that no group of this method has: one that does has lost slots of another method.
     """
 
     name: str
@@ -196,6 +197,7 @@ class StoredMethod:
     default_options: Mapping[str, object] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Mapping[str, Any], Index], float | None]] = field(default_factory=dict)
     family: str | None = None
+    absent_options: frozenset[str] = frozenset()
 
     def shares_options_with(self, other: StoredMethod) -> bool:
         """Return whether both are of one program, so that group options mean the same."""

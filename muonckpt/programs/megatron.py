@@ -20,7 +20,7 @@ _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
 
 def _methods(*slot_sets: Mapping[str, str]) -> tuple[StoredMethod, ...]:
-    """Return Muon and AdamW, each with every one of these sets of additional slots."""
+    """Return Muon, AdamW and Lion, each with every one of these sets of additional slots."""
     methods: list[StoredMethod] = []
     for slots in slot_sets:
         momentum, moments = {"momentum": "momentum_buffer"}, {"first": "exp_avg", "second": "exp_avg_sq"}
@@ -29,6 +29,15 @@ def _methods(*slot_sets: Mapping[str, str]) -> tuple[StoredMethod, ...]:
         methods += [
             StoredMethod("muon", {**momentum, **slots}, muon_options, (), _IDLE, family="megatron"),
             StoredMethod("adamw", {**moments, **slots}, adamw_options, (betas("betas"),), _IDLE, family="megatron"),
+            StoredMethod(
+                "lion",
+                {"first": "exp_avg", **slots},
+                RATES,
+                (betas("betas"),),
+                _IDLE,
+                family="megatron",
+                absent_options=frozenset({"eps"}),
+            ),
         ]
     return tuple(methods)
 
@@ -135,8 +144,8 @@ FSDP_DTENSOR = Dialect(
 TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
 TORCH_DIST_CHAINED = _torch_dist(
     "torch_dist_chained",
-    "the same of more than one optimizer: Muon's state first, then AdamW's",
-    {"muon": "chained_0.", "adamw": "chained_1."},
+    "the same of more than one optimizer: Muon's state first, then AdamW's or Lion's",
+    {"muon": "chained_0.", "adamw": "chained_1.", "lion": "chained_1."},
 )
 LAYER_WISE = Dialect(
     "layer_wise",

@@ -245,6 +245,8 @@ def model_view(
     for name in {**weights, **state}:
         slots, group = state.get(name, {}), groups_by_name.get(name)
         method = program.likely_method(frozenset(slots), _method_name(program, group)) if slots else None
+        if method and group and method.absent_options & group.options.keys():
+            method = None
         slot_roles = usual_roles | _roles_of([method] if method else [])
         for slot, tensor in slots.items():
             part = stored_slot(slot)

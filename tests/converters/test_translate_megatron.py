@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from support.continued import load_ours
 from support.golden import golden
 from support.translated import MEGATRON, copied, executed, options, read, translated, truth_of, words_apart
@@ -217,3 +218,81 @@ def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype
         muonckpt.convert(tmp_path / "masters", tmp_path / "x", **grouped(weights="masters"))
     with pytest.raises(SourceError, match='weights="masters"'):
         muonckpt.convert(source, tmp_path / "x", to_dialect="torch")
+
+
+LION = "upstream/torch_dist_muon_lion/ckpt"
+NORM = "decoder.final_layernorm.weight"
+
+
+class Normalized(torch.nn.Module):
+    """The parameter of Megatron's run that Lion steps, and one of its matrices."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        self.decoder.final_layernorm = torch.nn.LayerNorm(8, bias=False, dtype=dtype)
+
+
+def test_lion_of_megatron_steps_on_in_ours_and_comes_home(tmp_path):
+    """Its one average, its rates and its masters; the next step has the bits of the published algorithm."""
+    ours, home = tmp_path / "ours", tmp_path / "home"
+    options = {"to_dialect": "muonckpt", "convention": "ema"}
+    muonckpt.convert(golden(LION), ours, **grouped(weights="masters", **options))
+    with muonckpt.open(golden(LION)) as opened:
+        prefix = "chained_1.optimizer.state.{}." + NORM
+        weight = torch.from_numpy(opened.tensors[prefix.format("fp32_param")].numpy())
+        average = torch.from_numpy(opened.tensors[prefix.format("exp_avg")].numpy())
+    model = Normalized(torch.float32)
+    optimizer = Muon([{"params": [*model.named_parameters()], "algorithm": "lion", "lr": 9.0}])
+    with pytest.warns(UserWarning, match=r"betas=\(0.9, 0.98\), not .*lr=0.0003, not 9.0"):
+        load_ours(model, optimizer, ours, allow_extra=["*linear*"])
+    gradient = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    model.decoder.final_layernorm.weight.grad = gradient.clone()
+    optimizer.step()
+    stepped = weight * (1 - 3e-4 * 0.1) - 3e-4 * average.lerp(gradient, 1 - 0.9).sign()
+    assert torch.equal(model.decoder.final_layernorm.weight.detach(), stepped)
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["exp_avg"], average.lerp(gradient, 1 - 0.98))
+
+    muonckpt.convert(golden(LION), tmp_path / "masters", **grouped(**options))
+    muonckpt.convert(tmp_path / "masters", home, **grouped(to_dialect="torch_dist_chained", format="torch_dist"))
+    with muonckpt.open(golden(LION)) as before, muonckpt.open(home) as after:
+        assert before.tensors.keys() == after.tensors.keys()
+        for key, tensor in before.tensors.items():
+            assert np.array_equal(after.tensors[key].bits(), tensor.bits()), key
+        (blob,) = after.outline.blobs
+        optimizers = after.values.item(blob)[0]["optimizer"]
+    (muon,), (lion,) = (optimizers[number]["optimizer"]["param_groups"] for number in (0, 1))
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (0.02, 0.95, 0.1)
+    assert (lion["lr"], lion["betas"], lion["weight_decay"]) == (3e-4, (0.9, 0.98), 0.1)
+    assert not {"step", "eps"} & lion.keys()
+
+
+def test_adamw_that_lost_its_squares_is_not_taken_for_lion(tmp_path):
+    prefix = "module.module.module."
+    state = {f"{prefix}norm": {"exp_avg": torch.ones(3)}}
+    meta = {f"{prefix}norm": {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "step": 3}}
+    checkpoint = {"model": {"module.norm": torch.ones(3)}, "optimizer": {"state": state, "param_to_group_meta": meta}}
+    torch.distributed.checkpoint.save(checkpoint, checkpoint_id=tmp_path / "run", no_dist=True)
+    with pytest.raises(SourceError, match=r"'norm' has exp_avg as lion .* its group has 'eps', which lion lacks"):
+        muonckpt.convert(tmp_path / "run", tmp_path / "ours", to_dialect="muonckpt")
+    assert [row["method"] for row in muonckpt.inspect(tmp_path / "run").optimizer] == ["unknown"]
+    copy = tmp_path / "copy"
+    muonckpt.convert(tmp_path / "run", copy, **grouped(select=["model.*"]))
+    muonckpt.convert(copy, tmp_path / "weights", to_dialect="muonckpt")
+
+
+def test_two_methods_do_not_become_one_optimizer_of_megatron(tmp_path):
+    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("adamw", "lion")}
+    optimizer = Muon([{"params": [(name, p)], "algorithm": name, "lr": 0.1} for name, p in parameters.items()])
+    state = {name: optimizer.state[p] for name, p in parameters.items()}
+    groups = [{**group, "params": [group["algorithm"]]} for group in optimizer.param_groups]
+    weights = {name: p.data for name, p in parameters.items()}
+    muonckpt.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "ours")
+    options = grouped(to_dialect="torch_dist_chained", format="torch_dist")
+    with pytest.raises(SourceError, match="adamw and lion would both be chained_1 of torch_dist_chained"):
+        muonckpt.convert(tmp_path / "ours", tmp_path / "out", **options)
+    # The cure of the message.
+    chosen = ["model.*", "optimizer.state.adamw.*", "optimizer.param_groups.0.*"]
+    muonckpt.convert(tmp_path / "ours", tmp_path / "chosen", **grouped(select=chosen))
+    muonckpt.convert(tmp_path / "chosen", tmp_path / "out", **options)
