@@ -46,9 +46,9 @@ class JoinedPayloads(Payloads):
         part, part_name = self._part(chunk.item.file)
         return part.has_checksum(replace(chunk, item=replace(chunk.item, file=part_name)))
 
-    def check_item(self, item: Extent) -> None:
+    def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
         part, part_name = self._part(item.file)
-        part.check_item(replace(item, file=part_name))
+        part.check_item(replace(item, file=part_name), parts)
 
     def on_disk(self, name: str) -> int:
         part, part_name = self._part(name)

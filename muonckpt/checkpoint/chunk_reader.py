@@ -10,22 +10,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from ..algebra.box import Box
+from ..algebra.box import Box, Index
 from ..names.errors import DamageError, SourceError
 from ..record.columns import UNKNOWN
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
-from ..store.io.checksums import JoinedCrc, crc32
+from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
-from ..store.reading.payloads import BAND_BYTES, check_bytes, check_chunk, checked_elements, payload_of
-from .bits import bits_of
+from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_chunk, compare_checksums, payload_of
 from .live_state import LocalParts
 from .reading_plan import ChunkRange, ReadingRound
 
@@ -110,9 +109,10 @@ class _Read(NamedTuple):
     Attributes:
         tensor: with located chunks, of which this one is ``chunks[number]``.
         boxes: of its elements in the tensor, in their order.
-        file, offset, length: its bytes; the length is `UNKNOWN` if they are no run that can be checked by itself, so
-            that they are gathered box by box.
-        digest: the xxh3-128 of these bytes, where it is recorded.
+        file, offset, length: its bytes.
+        digest, crc32: the xxh3-128 of these bytes, and the CRC-32 of all of the chunk, where they are recorded.
+        strides: those of a chunk that is not row-major.
+        item: all bytes under the one checksum of a chunk that has none of its own.
     """
 
     tensor: StateRecord
@@ -123,6 +123,9 @@ class _Read(NamedTuple):
     offset: int
     length: int
     digest: bytes | None
+    crc32: int | None
+    strides: Index | None
+    item: Extent | None
 
     @property
     def chunk(self) -> Chunk:
@@ -154,6 +157,7 @@ class ChunkReader:
     Attributes:
         faults: the first fault of each damaged file, by name.
         sums: of the parts of chunks that other ranks read too.
+        bytes_read: of tensors, so far.
 
     Raises:
         SourceError: an item is damaged, or not what the metadata promise.
@@ -162,9 +166,10 @@ class ChunkReader:
     def __init__(self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int) -> None:
         self.faults: dict[str, SourceError] = {}
         self.sums: list[PartialSum] = []
+        self.bytes_read = 0
         self._checkpoint = checkpoint
         self._payloads = checkpoint.payloads
-        self._checked: set[Chunk] = set()
+        self._checked_items: set[Extent] = set()
         self._rounds = [self._reads_of(each, place) for each in rounds]
 
     def _reads_of(self, of_all: ReadingRound, place: int) -> list[_Read]:
@@ -185,29 +190,33 @@ class ChunkReader:
                 for of_range in reading.numbers_by_reader[place]:
                     part, boxes = reading.ranges[of_range], reading.boxes[of_range]
                     ranges.append((located[number], index_of[part.chunk], part, boxes))
-            reads += _located_reads(ranges)
+            reads += _located_reads(self._payloads, ranges)
         return sorted(reads, key=_order)
+
+    @property
+    def strided_chunks(self) -> frozenset[tuple[str, int]]:
+        """The key and the number of each chunk that is not row-major: a part of it is no run of bytes."""
+        reads = chain.from_iterable(self._rounds)
+        return frozenset((read.tensor.key, read.range.chunk) for read in reads if read.strides is not None)
 
     def check(self) -> None:
         """Read everything once to check it, and keep nothing; `read` reads and checks it again."""
-        for reads in self._rounds:
-            for read in reads:
-                self._guarded(read, partial(self._check, read, ()))
+        memory = ReadMemory()
+        for group in chain.from_iterable(map(_near_reads, self._rounds)):
+            check = partial(self._bytes_of, group, memory) if len(group) > 1 else partial(self._check_unread, group[0])
+            self._guarded(group[0], check)
+            memory.release()
 
     def read(self, number: int) -> RoundElements:
         """Read this rank's ranges of a round, check them, and return their elements."""
         memory = ReadMemory()
         elements: defaultdict[str, list[tuple[_Read, Sequence[Tensor]]]] = defaultdict(list)
-        for reads in self._near_reads(self._rounds[number]):
-            raw_bytes = self._guarded(reads[0], partial(self._raw_bytes, reads, memory)) or [None] * len(reads)
-            for read, raw in zip(reads, raw_bytes, strict=True):
-                parts: Sequence[Tensor] | None
-                if raw is not None and read.digest and read.digest == xxhash.xxh3_128_digest(raw):
-                    parts = _split(read, raw)
-                else:
-                    parts = self._guarded(read, partial(self._elements, read, raw, memory))
+        for group in _near_reads(self._rounds[number]):
+            raw_bytes = self._guarded(group[0], partial(self._bytes_of, group, memory))
+            for place, read in enumerate(group):
                 if read.boxes:
-                    elements[read.tensor.key].append((read, _zeros(read) if parts is None else parts))
+                    parts = _absent(read) if raw_bytes is None else _split(read, raw_bytes[place])
+                    elements[read.tensor.key].append((read, parts))
         return RoundElements({key: _joined(of_tensor) for key, of_tensor in elements.items()}, memory)
 
     def _guarded(self, read: _Read, action: Callable[[], T]) -> T | None:
@@ -221,93 +230,73 @@ class ChunkReader:
             self.faults.setdefault(read.file, SourceError(f"cannot read {place}: {type(error).__name__}: {error}"))
         return None
 
-    def _near_reads(self, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
-        """Group reads: small ones near each other are read at once."""
-        group: list[_Read] = []
-        for read in reads:
-            if group and not self._is_near(group, read):
-                yield group
-                group = []
-            group.append(read)
-        if group:
-            yield group
-
-    def _is_near(self, group: Sequence[_Read], read: _Read) -> bool:
-        """Return whether a read can be done in one call with those before it."""
-        first, last = group[0], group[-1]
-        if UNKNOWN in (read.length, last.length) or read.file != first.file:
-            return False
-        return read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
-
-    def _raw_bytes(self, reads: Sequence[_Read], memory: ReadMemory) -> Sequence[memoryview | None]:
-        """Read the bytes of reads that are near each other; None for one alone, which is checked band by band."""
-        if len(reads) == 1:
-            return [None]
-        start = reads[0].offset // _ALIGNMENT * _ALIGNMENT
-        stop = max(read.end for read in reads)
-        raw = memory.allocate(stop - start)
-        for _ in self._payloads.fill_bands(Extent(reads[0].file, start, stop - start), raw):
-            pass
-        return [raw[read.offset - start : read.end - start] for read in reads]
-
-    def _elements(self, read: _Read, raw: memoryview | None, memory: ReadMemory) -> Sequence[Tensor]:
-        """Return the elements of each box of a read, after checking them."""
-        if not read.boxes:  # read for the checksum of the chunk alone
-            self._check(read, ())
-            return ()
-        if read.length == UNKNOWN:
-            return [*self._gathered(read)]
-        if raw is None:
-            raw = memory.allocate(read.length)
-            parts: Iterable[memoryview] = self._payloads.fill_bands(read.extent, raw)
+    def _bytes_of(self, group: Sequence[_Read], memory: ReadMemory) -> Sequence[memoryview]:
+        """Return the bytes of reads that are near each other, read by one call and checked."""
+        first, item = group[0], group[0].item
+        if item is not None and _has_most(group):
+            # The item's checksum is that of its bytes as they are read, and its chunks are parts of them.
+            start, raw = item.offset, memory.allocate(item.length)
+            self._check_item(first, self._payloads.fill_bands(item, raw))
+        elif len(group) == 1:
+            raw = memory.allocate(first.length)
+            self._check(first, self._payloads.fill_bands(first.extent, raw))
+            self.bytes_read += len(raw)
+            return [raw]
         else:
-            parts = (raw,)
-        self._check(read, parts)
-        return _split(read, raw)
+            start = first.offset // _ALIGNMENT * _ALIGNMENT
+            raw = memory.allocate(max(read.end for read in group) - start)
+            for _ in self._payloads.fill_bands(Extent(first.file, start, len(raw)), raw):
+                pass
+            self.bytes_read += len(raw)
+        raw_bytes = [raw[read.offset - start : read.end - start] for read in group]
+        for read, of_read in zip(group, raw_bytes, strict=True):
+            self._check(read, (of_read,))
+        return raw_bytes
 
-    def _gathered(self, read: _Read) -> Iterator[Tensor]:
-        """Yield elements that do not lie in row-major order, or whose checksum is that of the whole chunk."""
-        payload = payload_of(read.tensor, read.chunk)
-        if read.range.is_whole or self._payloads.has_checksum(read.chunk):
-            # The bytes that are used are those that were checked, although this rank may use few of them.
-            elements = checked_elements(self._payloads, read.tensor, read.chunk)
-            for box in read.boxes:
-                local_box = box.shift([-low for low in read.chunk.box.lo])
-                part = torch.empty(box.shape, dtype=read.dtype)
-                np.copyto(bits_of(part), elements[tuple(map(slice, local_box.lo, local_box.hi))])
-                yield part
-            return
-        self._check(read, ())  # the item may have a checksum that its format alone knows
-        for box in read.boxes:
-            part = torch.empty(box.shape, dtype=read.dtype)
-            place = read.chunk.stored("").place_at(box.lo)
-            self._payloads.gather_into(bits_of(part), payload, read.tensor.dtype, place, box.shape)
-            yield part
+    def _check_unread(self, read: _Read) -> None:
+        """Check a read as far as there is a checksum, in memory that the next one overwrites."""
+        if read.item is not None:
+            self._check_item(read)
+        elif not self._payloads.is_verbatim(read.file):  # decoding tells damage
+            self._payloads.view(read.extent)
+        elif read.digest is not None or read.crc32 is not None:
+            self._check(read, self._payloads.bands(read.extent))
+            self.bytes_read += read.length
 
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
-        """Compare a read with the digest of its chunk, or note its checksum.
-
-        Args:
-            parts: its bytes as they are read; none if they are still to be read.
-        """
-        tensor, chunk = read.tensor, read.chunk
-        if read.length == UNKNOWN:
-            if chunk not in self._checked:
-                check_chunk(self._payloads, tensor, chunk)
-                if not self._payloads.is_verbatim(read.file):  # decoding tells damage, too
-                    self._payloads.view(payload_of(tensor, chunk))
-                self._checked.add(chunk)
-        elif read.range.is_whole:
-            check_bytes(self._payloads, tensor, chunk, parts or self._payloads.bands(read.extent))
-        else:
-            payload = payload_of(tensor, chunk)
-            assert chunk.crc32 is not None, "else its bytes would not be known as a run"
-            start = read.offset - payload.offset
-            total = crc32(parts or self._payloads.bands(read.extent))
-            of_range = tensor.key, read.range.chunk, payload.length, chunk.crc32, start, start + read.length, total
-            self.sums.append(PartialSum(*of_range))
-        for _ in parts:  # some checks read the file itself
+        """Compare the bytes of a read with the digest of its chunk or its item, or note their checksum."""
+        tensor, payloads = read.tensor, self._payloads
+        if read.item is not None:
+            self._check_item(read)
+        elif read.digest is not None:
+            if (digest := xxh3_128(parts)) != read.digest.hex():
+                with about_chunk(payloads, tensor, read.chunk):
+                    compare_checksums("digest", digest, read.digest.hex())
+        elif read.crc32 is not None:
+            total = crc32(parts)
+            if not read.range.is_whole:
+                size = read.dtype.itemsize
+                length, start = int(tensor.boxes.numel[read.number]) * size, read.range.start * size
+                of_range = tensor.key, read.range.chunk, length, read.crc32, start, start + read.length, total
+                self.sums.append(PartialSum(*of_range))
+            elif total != read.crc32:
+                with about_chunk(payloads, tensor, read.chunk):
+                    compare_checksums("CRC-32", f"{total:08x}", f"{read.crc32:08x}")
+        for _ in parts:  # of a chunk without a checksum of its own
             pass
+
+    def _check_item(self, read: _Read, parts: Iterable[memoryview] | None = None) -> None:
+        """Compare the item of a read with the checksum inside, once or whenever its bytes are given."""
+        item = read.item
+        assert item is not None, "the caller has looked"
+        if parts is None and item in self._checked_items:
+            return
+        with about_chunk(self._payloads, read.tensor, read.chunk):
+            self._payloads.check_item(item, parts)
+        for _ in parts or ():  # where the format has read it itself
+            pass
+        self._checked_items.add(item)
+        self.bytes_read += item.length
 
 
 def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:
@@ -334,7 +323,34 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:
         raise DamageError(f"tensor {key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has")
 
 
-def _located_reads(ranges: Sequence[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]) -> Iterator[_Read]:
+def whole_chunks(checkpoint: OpenCheckpoint) -> dict[str, dict[int, Extent | None]]:
+    """Return the chunks of which no part can be checked by itself, as far as the metadata tell it."""
+    # Chunks may share an item, as tensors of one storage do; or have no checksum of which those of parts are a part.
+    columns, tensors = checkpoint.outline.columns, checkpoint.outline.tensors
+    is_open = columns.payload_length() != UNKNOWN
+    order = np.lexsort((columns.item, columns.file))
+    is_same = (np.diff(columns.file[order]) == 0) & (np.diff(columns.item[order]) == 0)
+    is_shared = np.zeros(len(columns), np.bool_)
+    is_shared[order[1:][is_same]] = is_shared[order[:-1][is_same]] = True
+    is_shared &= is_open & ~columns.has_digest
+    lacks_crc32 = is_open & (columns.crc32 == UNKNOWN)
+    has_some = bool(is_shared.any() or lacks_crc32.any())
+    # Few chunks are like that, but in formats of other programs.
+    whole: dict[str, dict[int, Extent | None]] = {}
+    row = 0
+    for tensor in tensors:
+        for number, chunk in enumerate(tensor.chunks if has_some or tensor.chunks.strides else ()):
+            has_no_sum = lacks_crc32[row + number] and chunk.digest is None
+            is_item = is_shared[row + number] or (has_no_sum and checkpoint.payloads.has_checksum(chunk))
+            if is_item or chunk.strides or (lacks_crc32[row + number] and not has_no_sum):
+                whole.setdefault(tensor.key, {})[number] = chunk.item if is_item else None
+        row += len(tensor.chunks)
+    return whole
+
+
+def _located_reads(
+    payloads: Payloads, ranges: Sequence[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]
+) -> Iterator[_Read]:
     """Yield reads of ranges whose chunks are located: rows of the same columns.
 
     Raises:
@@ -344,18 +360,58 @@ def _located_reads(ranges: Sequence[tuple[StateRecord, int, ChunkRange, tuple[Bo
     rows = np.array([tensor.chunks.start + number for tensor, number, _, _ in ranges], np.int64)
     files = [columns.names[file] for file in columns.file[rows].tolist()]
     offsets, lengths = columns.payload(rows).tolist(), columns.payload_length(rows).tolist()
-    has_crc32, has_digest = (columns.crc32[rows] != UNKNOWN).tolist(), columns.has_digest[rows].tolist()
+    sums, has_digest = columns.crc32[rows].tolist(), columns.has_digest[rows].tolist()
     digests = columns.digest[rows].tobytes()
     for row, (tensor, number, part, boxes) in enumerate(ranges):
         size, offset, length = itemsize(tensor.dtype), offsets[row], lengths[row]
-        if lengths[row] != tensor.boxes.numel[number] * size:
+        if length != tensor.boxes.numel[number] * size:
             payload_of(tensor, tensor.chunks[number])  # raises
         digest = digests[16 * row : 16 * row + 16] if part.is_whole and has_digest[row] else None
-        if (tensor.chunks.strides and tensor.chunks.strides[number]) or not (part.is_whole or has_crc32[row]):
-            length, digest = UNKNOWN, None
-        elif not part.is_whole:
+        crc = None if sums[row] == UNKNOWN else sums[row]
+        strides = None if tensor.chunks.strides is None else tensor.chunks.strides[number]
+        item = _item_to_check(payloads, tensor.chunks[number]) if digest is None and crc is None else None
+        if not part.is_whole and strides is None:
             offset, length = offset + part.start * size, (part.stop - part.start) * size
-        yield _Read(tensor, number, part, boxes, files[row], offset, length, digest)
+        yield _Read(tensor, number, part, boxes, files[row], offset, length, digest, crc, strides, item)
+
+
+def _item_to_check(payloads: Payloads, chunk: Chunk) -> Extent | None:
+    """Return the bytes under the checksum of a chunk that has none of its own; None if there is no checksum."""
+    return chunk.item if payloads.has_checksum(chunk) and payloads.is_verbatim(chunk.item.file) else None
+
+
+def _near_reads(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+    """Group reads, in the order of files, that are done by one call."""
+    group: list[_Read] = []
+    for read in reads:
+        if group and not _is_near(group, read):
+            yield from _groups_of(group)
+            group = []
+        group.append(read)
+    yield from _groups_of(group)
+
+
+def _is_near(group: Sequence[_Read], read: _Read) -> bool:
+    """Return whether a read can be done in one call with those before it: they are small, or have bytes in common."""
+    first, last = group[0], group[-1]
+    if read.file != first.file or read.item != first.item:
+        return False
+    is_small = read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
+    return is_small or read.item is not None or read.offset < last.end
+
+
+def _groups_of(group: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+    """Divide reads of one item that are few of its bytes: these are read alone, after the item was checked."""
+    is_divided = group and group[0].item is not None and not _has_most(group)
+    yield from ([read] for read in group) if is_divided else [group] * bool(group)
+
+
+def _has_most(group: Sequence[_Read]) -> bool:
+    """Return whether reads are so much of their item that all of it is read at once."""
+    item = group[0].item
+    assert item is not None, "the caller has looked"
+    is_inside = all(read.file == item.file and item.offset <= read.offset and read.end <= item.end for read in group)
+    return is_inside and 2 * sum(read.length for read in group) >= item.length
 
 
 def _split(read: _Read, raw: memoryview) -> Sequence[Tensor]:
@@ -364,6 +420,8 @@ def _split(read: _Read, raw: memoryview) -> Sequence[Tensor]:
     if elements.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
         elements = elements.clone()
     elements = elements.view(read.dtype)
+    if read.strides is not None:
+        return (elements.as_strided(read.boxes[0].shape, read.strides),)
     if len(read.boxes) == 1:
         return (elements.view(read.boxes[0].shape),)
     by_box = torch.split(elements, [box.numel for box in read.boxes])
@@ -381,9 +439,9 @@ def _joined(reads: Sequence[tuple[_Read, Sequence[Tensor]]]) -> LocalParts:
     return LocalParts.of(boxes, parts)
 
 
-def _zeros(read: _Read) -> Sequence[Tensor]:
-    """Return elements in the place of those that could not be read: the state dict is declared unusable then."""
-    return [torch.zeros(box.shape, dtype=read.dtype) for box in read.boxes]
+def _absent(read: _Read) -> Sequence[Tensor]:
+    """Return zeros, of one element, for what could not be read: nobody uses them, or the state dict is unusable."""
+    return [torch.zeros((), dtype=read.dtype).expand(box.shape) for box in read.boxes]
 
 
 def _order(read: _Read) -> tuple[str, int, int]:

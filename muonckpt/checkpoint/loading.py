@@ -10,11 +10,12 @@ import io
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from ..names.resumption import (
 )
 from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
 from ..programs.detection import detect, with_slots
-from ..record.record import Blob, StateRecord
+from ..record.columns import UNKNOWN
+from ..record.record import Blob, Extent, StateRecord
 from ..store.io.limits import gc_paused
 from ..store.io.location import Remote
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
@@ -53,18 +55,19 @@ from .all_ranks import (
 from .attestation import TensorPrint, attest_loaded
 from .bits import dtype_name
 from .checkpoint_files import CheckpointFiles, SharedFiles, raise_first
-from .chunk_reader import ChunkReader, PartialSum, RoundElements, judge_sums
+from .chunk_reader import ChunkReader, PartialSum, ReadMemory, RoundElements, judge_sums, whole_chunks
 from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
 from .matching import RankRequest, dropped_by_torch, judge, match, selection
-from .reading_plan import JointRequest, ReadingPlan
+from .reading_plan import JointRequest, ReadingPlan, ReadingRound
 from .resume_check import LoadedState
 from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
 from .template import LoadTemplate, Matching, Stored, joint_sources
 from .transfer import DEFAULT_MEMORY, Transfer
 
-WhenChecked = Literal["before", "while"]
+T = TypeVar("T")
 
+WhenChecked = Literal["before", "while"]
 
 KEPT_BYTES = 4 << 30
 """Bytes of a checkpoint that a rank keeps at most between their check and the first write to a tensor, by default.
@@ -113,10 +116,19 @@ class _Agreement:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A rank's check of what it has read: checksums of parts of chunks, and its damaged files."""
+    """A rank's check of what it has read: checksums of parts of chunks, its damaged files, and all bytes so far."""
 
     sums: Sequence[PartialSum]
     faults: Mapping[str, str]
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The first rank's judgement of the checks: the damaged files of each rank, and the bytes that all have read."""
+
+    faults: Sequence[Mapping[str, str]]
+    bytes_read: int
 
 
 @dataclass(eq=False)
@@ -141,7 +153,11 @@ class JointLoad:
         self._reader: ChunkReader
         self._kept: RoundElements | None = None
         """The elements that this rank has read, if all ranks keep theirs until they are checked."""
+        self._whole_chunks: dict[str, dict[int, Extent | None]]
+        self._has_closed_items: bool
         self._raw_items: dict[str, bytes] = {}
+        self._inbox: tuple[Tensor, Mapping[str, int]] | None = None
+        """The items that other ranks have sent, end to end, and the length of each."""
         self._sources: Mapping[str, str] = {}
         """Keys of tensors of the checkpoint by those that all ranks know them under; on the coordinator alone."""
         self._unloaded_keys: Sequence[str] = ()
@@ -168,20 +184,24 @@ class JointLoad:
         agreement = decide_on_first(self.group, SourceError, lambda: self._ask(opened()), self._answer)
         # 2. Each byte is read by one rank, and checked, before any rank writes.  Files of which another node has a
         #    whole copy are read there in a second try.
+        bytes_refused = 0
         while True:
-            faults = decide_on_first(self.group, SourceError, lambda: self._read(agreement), self._judge)
-            if not any(faults):
+            if self._has_closed_items:
+                self._open_together(agreement)
+            verdict = decide_on_first(self.group, SourceError, lambda: self._read(agreement), self._judge)
+            if not any(verdict.faults):
                 break
-            self.files.refuse(faults)
+            self.files.refuse(verdict.faults)
+            bytes_refused += verdict.bytes_read
         # 3. Elements go to the ranks that asked for them.
         with unusable('; check="before" finds damage before any tensor is touched'):
             failure = self._fill(agreement)
-            decide_on_first(self.group, SourceError, lambda: self._finish(failure), self._judge)
+            verdict = decide_on_first(self.group, SourceError, lambda: self._finish(failure), self._judge)
         if self.attest:
             with unusable():
                 attest_loaded(self.state_dict, self._checkpoint, lambda: self._sources, self.group)
         self._checkpoint.close()
-        traffic = LoadTraffic(self._plan.bytes_read * self._passes, self._plan.bytes_sent, self._passes)
+        traffic = LoadTraffic(bytes_refused + verdict.bytes_read, self._plan.bytes_sent, self._passes)
         return replace(agreement.report, traffic=traffic)
 
     @property
@@ -209,7 +229,8 @@ class JointLoad:
         self._check_arguments()
         extra, globs = self._selection
         live = self._live = LiveState.of(self.state_dict, "to load into")
-        self._checkpoint = checkpoint
+        self._checkpoint, self._whole_chunks = checkpoint, whole_chunks(checkpoint)
+        self._has_closed_items = bool((checkpoint.outline.columns.payload_length() == UNKNOWN).any())
         proved = set[object]()
         for tensor in checkpoint.outline.tensors:
             geometry = tensor.shape, id(tensor.boxes), tensor.chunks.strides
@@ -269,44 +290,59 @@ class JointLoad:
             if _differ(self._checkpoint, (records[key], records[other_key])):
                 raise SourceError(differing_ties(key, other_key, self.files.place))
 
-    def _read(self, agreement: _Agreement) -> _Checked:
-        """Read what this rank is to read, once, and check it; or check it alone, where it does not fit into memory."""
+    def _open_together(self, agreement: _Agreement) -> None:
+        """Open this rank's chunks, of which only the items tell whether a part of them is a run of bytes."""
+        whole = self._whole_chunks
+        while True:
+            on_ranks = gather_on_all(self.group, SourceError, lambda: self._open_chunks(agreement).strided_chunks)
+            strided = frozenset[tuple[str, int]]().union(*on_ranks)
+            if all(chunk in whole.get(key, {}) for key, chunk in strided):
+                return
+            for key, chunk in strided:
+                whole.setdefault(key, {}).setdefault(chunk)
+
+    def _open_chunks(self, agreement: _Agreement) -> ChunkReader:
+        """Plan who reads what, and open the items of this rank's chunks."""
         outline, (place, num_ranks) = self._checkpoint.outline, place_in(self.group)
 
         def plan(read_memory: int) -> ReadingPlan:
-            return ReadingPlan.of(
-                outline.tensors, outline.blobs, agreement.request, self.files, num_ranks, read_memory, DEFAULT_MEMORY
-            )
+            tensors, request, sizes = outline.tensors, agreement.request, (num_ranks, read_memory, DEFAULT_MEMORY)
+            return ReadingPlan.of(tensors, outline.blobs, request, self.files, *sizes, self._whole_chunks)
 
         # Everything is kept until it has been checked, or read a part at a time.
         self._plan = plan(agreement.memory)
-        keeps_all = len(self._plan.rounds) <= 1
-        if self.check == "while" or not keeps_all:
+        self._keeps_all = len(self._plan.rounds) <= 1
+        if self.check == "while" or not self._keeps_all:
             self._plan = plan(min(agreement.memory, _ROUND_BYTES))
+        self._reader = ChunkReader(self._checkpoint, self._plan.rounds, place)
+        return self._reader
+
+    def _read(self, agreement: _Agreement) -> _Checked:
+        """Read what this rank is to read, once, and check it; or check it alone, where it does not fit into memory."""
+        reader = self._reader if self._has_closed_items else self._open_chunks(agreement)
         is_remote = isinstance(self.files.place, Remote)  # from there nothing is read twice
-        checks_before = self.check == "before" or (self.check is None and (keeps_all or not is_remote))
+        checks_before = self.check == "before" or (self.check is None and (self._keeps_all or not is_remote))
         # Items that are not tensors are small: their reader keeps them.
-        blobs = {blob.key: blob for blob in outline.blobs}
+        blobs = {blob.key: blob for blob in self._checkpoint.outline.blobs}
         self._raw_items = dict(self.files.raw_items)
-        for key, reader in self._plan.object_readers.items():
-            if reader == place and key not in self._raw_items:
+        for key, place in self._plan.object_readers.items():
+            if place == place_in(self.group)[0] and key not in self._raw_items:
                 self._raw_items[key] = checked_blob(self._checkpoint.payloads, blobs[key])
                 refuse_code(key, self._raw_items[key])
-        self._kept, self._reader = None, ChunkReader(self._checkpoint, self._plan.rounds, place)
-        self._passes = 1
-        if checks_before and keeps_all:
-            self._kept = self._reader.read(0) if self._plan.rounds else None
+        self._kept, self._passes = None, 1
+        if checks_before and self._keeps_all:
+            self._kept = reader.read(0) if self._plan.rounds else None
         elif checks_before:
-            self._reader.check()
+            reader.check()
             self._passes = 2
-        return _Checked(self._reader.sums, self.files.report(self._reader.faults))
+        return _Checked(reader.sums, self.files.report(reader.faults), reader.bytes_read)
 
-    def _judge(self, ranks: list[_Checked]) -> list[Mapping[str, str]]:
-        """Compare chunks that were read in parts; return the damaged files of each rank, on the coordinator."""
+    def _judge(self, ranks: list[_Checked]) -> _Verdict:
+        """Compare chunks that were read in parts, on the coordinator."""
         faults = [checked.faults for checked in ranks]
         if not any(faults):
             judge_sums(self._checkpoint, chain.from_iterable(checked.sums for checked in ranks))
-        return faults
+        return _Verdict(faults, sum(checked.bytes_read for checked in ranks))
 
     def _fill(self, agreement: _Agreement) -> Exception | None:
         """Move elements into the tensors; return this rank's error, as it goes on exchanging.
@@ -314,41 +350,45 @@ class JointLoad:
         Raises:
             LostRankError: another rank was lost.
         """
-        reader, rounds, device = self._reader, self._plan.rounds, wire_device(self.group, agreement.devices)
-        reader.sums.clear()
+        device = wire_device(self.group, agreement.devices)
+        self._reader.sums.clear()
         failure: Exception | None = None
         self._exchange_items(agreement.request.objects, device)
-        for of_round, elements in zip(rounds, self._elements_by_round(), strict=True):
-            prepare = partial(
-                Transfer,
-                partial(_parts_of, elements.parts),
-                self._live.local,
-                of_round.moves,
-                of_round.stages,
-                self.group,
-                device,
-            )
-            # A rank without memory for the exchange would leave the others waiting in it.
-            transfer = _prepare_together(self.group, prepare) if of_round.stages else prepare()
+        for of_round, elements_of in zip(self._plan.rounds, self._elements_by_round(), strict=True):
+            prepare = partial(self._prepare, of_round, elements_of, device)
+            try:
+                # A rank that cannot take part in an exchange, for want of memory, would leave the others waiting in it.
+                transfer, memory = _prepare_together(self.group, prepare) if of_round.stages else prepare()
+            except Exception as error:
+                if of_round.stages:  # on all ranks
+                    raise
+                failure = failure or error
+                continue
             transfer.run()
             failure = failure or transfer.failure
-            elements.memory.release()
+            memory.release()
         self._kept = None
         return failure
 
-    def _elements_by_round(self) -> Iterator[RoundElements]:
-        """Yield the elements that this rank reads; the next ones are read while these are exchanged."""
-        if not self._plan.rounds:
-            return
-        if self._kept is not None:
-            yield self._kept
-            return
-        with ThreadPoolExecutor(1) as thread:
-            following = thread.submit(self._reader.read, 0)
-            for number in range(1, len(self._plan.rounds)):
-                elements, following = following.result(), thread.submit(self._reader.read, number)
-                yield elements
-            yield following.result()
+    def _prepare(
+        self, of_round: ReadingRound, elements_of: Callable[[], RoundElements], device: torch.device
+    ) -> tuple[Transfer, ReadMemory]:
+        """Return the transfer of what this rank has read in a round, and the memory of that."""
+        elements, moves, stages = elements_of(), of_round.moves, of_round.stages
+        sources = partial(_parts_of, elements.parts)
+        return Transfer(sources, self._live.local, moves, stages, self.group, device), elements.memory
+
+    def _elements_by_round(self) -> Iterator[Callable[[], RoundElements]]:
+        """Yield functions that return what this rank has read; the next elements are read while these are exchanged."""
+        if (kept := self._kept) is not None:
+            yield lambda: kept
+        elif self._plan.rounds:
+            with ThreadPoolExecutor(1) as thread:
+                following = thread.submit(self._reader.read, 0)
+                for number in range(1, len(self._plan.rounds)):
+                    elements, following = following, thread.submit(self._reader.read, number)
+                    yield elements.result
+                yield following.result
 
     def _exchange_items(self, objects: Mapping[str, Sequence[int]], device: torch.device) -> None:
         """Send items that are not tensors from the ranks that have read them to those that ask for them.
@@ -372,28 +412,34 @@ class JointLoad:
                 incoming[reader].append(key)
         if not is_needed:
             return
-        outbox = b"".join(self._raw_items[key] for keys in outgoing for key in keys)
         splits = [[sum(lengths[key] for key in keys) for keys in by_rank] for by_rank in (outgoing, incoming)]
-        send = torch.tensor(np.frombuffer(bytearray(outbox), np.uint8), device=device)
-        receive = torch.empty(sum(splits[1]), dtype=torch.uint8, device=device)
-        exchange(self.group, send, splits[0], receive, splits[1])
-        inbox, start = receive.cpu().numpy().tobytes(), 0
-        for key in chain.from_iterable(incoming):
-            self._raw_items[key] = inbox[start : start + lengths[key]]
-            start += lengths[key]
+        wires: list[torch.Tensor] = []
+
+        def prepare() -> None:
+            outbox = b"".join(self._raw_items[key] for keys in outgoing for key in keys)
+            wires.append(torch.tensor(np.frombuffer(bytearray(outbox), np.uint8), device=device))
+            wires.append(torch.empty(sum(splits[1]), dtype=torch.uint8, device=device))
+
+        gather_on_all(self.group, SourceError, prepare)
+        exchange(self.group, wires[0], splits[0], wires[1], splits[1])
+        self._inbox = wires[1], {key: lengths[key] for keys in incoming for key in keys}
 
     def _finish(self, failure: Exception | None) -> _Checked:
         """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
         raise_first(self._reader.faults)
         if failure is not None:
             raise failure
+        if self._inbox is not None:
+            raw_items, lengths = self._inbox
+            for key, item in zip(lengths, torch.split(raw_items.cpu(), [*lengths.values()]), strict=True):
+                self._raw_items[key] = item.numpy().tobytes()
         self._live.zero(self.matching.zeros)
         raw = {key: self._raw_items.get(source) for key, source in self.matching.sources.items()}
         values = {
             key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None
         }
         self._live.put(values, self.matching.added)
-        return _Checked(self._reader.sums, {})
+        return _Checked(self._reader.sums, {}, self._reader.bytes_read)
 
     def refusal(self, matching: Matching) -> str:
         begin, cure = f"{self.files.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
@@ -441,20 +487,43 @@ _STATE_DTYPES = {
 """The effect of writing state in these dtypes, as ``--state-dtype`` does."""
 
 
-_MEMORY = Path("/proc/meminfo")
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process can still have: as Linux estimates them, or its cgroups limit them.
+
+    Args:
+        root: where ``proc`` and ``sys`` are mounted.
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    # Each group on the way to the process's own may have a limit; a container may see its own group alone, as the root.
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers.split(",").count("memory") or not controllers:
+                mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+                path = mount / group.lstrip("/")
+                for folder in (path, *path.parents[: len(path.parts) - len(mount.parts)]):
+                    available += _available_in_cgroup(folder)
+    return max(min(available), 0)
 
 
-def available_memory() -> int:
-    """Return the bytes of memory that processes of this machine can still have, as Linux estimates them."""
-    [line] = [line for line in _MEMORY.read_text().splitlines() if line.startswith("MemAvailable:")]
-    return int(line.split()[1]) << 10
+def _available_in_cgroup(folder: Path) -> Iterator[int]:
+    """Yield the bytes that are left in a cgroup, of version 2 or 1, if it has a limit: what files need no more is."""
+    for limit, usage, reclaimable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / usage).read_text()) - int(statistics.get(reclaimable, 0))
+            yield int((folder / limit).read_text()) - used
 
 
-def _prepare_together(process_group: dist.ProcessGroup | None, prepare: Callable[[], Transfer]) -> Transfer:
-    """Return this rank's transfer; where one rank cannot prepare its own, all raise its error."""
-    transfers: list[Transfer] = []
-    gather_on_all(process_group, SourceError, lambda: transfers.append(prepare()))
-    return transfers[0]
+def _prepare_together(process_group: dist.ProcessGroup | None, prepare: Callable[[], T]) -> T:
+    """Return what this rank has prepared; where one rank cannot prepare its own, all raise its error."""
+    prepared: list[T] = []
+    gather_on_all(process_group, SourceError, lambda: prepared.append(prepare()))
+    return prepared[0]
 
 
 def _parts_of(elements: Mapping[str, LocalParts], key: str) -> LocalParts:
@@ -508,7 +577,8 @@ def load(
             ``"before"``, or ``"while"`` for an object store from which bytes would be read twice.
         memory: bytes that a rank keeps between their check and the first write to a tensor; where what it reads is
             more, it is read twice.  The least that any rank gives counts, and 1 MiB at least.  None: 4 GiB; less
-            where a fourth of the memory that is available, shared by the ranks of the machine, is less.
+            where a fourth of the memory that is available, within the limits of cgroups and shared by the ranks of the
+            machine, is less.
 
     Returns:
         What was done with which parameters, the same on every rank; print it.

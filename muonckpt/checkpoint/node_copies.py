@@ -144,12 +144,16 @@ class NodeCopy:
     def _write(self, state: Callable[[], LiveState]) -> None:
         live, plan, _ = agreed(self._group, self._plans, state, lambda: {"step": self._name.step}, lambda: None)
         this_place, file = self._nodes.place, self._staged / rank_file(self._nodes.place)
-        receipt = b""
+        receipt, blocks = b"", list[torch.Tensor]()
+        num_origins = self._nodes.partners.count(this_place)
 
         # 1. Each rank writes its file on its node, and sends it to the next one.
 
         def write() -> int:
             nonlocal receipt
+            # Memory for one band of each file is all that sending takes, however large the files are.
+            if self._nodes.partners[this_place] is not None:
+                blocks.extend(torch.empty(_BAND_BYTES * files, dtype=torch.uint8) for files in (1, num_origins))
             if self._nodes.leads:  # a run that went back has given up what came after
                 remove_copies(self._folder, lambda name: name is None or name.step > self._name.step, self._staged)
             self._staged.mkdir(parents=True, exist_ok=True)
@@ -157,7 +161,7 @@ class NodeCopy:
             return file.stat().st_size if file.exists() else 0
 
         sizes = gather_on_all(self._group, DestinationError, self._with_room(write))
-        failure, file_digest = self._send(sizes)
+        failure, file_digest = self._send(sizes, blocks)
         origins = [
             place for place, partner in enumerate(self._nodes.partners) if partner == this_place and sizes[place]
         ]
@@ -217,7 +221,7 @@ class NodeCopy:
 
         return advised_work
 
-    def _send(self, sizes: Sequence[int]) -> tuple[Exception | None, str]:
+    def _send(self, sizes: Sequence[int], blocks: Sequence[torch.Tensor]) -> tuple[Exception | None, str]:
         """Send this rank's file to its partner, and receive those of others; every byte travels once.
 
         Returns an error of this rank, which goes on exchanging, so that the others do not hang, and the digest of what
@@ -228,9 +232,7 @@ class NodeCopy:
         digest = xxhash.xxh3_128()
         if partner is None:
             return None, digest.hexdigest()
-        # Memory for one band of each file is all that an exchange takes, however large the files are.
         origins = [place for place, other in enumerate(partners) if other == this_place and sizes[place]]
-        blocks = [torch.empty(_BAND_BYTES * files, dtype=torch.uint8) for files in (1, len(origins))]
         failure: Exception | None = None
         files, handle, outputs = ExitStack(), -1, list[Writing]()
 
@@ -240,7 +242,7 @@ class NodeCopy:
             try:
                 if failure is None:
                     action()
-            except OSError as error:
+            except Exception as error:
                 failure = error
 
         def open_files() -> None:

@@ -23,7 +23,7 @@ from ..store.formats.torch_save.plain_item import plain_value
 from ..store.io.regular import read_text_file
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.reading.payloads import Payloads, Reader
-from .all_ranks import broadcast_from_first, decide_on_first, group_ranks
+from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
 from .loading import JointLoad
 from .node_copies import CopyOnNodes, Nodes
 from .resume_check import LoadedState
@@ -70,14 +70,21 @@ class NodeFiles:
             check_arguments()
             return zlib.compress(read_text_file(self.place / MANIFEST_FILE), 1)
 
+        opened: list[OpenCheckpoint] = []
+
+        def open_sent() -> None:
+            try:
+                manifest = Manifest.from_json(zlib.decompress(packed))
+            except SourceError as error:
+                raise DamageError(
+                    f"{MANIFEST_FILE} of the copy of step {self._copy.step} is damaged: {error}"
+                ) from error
+            opened.append(OpenCheckpoint(self.place, OWN, Reader(manifest, Payloads(self.place))))
+
         packed = broadcast_from_first(process_group, SourceError, read_manifest, self._copy.describer)
-        try:
-            manifest = Manifest.from_json(zlib.decompress(packed))
-        except SourceError as error:
-            raise DamageError(f"{MANIFEST_FILE} of the copy of step {self._copy.step} is damaged: {error}") from error
-        checkpoint = OpenCheckpoint(self.place, OWN, Reader(manifest, Payloads(self.place)))
-        self._read_small_values(checkpoint)
-        return lambda: checkpoint
+        gather_on_all(process_group, DamageError, open_sent)
+        self._read_small_values(opened[0])
+        return lambda: opened[0]
 
     def _read_small_values(self, checkpoint: OpenCheckpoint) -> None:
         """Read items, and options that are tensors, and give them to all ranks, who match their state dicts by them."""

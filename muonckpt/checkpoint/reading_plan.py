@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from operator import and_
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import overlaps
 from ..record.columns import Columns
-from ..record.record import Blob, StateRecord
+from ..record.record import Blob, Extent, StateRecord
 from ..store.reading.dtypes import itemsize
 from .live_state import RankBoxes, RankState, filled_layout
 from .transfer_plan import CopyTable, Move, Stage, divide_in_stages, make_copies
@@ -119,6 +120,13 @@ class FileReaders(Protocol):
     def of(self, file: str) -> Sequence[int]:
         """Return the places of the ranks that can read a file, ascending."""
         ...
+
+
+WholeChunks = Mapping[str, Mapping[int, Extent | None]]
+"""The chunks of which no part can be checked by itself, by key and number.
+
+Each has its item, if that has chunks of several tensors, or alone has a checksum: one rank reads all of it then.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,14 +227,16 @@ class ReadingPlan:
         num_ranks: int,
         read_memory: int,
         wire_memory: int,
+        whole_chunks: WholeChunks = MappingProxyType({}),
     ) -> ReadingPlan:
         """Plan a load; the same arguments give the same plan on all ranks.
 
         Args:
             tensors, blobs: of the checkpoint.
             read_memory, wire_memory: bytes of what a rank reads in a round, and of its exchange buffers.
+            whole_chunks: those that are not divided, however large they are.
         """
-        planner = _Planner(readers, range(num_ranks), read_memory)
+        planner = _Planner(readers, range(num_ranks), read_memory, whole_chunks)
         rounds, readings, filled = [], list[tuple[StateRecord, TensorReading]](), np.zeros(num_ranks, np.int64)
 
         def finish_round() -> None:
@@ -279,11 +289,14 @@ class _Planner:
         readers: which ranks can read a file.
         ranks: the places of all.
         max_bytes: the most bytes of one range.
+        whole_chunks: those that one rank reads as one range.
     """
 
     readers: FileReaders
     ranks: Sequence[int]
     max_bytes: int
+    whole_chunks: WholeChunks
+    _reader_of: dict[Extent, int] = field(default_factory=dict)
     _by_columns: dict[int, tuple[tuple[Sequence[int], ...], tuple[bool, ...]]] = field(default_factory=dict)
 
     def readings(
@@ -297,9 +310,9 @@ class _Planner:
             requests = request.tensors.get(tensor.key, ())
             if not requests or 0 in tensor.shape:
                 continue
-            able, divisible = self._able_ranks(tensor)
+            able, divisible, whole = self._able_ranks(tensor, requests)
             request_ids = tuple(id(asked.ranks) for asked in requests)
-            geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, request_ids
+            geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, whole, request_ids
             if geometry not in periods:
                 periods[geometry] = _turns(tensor, requests, divisible)
             # Small tensors that follow one another have one reader, which then reads them at once.
@@ -307,19 +320,31 @@ class _Planner:
             turn = planned_bytes // MIN_SHARED_BYTES % periods[geometry] // between_turns * between_turns
             planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
             if (geometry, turn) not in geometries:
-                geometries[geometry, turn] = tuple(self._plan_geometry(tensor, requests, able, divisible, turn))
+                planned = self._plan_geometry(tensor, requests, able, divisible, whole, turn)
+                geometries[geometry, turn] = tuple(planned)
             for reading in geometries[geometry, turn]:
                 yield tensor, reading
 
-    def _able_ranks(self, tensor: StateRecord) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...]]:
-        """Return for each chunk the ranks that can read it, and whether several of them may read parts of it."""
+    def _able_ranks(
+        self, tensor: StateRecord, requests: Sequence[AskedTensor]
+    ) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...], frozenset[int]]:
+        """Return for each chunk the ranks that can read it, and whether several may read parts; and the whole ones."""
         chunks = tensor.chunks
         able, divisible = self._rows_of(chunks.columns)
         rows = slice(chunks.start, chunks.stop)
-        if chunks.strides is None:
-            return able[rows], divisible[rows]
-        is_dense = (strides is None for strides in chunks.strides)
-        return able[rows], tuple(map(and_, divisible[rows], is_dense))
+        whole = self.whole_chunks.get(tensor.key)
+        if whole is None:
+            return able[rows], divisible[rows], frozenset()
+        # An item with several chunks has one reader, which is chosen with the first of them.
+        asking = sorted({of_rank.rank for asked in requests for of_rank in asked.ranks})
+        able_to_read = [*able[rows]]
+        for number, item in whole.items():
+            if item is not None:
+                candidates = _candidates(asking, able_to_read[number])
+                turn = len(self._reader_of) % len(candidates)
+                able_to_read[number] = (self._reader_of.setdefault(item, candidates[turn]),)
+        is_divided = (number not in whole for number in range(len(chunks)))
+        return tuple(able_to_read), tuple(map(and_, divisible[rows], is_divided)), frozenset(whole)
 
     def _rows_of(self, columns: Columns) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...]]:
         """Return the same for all rows of columns, which tensors mostly share."""
@@ -337,6 +362,7 @@ class _Planner:
         requests: Sequence[AskedTensor],
         able: Sequence[Sequence[int]],
         divisible: Sequence[bool],
+        whole: Collection[int],
         turn: int,
     ) -> Iterator[TensorReading]:
         """Plan who reads which ranges of the tensors of one geometry, and the copies from there."""
@@ -349,7 +375,10 @@ class _Planner:
             else:
                 candidates = _candidates(sorted({need.place for need in needs}), able[chunk])
                 reader, numel = candidates[(turn + chunk) % len(candidates)], boxes[chunk].numel
-                ranges += self._pieces(chunk, boxes[chunk], 0, numel, [reader], itemsize(tensor.dtype), 0)
+                if chunk in whole:
+                    ranges.append(ChunkRange(chunk, 0, numel, reader, True, True))
+                else:
+                    ranges += self._pieces(chunk, boxes[chunk], 0, numel, [reader], itemsize(tensor.dtype), 0)
         # 2. Part them so that no rank holds too much of the tensor at once.
         parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
         number_of_part: Counter[int] = Counter()

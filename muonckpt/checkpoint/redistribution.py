@@ -40,7 +40,7 @@ from .reading_plan import AskedTensor, JointRequest
 from .shared_memory import check_apart, differing_ties, tied_origins
 from .template import LoadTemplate, Stored
 from .transfer import DEFAULT_MEMORY, Transfer, views
-from .transfer_plan import Move, divide_in_stages, make_copies
+from .transfer_plan import Move, Stage, divide_in_stages, make_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,13 @@ def redistribute(
     """
     refuse_mixed_calls(group, "redistribute")
     ranks, (place, _) = group_ranks(group), place_in(group)
+    offers: list[Offer]
     source: LiveState
     target: LiveState
+    items: Mapping[str, bytes]
+    stored: Stored
+    moves: list[Move]
+    stages: list[Stage]
     transfer: Transfer
     chosen: tuple[Globs, Globs]
 
@@ -128,7 +133,9 @@ def redistribute(
         return Offer.of(source, {"allow_extra": chosen[0].patterns, "attest": attest})
 
     def ask() -> _Request:
-        nonlocal source, target
+        nonlocal source, target, offers, items, stored
+        offers = known_jointly(offers)
+        items, stored = stored_of(ranks, offers, place_in(group))
         source = source.known_as(offers[place].state)
         target = LiveState.of(target_state_dict, "to redistribute into")
         return _ask(source, target, stored, *chosen, memory)
@@ -136,23 +143,21 @@ def redistribute(
     # 1. All ranks hear what each has, and match their targets with it.
     offers = gather_on_all(group, SourceError, offer)
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
-    offers = known_jointly(offers)
-    items, stored = stored_of(ranks, offers, place_in(group))
     requests = gather_on_all(group, SourceError, ask)
     matching, report = judge([request.rank for request in requests], stored, chosen[0])
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {matching.misfit(cure)}")
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
-    moves = _moves_of(ranks, offers, requests, stored)
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}
         _refuse_overwriting(ranks, tied, gather_on_all(group, LayoutError, lambda: shares_of(source, keys)))
-    stages = divide_in_stages(moves, len(ranks), min(request.memory for request in requests))
     devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
 
     def prepare() -> None:
-        nonlocal transfer
+        nonlocal moves, stages, transfer
+        moves = _moves_of(ranks, offers, requests, stored)
+        stages = divide_in_stages(moves, len(ranks), min(request.memory for request in requests))
         transfer = Transfer(source.local, target.local, moves, stages, group, wire_device(group, devices))
 
     gather_on_all(group, TargetError, prepare)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import sys
 import zlib
 from itertools import count, product
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.checkpoint.chunk_reader import PartialSum, judge_sums
+from muonckpt.checkpoint.loading import available_memory
 from muonckpt.names.resumption import LoadTraffic
 from muonckpt.store.io.checksums import join_crc32
 from muonckpt.store.io.regular import LocalFile
@@ -180,15 +182,88 @@ def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, ha
     assert sum(bool(outcomes[0][0]) for outcomes in by_fault) >= len(by_fault) // 2
 
 
+def starved_job(rank: int, world: int, path: str, arguments: dict) -> list[tuple[str, bool, bool]]:
+    """Load once for each piece of memory that our code does not get on one rank; outcomes as of `faulty_job`."""
+    takers = [(torch, "empty"), (torch, "zeros"), (torch, "tensor"), (torch, "frombuffer"), (np, "empty")]
+    takers.append((np, "frombuffer"))
+    outcomes, template, expected = [], *(state("HSDP 2 x 2", has_values=values) for values in (False, True))
+    for number in range(40):
+        calls = count()
+        for name in SHAPES:
+            local(template[name]).zero_()
+
+        def starved(take, calls=calls, number=number):
+            def take_or_fail(*args, **kwargs):
+                module = sys._getframe(1).f_globals["__name__"]
+                is_ours = module.startswith("muonckpt.") and not module.endswith(".all_ranks")  # which tells the others
+                if is_ours and rank == number % world and next(calls) == number // 2:
+                    raise MemoryError
+                return take(*args, **kwargs)
+
+            return take_or_fail
+
+        error = ""
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in takers:
+                patch.setattr(module, name, starved(getattr(module, name)))
+            try:
+                muonckpt.load(template, path, **arguments)
+            except muonckpt.MuonckptError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        values = [(local(template[name]), local(expected[name])) for name in SHAPES]
+        untouched = not any(value.any() for value, _ in values)
+        outcomes.append((error, untouched, all(torch.equal(value, expected_value) for value, expected_value in values)))
+    return outcomes
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, TWICE], ids=["kept", "while", "twice"])
+def test_memory_that_one_rank_lacks_is_one_error_on_all_ranks(arguments, tmp_path):
+    run(3, save_job, str(tmp_path / "c"))
+    by_fault = [*zip(*run(4, starved_job, str(tmp_path / "c"), arguments), strict=True)]
+    for outcomes in by_fault:
+        (error,) = {error for error, _, _ in outcomes}
+        untouched, right = (all(outcome[number] for outcome in outcomes) for number in (1, 2))
+        assert right if not error else untouched or "UNUSABLE" in error
+    assert sum(bool(outcomes[0][0]) for outcomes in by_fault) >= len(by_fault) // 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {}, 8 << 30),
+        ("0::/\n", {"memory.max": "max", "memory.current": "5"}, 8 << 30),
+        ("0::/\n", {"memory.max": "1000000", "memory.current": "400000"}, 700_000),
+        ("0::/a/b\n", {"a/memory.max": "900000", "a/memory.current": "400000", "a/b/memory.max": "max"}, 600_000),
+        ("0::/not/there\n", {"memory.max": "1000000", "memory.current": "400000"}, 700_000),
+        (
+            "1:cpu:/x\n4:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": "10", "memory/a/memory.usage_in_bytes": "20"},
+            0,
+        ),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "70", "memory/memory.usage_in_bytes": "20"}, 50),
+    ],
+    ids=["none", "max", "version 2", "parent", "namespace", "version 1", "version 1 in a container"],
+)
+def test_the_limits_of_cgroups_count_as_memory_that_there_is(groups, limits, expected, tmp_path):
+    files = {"proc/meminfo": "MemFree: 1 kB\nMemAvailable: 8388608 kB\n", "proc/self/cgroup": groups}
+    for name, value in limits.items():
+        files[f"sys/fs/cgroup/{name}"] = value + "\n"
+        files[f"sys/fs/cgroup/{name.rpartition('/')[0]}/memory.stat"] = "anon 5\ninactive_file 100000\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory(tmp_path) == expected
+
+
 def turned_job(rank: int, world: int, path: str, arguments: dict) -> list[str]:
-    """Load columns on all ranks, once for each read that the last rank gets wrong; return the errors."""
+    """Load columns on all ranks, once for each read that whoever reads them gets wrong; return the errors."""
     fill, errors = LocalFile.fill, []
     for number in range(6):
         calls = count()
 
         def faulty_fill(self, buffer, offset, calls=calls, number=number):
             fill(self, buffer, offset)
-            if rank == world - 1 and len(buffer) > 10_000 and next(calls) == number:
+            if len(buffer) > 10_000 and next(calls) == number:
                 np.bitwise_xor(np.frombuffer(buffer, np.uint8), 4, out=np.frombuffer(buffer, np.uint8))
 
         value, error = torch.zeros(TURNED.shape), ""
@@ -307,3 +382,55 @@ def test_a_checksum_that_a_format_keeps_behind_a_chunk_is_compared_where_it_is_r
     with pytest.raises(SourceError, match="checksum do not match"):
         muonckpt.load(template, tmp_path / "z", **arguments)
     assert "check" in arguments or not template["w"].any()
+
+
+def save_stored_apart(path: Path, kind: str) -> None:
+    """Save tensors whose parts are no runs of bytes, or have no checksum of their own."""
+    values = {name: numbered(shape) for name, shape in APART.items()}
+    if kind == "column-major":
+        dcp.save({name: value.t().contiguous().t() for name, value in values.items()}, checkpoint_id=path, no_dist=True)
+    elif kind == "one storage":
+        storage = torch.cat([value.reshape(-1) for value in values.values()])
+        parts = storage.split([value.numel() for value in values.values()])
+        torch.save({name: part.view(APART[name]) for name, part in zip(APART, parts, strict=True)}, path)
+    elif kind == "tied":
+        torch.save({"a": values["a"], "b": values["a"], "c": values["c"]}, path)
+    else:
+        group, codec = zarr.create_group(path, zarr_format=3), zarr.codecs.Crc32cCodec()
+        for name, value in values.items():
+            group.create_array(name, data=value.numpy(), chunks=value.shape, compressors=[codec])
+
+
+APART = {"a": (1024, 700), "b": (700, 1024), "c": (512, 512)}
+KINDS_APART = ("column-major", "one storage", "tied", "crc32c")
+
+
+def load_apart_job(rank: int, world: int, path: str, kind: str, placement: int | None, arguments: dict) -> tuple:
+    """Load, and return the bytes that this process has read, and those that the report says."""
+    mesh, tied = init_device_mesh("cpu", (world,)), {"b": "a"} if kind == "tied" else {}
+    placements = [Replicate() if placement is None else Shard(placement)]
+    values = {name: numbered(APART[tied.get(name, name)]) for name in APART}
+    expected = {name: distribute_tensor(value, mesh, placements, src_data_rank=None) for name, value in values.items()}
+    template = {name: torch.zeros_like(value) for name, value in expected.items()}
+    muonckpt.load({name: torch.zeros_like(value) for name, value in expected.items()}, path, **arguments)
+    read_before = bytes_read()
+    report = muonckpt.load(template, path, **arguments)
+    num_read = bytes_read() - read_before
+    for name, value in expected.items():
+        assert torch.equal(template[name].to_local(), value.to_local()), name
+    return num_read, report.traffic
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, {"memory": 1 << 20}], ids=["kept", "while", "twice"])
+@pytest.mark.parametrize("placement", [0, 1, None], ids=["rows", "columns", "replicas"])
+@pytest.mark.parametrize("kind", KINDS_APART)
+def test_what_cannot_be_checked_in_parts_is_read_once_by_one_rank(kind, placement, arguments, tmp_path):
+    save_stored_apart(tmp_path / "c", kind)
+    files = [tmp_path / "c"] if (tmp_path / "c").is_file() else (tmp_path / "c").rglob("*")
+    size = sum(file.stat().st_size for file in files)
+    results = run(4, load_apart_job, str(tmp_path / "c"), kind, placement, arguments)
+    (traffic,) = {traffic for _, traffic in results}
+    counts = [num_read for num_read, _ in results]
+    if kind != "tied" or "memory" not in arguments:  # with little memory one of the two is read after the other
+        assert sum(counts) <= 1.02 * size * traffic.passes
+    assert traffic.bytes_read == pytest.approx(sum(counts), rel=0.02)

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -306,12 +306,12 @@ class ZarrPayloads(Payloads):
     def has_checksum(self, chunk: Chunk) -> bool:
         return chunk.item.file in self._with_checksums
 
-    def check_item(self, item: Extent) -> None:
+    def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
         """Check the CRC-32C behind an unencoded chunk; decoding checks that of an encoded one."""
         from google_crc32c import value as crc32c
 
         if item.file in self._with_checksums and item.file not in self._encoded:
-            raw = bytes(self.view(item))
+            raw = bytes(self.view(item)) if parts is None else b"".join(parts)
             actual, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
             if actual != expected:
                 raise DamageError(f"CRC-32C {actual:08x}, expected {expected:08x}")

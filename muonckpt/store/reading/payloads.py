@@ -256,8 +256,11 @@ class Payloads:
         """Return whether `check_chunk` has a checksum to compare a chunk's bytes with."""
         return chunk.digest is not None or chunk.crc32 is not None
 
-    def check_item(self, item: Extent) -> None:
+    def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
         """Compare an item with the checksum that its format keeps inside, if any.
+
+        Args:
+            parts: its bytes as they are read, in order; None if they are still to be read.
 
         Raises:
             DamageError: they differ.
@@ -337,7 +340,7 @@ def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> N
 
     They are in memory that the next call of this thread overwrites.
     """
-    with _damage(payloads, tensor, chunk):
+    with about_chunk(payloads, tensor, chunk):
         payload = payload_of(tensor, chunk)
         if chunk.digest is None and chunk.crc32 is None:
             payloads.check_item(chunk.item)
@@ -393,16 +396,12 @@ def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.
     """
-    check_bytes(payloads, tensor, chunk, payloads.bands(payload_of(tensor, chunk)))
+    with about_chunk(payloads, tensor, chunk):
+        _compare_sums(payloads, chunk, payloads.bands(payload_of(tensor, chunk)))
 
 
-def check_bytes(payloads: Payloads, tensor: StateRecord, chunk: Chunk, parts: Iterable[memoryview]) -> None:
-    """Compare a chunk's bytes, as they were read, in order; raises as `check_chunk`."""
-    with _damage(payloads, tensor, chunk):
-        _compare_sums(payloads, chunk, parts)
-
-
-def _damage(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:
+def about_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:
+    """Say in errors that a chunk is damaged: which one, and where."""
     return about(f"tensor {tensor.key!r} box {chunk.box} in {payloads.place(chunk.item.file)} is damaged")
 
 

@@ -54,11 +54,11 @@ class MemberPayloads(Payloads):
     def has_checksum(self, chunk: Chunk) -> bool:
         return super().has_checksum(chunk) or chunk.item in self._checksums
 
-    def check_item(self, item: Extent) -> None:
-        """Compare a whole storage with its CRC-32, once."""
+    def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
+        """Compare a whole storage with its CRC-32: once, and whenever its bytes are given."""
         expected = self._checksums.get(item)
-        if expected is not None and item not in self._checked_items:
-            compare_checksums("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
+        if expected is not None and (parts is not None or item not in self._checked_items):
+            compare_checksums("CRC-32", f"{crc32(parts or self.bands(item)):08x}", f"{expected:08x}")
             self._checked_items.add(item)
 
 

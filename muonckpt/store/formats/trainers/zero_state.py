@@ -192,10 +192,10 @@ class _ZeroPayloads(MemberPayloads):
     def has_checksum(self, chunk: Chunk) -> bool:
         return super().has_checksum(chunk) or chunk.item in self._copies
 
-    def check_item(self, item: Extent) -> None:
+    def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
         """Compare a storage with its CRC-32, or the copies of a parameter with each other and so their storages."""
         if item not in self._copies:
-            super().check_item(item)
+            super().check_item(item, parts)
             return
         # Each storage has a checksum, and then the first copy is compared with the others.
         copies = self._copies[item]
