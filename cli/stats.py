@@ -95,15 +95,8 @@ def _print_folded(figures: CheckpointStats) -> None:
             tables["tensors"].append((row["pattern"], row))
     for number, (title, named_rows) in enumerate(tables.items()):
         is_odd = any(row["zeros"] or row["nonfinite"] for _, row in named_rows)
-        headers = (
-            title,
-            "number",
-            "RMS",
-            "spread",
-            "largest",
-            *(("zeros", "NaN, inf") if is_odd else ()),
-            "stable rank",
-        )
+        odd_headers = ("zeros", "NaN, inf") if is_odd else ()
+        headers = (title, "number", "RMS", "spread", "largest", *odd_headers, "stable rank")
         rows = []
         for name, row in named_rows:
             rms, odd_cells = row["rms"], (f"{row['zeros']:.1%}", row["nonfinite"]) if is_odd else ()

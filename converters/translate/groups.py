@@ -120,89 +120,144 @@ def write_options(
         method: how the target stores the state.
         template_options: of the run that the result is for; they count where the source says nothing.
     """
-    common, groups = options.common, f"{method.name} groups"
+    writer = _OptionWriter(source, target, method, findings)
+    # What the target can say, and what it cannot: losses without which the update is another one are refused.
+    target_options, losses = writer.translated(options.common, shape)
+    writer.report_losses(losses)
+    writer.report_constants(options.common)
+    writer.report_private(options)
+    # What the source does not say.
+    target_options |= writer.template_additions(target_options, template_options)
+    target_options |= writer.default_additions(target_options)
+    writer.report_missing(target_options)
+    return target_options | ({target.method_option: method.name} if target.method_option else {})
 
-    def report(action: Action, option: str, reason: str, *values: object) -> None:
-        findings.check(action, f"{option} of {groups}", *map(repr, values), reason=reason)
 
-    def explain_silence(option: str) -> str:
+@dataclass(frozen=True, slots=True)
+class _OptionWriter:
+    """Writes the options of groups of one method for the target's program, and reports what is lost and what is added.
+
+    Attributes:
+        method: how the target stores the state.
+    """
+
+    source: Dialect
+    target: Dialect
+    method: StoredMethod
+    findings: Findings
+
+    def translated(self, common: Mapping[str, Any], shape: Index) -> tuple[dict[str, object], dict[str, object]]:
+        """Return the common options by the target's names, and by common name the values that it cannot store."""
+        method, losses = self.method, dict[str, object]()
+        target_options = {option: common[name] for name, option in method.options.items() if name in common}
+        translatable_names = {*method.options, *HISTORY_OPTIONS, "step"}
+        # A coding says several options together, or none.
+        for coding in method.codings:
+            meanings = {name: common[name] for name in coding.common if name in common}
+            encoded = coding.write(meanings, shape)
+            translatable_names |= {*coding.common}
+            if encoded is None:
+                losses |= meanings
+            else:
+                target_options |= encoded
+        target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
+        # A value without a name is no loss where the target's program always computes with it, or it changes nothing.
+        for name, value in common.items():
+            if name not in translatable_names and value not in (self._constants.get(name), SILENT_VALUES.get(name)):
+                losses[name] = value
+        for option in self.target.unwritten_options & target_options.keys():
+            del target_options[option]
+        return target_options, losses
+
+    def report_losses(self, losses: Mapping[str, object]) -> None:
+        """Report values that the target cannot store.
+
+        Raises:
+            SourceError: without one of them the update is another one altogether.
+        """
+        groups = f"{self.method.name} groups"
+        for name, value in sorted(losses.items()):
+            if name in _REFUSED:
+                raise SourceError(
+                    f"{groups} have {name}={value!r}: {_REFUSED[name]}; {self.target.name} has no such thing, so "
+                    "training would go on altogether differently. Leave out the state of these parameters with "
+                    "`select=`"
+                )
+            if name == "scale" and self.method.derived:
+                subject = f"the lr scale {value} of {groups}"
+                self.findings.check(Action.CARRIED, subject, *self.method.derived, reason="by parameter")
+            else:
+                action = Action.LEFT if name in _ROUNDING else Action.SET
+                self._report(action, name, f"{self.target.name} has no option for it", value)
+
+    def report_constants(self, common: Mapping[str, object]) -> None:
+        """Report the constants of the target's program, with which it computes whatever the source did and left out."""
+        for name in sorted(self._constants.keys() - common.keys() - SILENT_VALUES.keys()):
+            hint = self.source.hints.get(name, "unknown")
+            reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
+            self._report(Action.SET, name, reason, self._constants[name])
+
+    def report_private(self, options: GroupOptions) -> None:
+        """Report options without a common name, which stay behind, as the target may mean something else by them."""
+        target_names: set[str] = set()
+        for method in self.target.methods:
+            target_names |= {*method.options.values()}.union(*(coding.options for coding in method.codings))
+        for option, value in sorted(options.private.items()):
+            reason = f"no counterpart in {self.target.name}"
+            if option in options.expectations:
+                reason = f"expected {options.expectations[option]}, so what it means is unknown"
+            elif option in target_names:
+                reason = f"nothing says that it means what {self.target.name}'s option of this name does"
+            self._report(Action.LEFT, option, reason, value)
+
+    def template_additions(
+        self, target_options: Mapping[str, object], template_options: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Return the template's options that the source does not say; those that change no update are not reported."""
+        source_options = {*target_options, self.target.method_option}
+        additions = {option: value for option, value in template_options.items() if option not in source_options}
+        for option in sorted(additions.keys() - self.method.inert_options.keys() - EXECUTION_OPTIONS):
+            reason = f"{self.source.name} does not say it; taken from the template"
+            self._report(Action.CARRIED, option, reason, additions[option])
+        return additions
+
+    def default_additions(self, target_options: Mapping[str, object]) -> dict[str, object]:
+        """Return options of a new optimizer of the target's program, which cannot run without them."""
+        additions: dict[str, object] = {}
+        for option, value in self.method.default_options.items():
+            if option not in {*target_options, *self.target.unwritten_options}:
+                reason = f"{self._silence(option)}; written as in a new optimizer of {self.target.name}"
+                self._report(Action.SET, option, reason, value)
+                additions[option] = value
+        for option, value in self.method.inert_options.items():
+            if option not in target_options:
+                additions.setdefault(option, value)
+        return additions
+
+    def report_missing(self, target_options: Mapping[str, object]) -> None:
+        """Report options that the target's program needs and nobody says: the running optimizer decides them."""
+        required = {*self.method.options.values()}
+        for coding in self.method.codings:
+            required |= set() if coding.optional else {*coding.options}
+        stated = {*target_options, *self.target.unwritten_options, self.method.options.get("step")}
+        for option in sorted(required - stated):
+            self._report(Action.SET, option, f"{self._silence(option)}; the running optimizer's stays")
+
+    @property
+    def _constants(self) -> Mapping[str, object]:
+        return self.target.constant_options.get(self.method.name, {})
+
+    def _report(self, action: Action, option: str, reason: str, *values: object) -> None:
+        self.findings.check(action, f"{option} of {self.method.name} groups", *map(repr, values), reason=reason)
+
+    def _silence(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
         names: dict[str, str] = {}
-        for coding in method.codings:
+        for coding in self.method.codings:
             names |= dict.fromkeys(coding.options, coding.common[0])
-        names |= {option: name for name, option in method.options.items()} | {"ns_coefficients": "ns"}
-        hint = source.hints.get(names.get(option, ""), "")
-        return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
-
-    # Common options that the target has names for; a coding says several of them together, or none.
-    target_options = {option: common[name] for name, option in method.options.items() if name in common}
-    losses: dict[str, object] = {}  # by common name, the values that the target cannot store
-    translatable_names = {*method.options, *HISTORY_OPTIONS, "step"}
-    for coding in method.codings:
-        meanings = {name: common[name] for name in coding.common if name in common}
-        encoded = coding.write(meanings, shape)
-        translatable_names |= {*coding.common}
-        if encoded is None:
-            losses |= meanings
-        else:
-            target_options |= encoded
-    target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
-    # A value without a name is no loss where the target's program always computes with it, or where it changes nothing.
-    constants = target.constant_options.get(method.name, {})
-    for name, value in common.items():
-        if name not in translatable_names and value not in (constants.get(name), SILENT_VALUES.get(name)):
-            losses[name] = value
-    # Losses are reported, but those without which the update is another one are refused.
-    for name, value in sorted(losses.items()):
-        if name in _REFUSED:
-            raise SourceError(
-                f"{groups} have {name}={value!r}: {_REFUSED[name]}; {target.name} has no such thing, so training would "
-                "go on altogether differently. Leave out the state of these parameters with `select=`"
-            )
-        if name == "scale" and method.derived:
-            findings.check(Action.CARRIED, f"the lr scale {value} of {groups}", *method.derived, reason="by parameter")
-        else:
-            report(Action.LEFT if name in _ROUNDING else Action.SET, name, f"{target.name} has no option for it", value)
-    # The target's program computes with its constants, whatever the source did and does not say.
-    for name in sorted(constants.keys() - common.keys() - SILENT_VALUES.keys()):
-        hint = source.hints.get(name, "unknown")
-        report(Action.SET, name, f"always so in {target.name}; {source.name} does not say it: {hint}", constants[name])
-    # Options without a common name stay behind: in the target their name, if it has it, may mean something else.
-    target_names: set[str] = set()
-    for candidate in target.methods:
-        target_names |= {*candidate.options.values()}.union(*(coding.options for coding in candidate.codings))
-    for option, value in sorted(options.private.items()):
-        reason = f"no counterpart in {target.name}"
-        if option in options.expectations:
-            reason = f"expected {options.expectations[option]}, so what it means is unknown"
-        elif option in target_names:
-            reason = f"nothing says that it means what {target.name}'s option of this name does"
-        report(Action.LEFT, option, reason, value)
-    # Where the source says nothing, the template counts; its options that change no update need no report.
-    target_options = {
-        option: value for option, value in target_options.items() if option not in target.unwritten_options
-    }
-    source_options = {*target_options, target.method_option}
-    additions = {option: value for option, value in template_options.items() if option not in source_options}
-    for option in sorted(additions.keys() - method.inert_options.keys() - EXECUTION_OPTIONS):
-        report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", additions[option])
-    target_options |= additions
-    # Then a new optimizer of the target's program, which cannot run without these options.
-    for option, value in method.default_options.items():
-        if option not in {*target_options, *target.unwritten_options}:
-            report(
-                Action.SET, option, f"{explain_silence(option)}; written as in a new optimizer of {target.name}", value
-            )
-            target_options[option] = value
-    for option, value in method.inert_options.items():
-        target_options.setdefault(option, value)
-    # What is still missing, the running optimizer decides.
-    required = {*method.options.values()}
-    for coding in method.codings:
-        required |= set() if coding.optional else {*coding.options}
-    for option in sorted(required - {*target_options, *target.unwritten_options, method.options.get("step")}):
-        report(Action.SET, option, f"{explain_silence(option)}; the running optimizer's stays")
-    return target_options | ({target.method_option: method.name} if target.method_option else {})
+        names |= {option: name for name, option in self.method.options.items()} | {"ns_coefficients": "ns"}
+        hint = self.source.hints.get(names.get(option, ""), "")
+        return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
 
 
 # A template.
