@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from warnings import warn
 
 import torch.distributed as dist
 from megatron.core.optimizer import emerging_optimizers as registry
 from megatron.core.optimizer.optimizer_config import ParamKey
 
+from ..names.coefficients import COEFFICIENTS, EMERGING_TYPES, Triple, emerging_coefficients
 from ..optimizer import Muon
 
 NAME = "muonckpt"
@@ -24,14 +26,6 @@ GROUP_WORDS = (
     *("start_wd", "wd_mult", FUSED),
 )
 """Entries that Megatron's schedule and checkpoints keep in parameter groups; no options of the update."""
-
-COEFFICIENT_TYPES: Mapping[str, str] = {
-    "simple": "keller",
-    "quintic": "quintic",
-    "polar_express": "polar_express",
-    "cans": "cans",
-}
-"""Our name of each ``muon_coefficient_type``."""
 
 SCALE_MODES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -120,7 +114,7 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
         "weight_decay": config.weight_decay,
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
-        "ns_coefficients": _chosen("muon_coefficient_type", config, COEFFICIENT_TYPES),
+        "ns_coefficients": _coefficients(config),
         "ns_steps": config.muon_num_ns_steps,
         "ns_dtype": _chosen("muon_fp32_matmul_prec", config, MATMUL_PRECISIONS),
         "adjust_lr_fn": _scale(config),
@@ -134,6 +128,20 @@ def _chosen(option: str, config: Any, choices: Mapping[str, Any]) -> Any:
     if value not in choices:
         raise ValueError(f"{option}={value!r}: expected one of {', '.join(choices)}")
     return choices[value]
+
+
+def _coefficients(config: Any) -> str | Sequence[Triple]:
+    kind, steps = config.muon_coefficient_type, config.muon_num_ns_steps
+    published = _chosen("muon_coefficient_type", config, EMERGING_TYPES)
+    coefficients = emerging_coefficients(kind, steps)
+    if coefficients != published:
+        warn(
+            f"muon_coefficient_type={kind!r} with muon_num_ns_steps={steps}: past the end of its list "
+            "Emerging-Optimizers goes on with triples that undo what was reached, and so does this run, to have the "
+            f"same update; choose a number of steps up to {len(COEFFICIENTS[published].steps)}",
+            stacklevel=2,
+        )
+    return coefficients
 
 
 def _scale(config: Any) -> Callable[[int, int], float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle, islice, repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -174,6 +175,44 @@ _SETS = (
 
 #: The published sets by name, with the numbers of their sources, digit by digit.
 COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({published.name: published for published in _SETS})
+
+
+EMERGING_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "simple": "keller",
+        "quintic": "quintic",
+        "polar_express": "polar_express",
+        "cans": "cans",
+        "aol": "aol",
+        "deepseekv4": "deepseek_v4",
+        "cubic5": "cubic5",
+    }
+)
+"""Our name of each ``coefficient_type`` of Emerging-Optimizers, which Megatron-LM calls ``muon_coefficient_type``."""
+
+_REPEATING_TYPES = frozenset({"polar_express", "cans", "deepseekv4"})
+"""The types whose last triple is repeated past the end of their list; the lists of all others begin again there."""
+
+
+def emerging_coefficients(kind: str, steps: int) -> str | tuple[Triple, ...]:
+    """Return coefficients that make the update of Emerging-Optimizers' ``coefficient_type`` with so many steps.
+
+    It is the published set, or a triple for each step where theirs goes on otherwise than ours: ``"aol"`` has four
+    triples, so that the fifth of the default five steps there is the first one again.  Only ``"cans"`` stays damped.
+
+    Source: ``newton_schulz`` of NVIDIA-NeMo/Emerging-Optimizers fd77292 (``muon_utils.py``).
+
+    Raises:
+        ValueError: there is no such type, or ``"cubic5"`` is to have another number of steps than its five.
+    """
+    if kind not in EMERGING_TYPES:
+        raise ValueError(f"unknown coefficient type {kind!r}, expected one of {', '.join(EMERGING_TYPES)}")
+    published = COEFFICIENTS[EMERGING_TYPES[kind]]
+    if kind == "cubic5" and steps != len(published.steps):
+        raise ValueError(f"cubic5 is a schedule of {len(published.steps)} steps, found steps={steps}")
+    past_end = repeat(published.steps[-1]) if kind in _REPEATING_TYPES else cycle(published.steps)
+    schedule = tuple(islice(chain(published.steps, past_end), steps))
+    return published.name if kind == "cans" or schedule == published.schedule(steps) else schedule
 
 
 Coefficients = str | CoefficientSet | Triple | Sequence[Triple] | Plain

@@ -54,10 +54,6 @@ EMERGING = Dialect(
 )
 """``Muon`` of NVIDIA-NeMo/Emerging-Optimizers fd77292: all but rates and momentum are in its closure."""
 
-EMERGING_SETS = {"simple": "keller", "quintic": "quintic", "polar_express": "polar_express", "cans": "cans",
-                 "aol": "aol", "deepseekv4": "deepseek_v4", "cubic5": "cubic5"}  # fmt: skip
-"""Our name of each value of Emerging-Optimizers' ``coefficient_type``."""
-
 EMERGING_SCALES = {"shape_scaling": ("original", 1.0), "unit_rms_norm": ("spectral", 1.0), "spectral": ("rms", 5.0)}
 """The common scale of each value of its ``scale_mode``, and the factor on that: ``rms`` has 0.2 before the root."""
 

@@ -79,7 +79,15 @@ def by_emerging_in_rms():
     return net, [muon, torch.optim.AdamW([net.experts, *net.others()])]
 
 
+def by_emerging_past_the_end():
+    """The last triple is repeated there, and the safe tail here, so each step's triple is written out."""
+    net = Net()
+    muon = EmergingMuon(net.matrices(), coefficient_type="deepseekv4", num_ns_steps=12)
+    return net, [muon, torch.optim.AdamW([net.experts, *net.others()])]
+
+
 FOREIGN = [by_torch, by_keller, by_dion, by_dion_with_quintic, by_moonlight, by_emerging, by_emerging_in_rms]
+FOREIGN += [by_emerging_past_the_end]
 
 
 @pytest.mark.parametrize("make", FOREIGN)

@@ -14,7 +14,7 @@ from support.spectra import gauss
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.names.coefficients import SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.names.coefficients import SAFE_TAIL, CoefficientSet, coefficient_set, emerging_coefficients
 from muonckpt.names.vocabulary import MUON
 from muonckpt.optimizer import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz import iterations
@@ -119,6 +119,46 @@ def test_schedule_takes_the_first_steps_and_then_the_tail() -> None:
     )
     with pytest.raises(ValueError, match="steps=0"):
         quintic.schedule(0)
+
+
+KELLER, SETTLING = (3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)
+AOL = COEFFICIENTS["aol"].steps
+EMERGING = {
+    ("simple", 9): "keller",
+    ("quintic", 5): "quintic",
+    ("quintic", 7): (*COEFFICIENTS["quintic"].steps, *COEFFICIENTS["quintic"].steps[:2]),
+    ("polar_express", 16): "polar_express",
+    ("cans", 5): "cans",
+    ("aol", 4): "aol",
+    ("aol", 5): (*AOL, AOL[0]),
+    ("aol", 9): (*AOL, *AOL, AOL[0]),
+    ("deepseekv4", 10): "deepseek_v4",
+    ("deepseekv4", 12): (*(KELLER,) * 8, *(SETTLING,) * 4),
+    ("cubic5", 5): "cubic5",
+}
+"""What Emerging-Optimizers runs: past its end a list begins again, or its last triple is repeated."""
+
+
+@pytest.mark.parametrize(("kind", "steps"), EMERGING)
+def test_types_of_emerging_optimizers_make_its_update(kind: str, steps: int) -> None:
+    coefficients = emerging_coefficients(kind, steps)
+    assert coefficients == EMERGING[kind, steps]
+    # It runs: each step is the polynomial of its triple.
+    matrix = gauss(12, 20).double()
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    made = coefficient_set(coefficients)
+    s = s / (s.norm() * made.norm_scale)
+    for a, b, c in coefficients if isinstance(coefficients, tuple) else made.schedule(steps):
+        s = a * s + b * s**3 + c * s**5
+    result = orthogonalize(matrix, coefficients=coefficients, steps=steps, dtype=FP64)
+    torch.testing.assert_close(result, (u * s) @ v, rtol=0, atol=1e-8)
+
+
+def test_a_type_that_is_unknown_or_has_another_number_of_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown coefficient type 'custom', expected one of simple, quintic"):
+        emerging_coefficients("custom", 5)
+    with pytest.raises(ValueError, match="cubic5 is a schedule of 5 steps, found steps=6"):
+        emerging_coefficients("cubic5", 6)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "keller"])

@@ -14,14 +14,14 @@ from torch import Tensor
 from muonckpt.names.coefficients import COEFFICIENTS
 
 
-def orthogonalized(matrix: Tensor, name: str, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Newton-Schulz of each matrix of the last two dims, in bfloat16."""
+def orthogonalized(matrix: Tensor, name: str, steps: int = 5, eps: float = 1e-7, schedule=None) -> Tensor:
+    """Newton-Schulz of each matrix of the last two dims, in bfloat16, by the set's schedule or another."""
     made = COEFFICIENTS[name]
     wide = matrix.bfloat16()
     if matrix.size(-2) > matrix.size(-1):
         wide = wide.mT
     wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) * made.norm_scale + eps)
-    for a, b, c in made.schedule(steps):
+    for a, b, c in schedule or made.schedule(steps):
         gram = wide @ wide.mT
         wide = a * wide + (b * gram + c * gram @ gram) @ wide
     return wide.mT if matrix.size(-2) > matrix.size(-1) else wide
@@ -167,7 +167,11 @@ class EmergingMuon(torch.optim.Optimizer):
             rows, columns = matrix.shape
             factors = {"shape_scaling": max(1, rows / columns), "spectral": max(rows, columns)}
             factor = {**factors, "unit_rms_norm": rows / columns}[scale_mode] ** 0.5 * extra_scale_factor
-            return orthogonalized(matrix, coefficient_type, num_ns_steps, 1e-15) * factor
+            name = {"deepseekv4": "deepseek_v4"}.get(coefficient_type, coefficient_type)
+            published = COEFFICIENTS[name].steps  # begun again past the end, or its last one repeated
+            past_end = published[-1:] if coefficient_type == "deepseekv4" else published
+            schedule = [*published, *past_end * num_ns_steps][:num_ns_steps]
+            return orthogonalized(matrix, name, num_ns_steps, 1e-15, schedule) * factor
 
         self.nesterov, self.scaled_orthogonalize_fn = nesterov, scaled_orthogonalize_fn
         self.weight_decay_method = "decoupled"

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...names.coefficients import EMERGING_TYPES, emerging_coefficients
 from ...names.errors import SourceError
 from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, ParamGroup
 from ...programs import dion, scripts, torch, veomni
@@ -90,11 +91,16 @@ def _of_xtuner(optimizer: Optimizer, parameter: Tensor) -> Options:
 
 
 def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Options:
-    """Return the arguments that the constructor keeps in a closure."""
-    closure = inspect.getclosurevars(optimizer.scaled_orthogonalize_fn).nonlocals  # type: ignore[attr-defined]
-    kind, mode = closure.get("coefficient_type"), closure.get("scale_mode")
-    if kind not in scripts.EMERGING_SETS or mode not in scripts.EMERGING_SCALES:
+    """Return the arguments that the constructor keeps as attributes, or before 0.5 in a closure."""
+    arguments = dict(inspect.getclosurevars(optimizer.scaled_orthogonalize_fn).nonlocals)  # type: ignore[attr-defined]
+    for name in ("coefficient_type", "num_ns_steps", "scale_mode", "extra_scale_factor"):
+        arguments[name] = getattr(optimizer, name, arguments.get(name))
+    kind, mode, steps = arguments["coefficient_type"], arguments["scale_mode"], arguments["num_ns_steps"]
+    if kind not in EMERGING_TYPES or mode not in scripts.EMERGING_SCALES:
         raise SourceError(f"coefficient_type={kind!r} with scale_mode={mode!r}: unknown to muonckpt")
+    hook = type(getattr(optimizer, "_weight_update_hook", None)).__name__
+    if hook not in ("NoneType", "NoOpWeightUpdateHook"):
+        raise SourceError(f'weight_update_hook is a {hook}, which muonckpt lacks: of Muon on spheres see "hyperball"')
     if (method := getattr(optimizer, "weight_decay_method", "decoupled")) != "decoupled":
         raise SourceError(f"weight_decay_method={method!r}: muonckpt has decoupled decay only")
     scale, factor = scripts.EMERGING_SCALES[mode]
@@ -104,11 +110,11 @@ def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Options:
         sizes = tuple(getattr(parameter, "qkv_split_shapes", None) or optimizer.qkv_split_shapes)  # type: ignore[attr-defined]
         pieces = {"pieces": sizes, "interleaved": parameter.shape[0] // sum(sizes)}
     return {
-        "ns": scripts.EMERGING_SETS[kind],
-        "ns_steps": closure["num_ns_steps"],
+        "ns": emerging_coefficients(kind, steps),
+        "ns_steps": steps,
         "nesterov": bool(optimizer.nesterov),  # type: ignore[attr-defined]
         "scale": scale,
-        "scale_factor": factor * float(closure.get("extra_scale_factor", 1.0)),
+        "scale_factor": factor * float(arguments["extra_scale_factor"] or 1.0),
         **pieces,
     }
 
