@@ -7,16 +7,18 @@ A gradient that is not finite, or would make a momentum that is not, is one bit 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..layouts.tensors import local_of
 from ..names.errors import warn_on_rank
@@ -53,6 +55,9 @@ class CollectiveOptimizer(Optimizer):
 
     _zeroed_unused = 0
     """How often gradients were zeroed without a step since the last one."""
+
+    _end_hooks: Mapping[int, Callable[[], None]] = MappingProxyType({})
+    """See `register_step_end_hook`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
@@ -104,8 +109,17 @@ class CollectiveOptimizer(Optimizer):
                 raise
             finally:
                 self._has_waiting_peers = False
+                for hook in [*self._end_hooks.values()]:
+                    hook()
 
         return step
+
+    def register_step_end_hook(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Register a function that is called after each step, also after one that has failed."""
+        hooks = self.__dict__.setdefault("_end_hooks", OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
 
 ACTIONS = ("skip", "raise")

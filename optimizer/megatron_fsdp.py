@@ -1,142 +1,94 @@
-"""Megatron-FSDP: the layout of its shards, and the hooks that it asks of an optimizer.
+"""Megatron-FSDP, versions 1 and 2: the layout of its shards, and the hooks that it asks of an optimizer.
 
 ::
 
     optimizer = Muon(groups, layout=layouts(model))  # groups of model.parameters()
     attach(optimizer, model)
 
-Megatron-FSDP cuts its flat buffers where a shard ends, so its DTensors are uneven in ways that placements do not say.
-The model's buffer index says it, the same on every rank: where each parameter begins, how long the buffer is, which
-mesh axes cut it.  Its package is not imported here; :class:`Model` lists the parts in use.  Checked with megatron-fsdp
-0.6.1.
+`layouts.megatron_fsdp` is the door to both versions; here nobody asks which one it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..algebra.layout import TensorLayout
-from ..layouts.flat import Cuts, uneven_layout
-from ..layouts.mesh import Mesh
-from ..layouts.tensors import local_of
+from ..algebra.box import Box
+from ..algebra.layout import Fragment, TensorLayout, dense
+from ..algebra.overlap import IntArray
+from ..layouts.megatron_fsdp import open_model, prove_local
+from ..layouts.tensors import declares_boxes, local_of
 from ..names.errors import LayoutError
+from ..names.wording import listed
 from .muon import Muon
+from .options import params_of
+from .planning.schedule import Ranks
 from .state import declare_boxes
+from .step.exchange import gather_numbers, max_over_ranks
+from .step.rank_sets import collective_order, group_of, groups_of_mesh, ordinals, ranks_of
 
 
-class Model(Protocol):
-    """The part of a ``megatron_fsdp.MegatronFSDP`` that is used here.
-
-    ``microbatch_count`` is the number of backward passes since the last ``finish_grad_sync()``.
-    """
-
-    param_and_grad_buffer: Any
-    microbatch_count: int
-
-    def finish_grad_sync(self) -> None: ...
-
-    def install_optimized_model_weights(self) -> None: ...
-
-
-def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
+def layouts(model: Any) -> Callable[[Tensor], TensorLayout | None]:
     """Return the ``layout`` argument of `Muon` for this model: a function of a parameter, which does not communicate.
 
-    For FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, with experts on their own mesh and
-    tensor parallelism.  A parameter is the experts that its name holds on this rank, on the ranks that share them;
-    tensor-parallel parts are put end to end.
+    Of version 1, for FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, with experts on their
+    own mesh and tensor parallelism.  A parameter is the experts that its name holds on this rank, on the ranks that
+    share them; tensor-parallel parts are put end to end.
+
+    Of version 2, for FSDP and hybrid FSDP; the model may be a part of a larger one.  Where DTensors declare their boxes
+    by DCP's hooks, and no buffer of the model has their elements, this call asks all ranks of their meshes.
+
+    Args:
+        model: what ``megatron_fsdp.fully_shard_model`` has returned, or a model to which
+            ``megatron_fsdp.experimental.fully_shard`` was applied.
 
     Raises:
-        LayoutError: (when called) a tensor that is none of the model's optimizer parameters; tensor-parallel parts that
-            are not equal; a buffer index that contradicts the mesh or the local tensor.
+        LayoutError: boxes that ranks declare do not make up a tensor; (when called) a tensor that is none of the
+            model's optimizer parameters; tensor-parallel parts that are not equal; a buffer that contradicts its index,
+            the mesh or the local tensor.
     """
-    flat = model.param_and_grad_buffer
-    group_of = {
-        param: flat.parameter_groups[flat.param_to_param_group[param.orig_param]]
-        for _, param in flat.optimizer_named_parameters
-    }
+    sharded = open_model(model)
+    declared = _declared_layouts(sharded.parameters_elsewhere)
 
-    def layout(param: Any) -> TensorLayout:
-        if param not in group_of:
-            raise LayoutError(
-                f"a tensor of shape {tuple(param.shape)} is not an optimizer parameter of this Megatron-FSDP model; "
-                "take model.parameters() before the first forward pass, which puts its working copies in their place"
-            )
-        # Where the parameter begins in its buffer, and how long that is, if the buffer is cut.
-        cuts = _cuts(param, flat.dist_index)
-        start, size = 0, local_of(param).numel()
-        if cuts.flat:
-            buffer = group_of[param].main_weight_buffer or group_of[param].model_weight_buffer
-            start = buffer.item_index_map[buffer.param_idx[param.orig_param]].global_data_index
-            size = buffer.bucket_index.size
-            if cuts.shards != buffer.dp_world_size:
-                raise LayoutError(
-                    f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}"
-                )
-        # The local tensor proves the layout.
-        result = uneven_layout(tuple(param.shape), start, size, cuts)
-        rank, local_size = param.device_mesh.get_rank(), local_of(param).numel()
-        expected_size = sum(fragment.box.numel for fragment in result.fragments_of(rank))
-        if expected_size != local_size:
-            raise LayoutError(
-                f"rank {rank} holds {local_size} elements of a parameter of shape {tuple(param.shape)}, but the buffer "
-                f"index says {expected_size}"
-            )
-        return result
+    def layout(param: Tensor) -> TensorLayout | None:
+        result = declared[param] if param in declared else sharded.layout(param)
+        return None if result is None else prove_local(result, param)
 
     return layout
 
 
-def _cuts(param: Any, index: Any) -> Cuts:
-    """Return how the mesh cuts a parameter; the model's index names the mesh axes."""
-    mesh = param.device_mesh
-    flat: dict[str, int] = {}
-    split = None
-    # For parameters that nothing shards, Megatron-FSDP gives a placement of the first axis only.
-    for axis, (name, placement) in enumerate(zip(mesh.mesh_dim_names, param.placements, strict=False)):
-        if type(placement) is Replicate:
-            continue
-        if type(placement) is not Shard:
-            raise LayoutError(f"{placement} on mesh axis {name!r}: expected Shard or Replicate")
-        if name == index.tp_dim:
-            split = (axis, placement.dim)
-        else:
-            flat[name] = axis
-    # The outer axis cuts the shards of the inner one (FSDPDistributedIndex.get_logical_hybrid_fsdp_rank).
-    order = [flat[name] for name in (index.dp_shard_dim, index.dp_outer_dim) if name in flat]
-    return Cuts(Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())), tuple(order), split)
-
-
-def finish_gradients(model: Model) -> None:
+def finish_gradients(model: Any) -> None:
     """Finish the gradients of the backward passes, so that all ranks that hold a parameter have its gradient, or none.
 
-    :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.  It calls
-    ``finish_grad_sync()`` once after backward passes, as a second call would undo clipping, and could reduce twice.  An
-    empty shard, whose ``grad`` Megatron-FSDP leaves as None, gets its empty gradient.
+    :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.
 
-    As always with Megatron-FSDP, a parameter that no backward pass has reached has a gradient of zeros: its momentum
-    fades and its weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
+    Of version 1, it calls ``finish_grad_sync()`` once after backward passes, as a second call would undo clipping, and
+    could reduce twice.  An empty shard, whose ``grad`` Megatron-FSDP leaves as None, gets its empty gradient.  As
+    always there, a parameter that no backward pass has reached has a gradient of zeros: its momentum fades and its
+    weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
+
+    Of version 2, gradients are finished by the last backward pass.
+
+    Raises:
+        RuntimeError: hybrid FSDP of version 2 has not reduced them, as the last micro-batch was not marked as such.
     """
-    if model.microbatch_count:
-        model.finish_grad_sync()
-    flat = model.param_and_grad_buffer
-    for name, param in flat.optimizer_named_parameters:
-        gradient = flat.dist_main_grad.get(name)
-        # zero_grad_buffer() takes the local tensor out of these.
-        local = None if gradient is None else gradient._local_tensor
-        if param.grad is None and local is not None and local.numel() == 0:
-            param.grad = gradient
+    open_model(model).finish_gradients()
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The hooks that :func:`attach` put on an optimizer."""
+    """The hooks that :func:`attach` put on an optimizer and its model."""
 
     handles: tuple[RemovableHandle, ...]
 
@@ -146,32 +98,32 @@ class Attached:
             handle.remove()
 
 
-def attach(optimizer: Muon, model: Model) -> Attached:
-    """Hook a model to its optimizer: gradients are finished before each step, new weights installed after it.
+def attach(optimizer: Muon, model: Any) -> Attached:
+    """Hook a model to its optimizer: gradients are made ready before each step, new weights installed after it.
 
-    Use it instead of ``megatron_fsdp.fully_shard_optimizer``, whose trial step would move the parameters.  Call
+    Use it instead of the package's ``fully_shard_optimizer``, before the first step and before state is loaded.
+    Collective: it adds the parameters to groups that other ranks have there, and this rank has left out because its
+    shards of them are empty.
+
+    Weights are also installed after ``model.load_state_dict()``, and before the first forward pass after a
+    ``model.state_dict()``, which may have been loaded into.  Call the model itself, not its modules.
+
+    A step takes gradients in the dtype of their parameters; afterwards they are as they were.  With version 1, call
     ``model.zero_grad_buffer()`` after each step; ``optimizer.zero_grad()`` is not enough.
 
-    ``state_dict()`` tells stock DCP, by hooks on local tensors, their true boxes.  Empty shards have state too, so all
-    ranks have the same keys.
+    ``state_dict()`` of both tells stock DCP, by hooks on local tensors, their true boxes.  Empty shards have state too,
+    so all ranks have the same keys.
 
     Raises:
-        ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read.
+        ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read; or a rank has
+            left a parameter out of the groups of which it has elements.
         RuntimeError: (in a step) a closure was given.
     """
-    if model.param_and_grad_buffer.use_decoupled_grad:
-        raise ValueError("this model puts gradients into decoupled_grad; build it with use_decoupled_grad=False")
-    layout = layouts(model)
+    sharded, layout = open_model(model), layouts(model)
+    casts: list[GradientCast] = []
+    state_dicts = 0  # made since weights were installed
 
-    def finish(_: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
-            raise RuntimeError("a closure would run after the gradients were finished: call it before step()")
-        finish_gradients(model)
-
-    def install(*_: Any) -> None:
-        model.install_optimized_model_weights()
-
-    def describe(*_: Any) -> None:
+    def describe(_: Optimizer) -> None:
         for group in optimizer.param_groups:
             # State by row is sharded evenly, as its placements say, and the optimizer declares state at owners.
             method = optimizer._method_of(group)
@@ -179,21 +131,236 @@ def attach(optimizer: Muon, model: Model) -> Attached:
             other_slots = {name for name, slot in slots if slot.at_owner or slot.shape != "[m, n]"}
             for param in group["params"]:
                 for name, value in optimizer.state[param].items():
-                    if name in other_slots or not isinstance(value, DTensor):
-                        continue
-                    rank = value.device_mesh.get_rank()
-                    boxes = [fragment.box for fragment in layout(param).fragments_of(rank)]
-                    if len(boxes) > 1:
-                        shape = tuple(value.shape)
-                        raise LayoutError(
-                            f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {shape}, DCP takes one"
-                        )
-                    declare_boxes(value, boxes)
+                    if name not in other_slots:
+                        declare(param, value)
 
+    def declare(param: Tensor, value: Tensor) -> None:
+        if not isinstance(value, DTensor) or (param_layout := layout(param)) is None:
+            return
+        rank = value.device_mesh.get_rank()
+        boxes = [fragment.box for fragment in param_layout.fragments_of(rank)]
+        if len(boxes) > 1:
+            raise LayoutError(
+                f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {tuple(value.shape)}, DCP takes one"
+            )
+        declare_boxes(value, boxes)
+
+    def finish(_: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise RuntimeError("a closure would run after the gradients were finished: call it before step()")
+        sharded.finish_gradients()
+        casts.extend(cast_gradients(params_of(optimizer.param_groups)))
+
+    def restore() -> None:
+        while casts:
+            casts.pop().restore()
+
+    def install(*_: Any) -> None:
+        nonlocal state_dicts
+        sharded.install_weights()
+        state_dicts = 0
+
+    def install_loaded(*_: Any) -> None:
+        if state_dicts:
+            install()
+
+    def count(*_: Any) -> None:
+        nonlocal state_dicts
+        state_dicts += 1
+
+    handles = sharded.declare_weights(declare)
+    _complete_groups(optimizer, {**sharded.parameters, **sharded.parameters_elsewhere})
     return Attached(
         (
+            *handles,
+            model.register_state_dict_post_hook(count),
+            model.register_load_state_dict_post_hook(install),
+            model.register_forward_pre_hook(install_loaded, prepend=True),
             optimizer.register_step_pre_hook(finish),
+            optimizer.register_step_end_hook(restore),
             optimizer.register_step_post_hook(install),
             optimizer.register_state_dict_pre_hook(describe),
         )
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientCast:
+    """The gradient of a parameter, while the parameter has one of its own dtype."""
+
+    param: Tensor
+    gradient: Tensor
+
+    def restore(self) -> None:
+        set_gradient(self.param, self.gradient)
+
+
+def cast_gradients(params: Iterable[Tensor]) -> Iterator[GradientCast]:
+    """Replace gradients by ones of their parameters' dtypes, and yield those that were replaced."""
+    for param in params:
+        gradient = param.grad
+        if gradient is not None and gradient.dtype != param.dtype:
+            set_gradient(param, gradient.to(param.dtype))
+            yield GradientCast(param, gradient)
+
+
+def set_gradient(param: Tensor, gradient: Tensor) -> None:
+    """Give a parameter a gradient of any dtype."""
+    param.grad = None  # the dtype cannot change while there is one
+    param.grad_dtype = gradient.dtype
+    param.grad = gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeshMembers:
+    """The DTensors of a model that are on the same ranks, by name, in the order of the model.
+
+    Attributes:
+        group: the process group of these ranks; None for one rank.
+    """
+
+    ranks: Ranks
+    params: Mapping[str, DTensor]
+    group: dist.ProcessGroup | None
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.params.values())).device
+
+    def largest(self, numbers: Iterable[int]) -> list[int]:
+        """Return the largest of each number over the ranks.  Collective."""
+        exact = torch.tensor([*numbers], dtype=torch.float64, device=self.device)
+        return [int(number) for number in max_over_ranks(exact, self.group).tolist()]
+
+    def gather(self, numbers: IntArray) -> tuple[Ranks, IntArray]:
+        """Return an array of numbers of each rank, and the ranks in that order.  Collective."""
+        if self.group is None:
+            return self.ranks, numbers[None]
+        sent = torch.from_numpy(numbers).flatten().to(self.device)
+        table = gather_numbers(sent.unbind(), self.group).cpu().numpy()
+        return tuple(dist.get_process_group_ranks(self.group)), table.reshape(-1, *numbers.shape)
+
+
+def _by_ranks(params: Mapping[str, DTensor]) -> Iterator[MeshMembers]:
+    """Yield parameters by the ranks of their meshes, in the order of collectives."""
+    members: defaultdict[Ranks, dict[str, DTensor]] = defaultdict(dict)
+    for name, param in params.items():
+        members[ranks_of(param, None)][name] = param
+    for ranks in sorted(members, key=collective_order):
+        mesh = next(iter(members[ranks].values())).device_mesh
+        yield MeshMembers(ranks, members[ranks], group_of(ranks, *groups_of_mesh(mesh)))
+
+
+def _declared_layouts(params: Mapping[str, DTensor]) -> dict[Tensor, TensorLayout]:
+    """Return the layouts of DTensors that declare boxes by DCP's hooks, which say what this rank has.  Collective."""
+    declared: dict[Tensor, TensorLayout] = {}
+    for members in _by_ranks(params):
+        # Ranks tell each other the corners of as many boxes as any of them has; those that are missing are empty.
+        boxes = [*map(_declared_boxes, members.params.values())]
+        counts = members.largest(map(len, boxes))
+        firsts = [*accumulate(counts, initial=0)]
+        width = max(param.ndim for param in members.params.values())
+        corners = np.zeros((firsts[-1], 2, width), np.int64)
+        for first, param_boxes in zip(firsts, boxes, strict=False):
+            for number, box in enumerate(param_boxes, first):
+                corners[number, :, : box.ndim] = box.lo, box.hi
+        if not corners.size:
+            continue
+        ranks, table = members.gather(corners)
+        # Together they are the whole tensors; local tensors have their boxes one after the other.
+        for (name, param), first, count in zip(members.params.items(), firsts, counts, strict=False):
+            fragments: list[Fragment] = []
+            for rank, rank_corners in zip(ranks, table[:, first : first + count, :, : param.ndim], strict=True):
+                offset = 0
+                for box in [Box(tuple(lo), tuple(hi)) for lo, hi in rank_corners.tolist()]:
+                    fragments += [dense(box, rank, offset)] if box.numel else []
+                    offset += box.numel
+            if count:
+                try:
+                    declared[param] = TensorLayout.of(tuple(param.shape), fragments)
+                except LayoutError as error:
+                    raise LayoutError(
+                        f"{name}: ranks declare boxes by __create_chunk_list__ that do not make up the tensor: {error}"
+                    ) from None
+    return declared
+
+
+def _declared_boxes(param: DTensor) -> list[Box]:
+    """Return the boxes that a DTensor declares on this rank, empty ones included."""
+    if not declares_boxes(param):
+        return []
+    chunks: Sequence[Any] = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return [Box.of(tuple(chunk.sizes)).shift(tuple(chunk.offsets)) for chunk in chunks]
+
+
+def _complete_groups(optimizer: Muon, params: Mapping[str, DTensor]) -> None:
+    """Add parameters to the groups in which other ranks have them, where this rank's shards are empty.  Collective.
+
+    Raises:
+        ValueError: on all ranks, if their groups cannot be made the same.
+    """
+    groups = optimizer.param_groups
+    is_named = any("param_names" in group for group in groups)
+    for members in _by_ranks(params):
+        # Ranks tell each other the group of each parameter, and whether they have elements of those in none.
+        group_numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        local_numbers = [group_numbers.get(param, -1) for param in members.params.values()]
+        is_missing = [number < 0 for number in local_numbers]
+        sizes = [local_of(param).numel() for param in members.params.values()]
+        is_partial = [missing and size > 0 for missing, size in zip(is_missing, sizes, strict=True)]
+        facts = members.largest([*local_numbers, *is_missing, *is_partial, len(groups), -len(groups), is_named])
+        rows = np.array(facts[:-3]).reshape(3, -1)
+        joint_numbers = dict(zip(members.params, rows[0].tolist(), strict=True))
+        incomplete, partial = (
+            [name for name, fact in zip(members.params, row, strict=True) if fact and joint_numbers[name] >= 0]
+            for row in rows[1:].tolist()
+        )
+        if not incomplete:
+            continue
+        # All of them refuse alike what they cannot complete, or complete it.
+        _refuse_groups(incomplete, partial, (-facts[-2], facts[-3]), optimizer._has_history)
+        for number, group in enumerate(groups):
+            gained: dict[Tensor, str] = {p: name for name, p in members.params.items() if joint_numbers[name] == number}
+            _place_members(group, gained, named=bool(facts[-1]))
+        if members.ranks not in optimizer._ordinals:
+            names = {param: name for name, param in members.params.items()}
+            shared = [{**group, "params": [p for p in group["params"] if p in names]} for group in groups]
+            optimizer._ordinals |= ordinals([{**group, "param_names": ()} for group in shared], None)
+        optimizer._reset_state()
+
+
+def _refuse_groups(
+    incomplete: Sequence[str], partial: Sequence[str], num_groups: tuple[int, int], is_late: bool
+) -> None:
+    """Raise ValueError for groups that cannot be completed.
+
+    Args:
+        incomplete: names of parameters that are in a group on some ranks only.
+        partial: those among them of which a rank that left them out has elements.
+        num_groups: the fewest and the most groups that any rank has.
+        is_late: whether there is state already.
+    """
+    fewest, most = num_groups
+    if most != fewest:
+        raise ValueError(
+            f"ranks have {fewest} to {most} parameter groups: give all of them the same groups in the same order, with "
+            "{'params': []} where all shards of a group are empty"
+        )
+    if partial:
+        raise ValueError(
+            f"{listed(partial)}: in a parameter group on some ranks, and on others, which have elements of it, in "
+            "none. Leave out parameters only where their shards are empty, or on all ranks"
+        )
+    if is_late:
+        raise ValueError(
+            f"{listed(incomplete)}: in a parameter group on some ranks only, and the optimizer has been stepped or "
+            "loaded already. Call attach(optimizer, model) before that"
+        )
+
+
+def _place_members(group: dict[str, Any], gained: Mapping[Tensor, str], named: bool) -> None:
+    """Let parameters, by their names in the model, be the last ones of a group, in that order."""
+    former_names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+    group["params"] = [param for param in group["params"] if param not in gained] + [*gained]
+    if named:
+        group["param_names"] = [former_names.get(param) or gained[param] for param in group["params"]]

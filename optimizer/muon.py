@@ -122,7 +122,7 @@ class Muon(ForModel, CollectiveOptimizer):
         exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
         stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers and more time.  None:
             up to 4, depending on the bytes (`schedule.worthwhile_stages`).
-        layout: returns the layout of a parameter, its state and gradients, if mesh and placements do not say it.
+        layout: returns the layout of a parameter, its state and gradients; None if mesh and placements say it.
         offload: "cpu": state rests in host memory, pinned for a GPU, and comes to the parameters' device stage by
             stage, with the same bits.  A step waits until its state is back, so none can be captured in a CUDA graph.
         nonfinite: if a gradient on any of the ranks that share parameters is not finite, or too large for its state,
@@ -167,7 +167,7 @@ class Muon(ForModel, CollectiveOptimizer):
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
         stages: int | None = None,
-        layout: Callable[[Tensor], TensorLayout] | None = None,
+        layout: Callable[[Tensor], TensorLayout | None] | None = None,
         offload: str | None = None,
         nonfinite: str | None = None,
         most_skipped: int = MAX_SKIPPED_STEPS,
@@ -613,7 +613,8 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _layout_of(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         """Return the layout of a parameter, if a plain one is replicated over these ranks."""
-        return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
+        layout = self._layout(param) if self._layout is not None else None
+        return layout if layout is not None else layout_of(param, replicas=ranks)
 
     def _local_fragments(self, param: Tensor) -> LocalFragments:
         if param in self._param_fragments:

@@ -85,6 +85,7 @@ RULES = {
 TORCH = (
     "layouts/tensors",
     "layouts/boxed_tensor",
+    "layouts/megatron_fsdp",
     "ranks/new_group",
     "checkpoint/",
     "runs/series/",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.every_kind import local_of
-from support.megatron_model import Net, Topology, fully_sharded, on_cpu
+from support.megatron_model import Net, Topology, fully_sharded, on_cpu, zero_gradients
 from support.megatron_training import TOPOLOGIES, backward, build, slots, with_the_package
 from support.workers import run
 from torch import nn
@@ -48,7 +48,7 @@ def recorded(rank: int, world: int) -> tuple[list[str], list[str], bool, bool]:
             optimizer.step()
             traces.append(list(dict.fromkeys(calls)))
             model.synchronize_gradient_reduce()
-            model.zero_grad_buffer()
+            zero_gradients(model)
         outputs.append(model(torch.arange(5)))
         return *traces, bool(outputs[1] != outputs[0]), bool(outputs[2] != outputs[1])
 
@@ -97,7 +97,7 @@ def without_gradients(rank: int, world: int) -> bool:
         backward(model, rank, 0, topology)
         optimizer.step()
         after = {name: local_of(param).clone() for name, param in params.items()}
-        model.zero_grad_buffer()
+        zero_gradients(model)
         optimizer.step()
         untouched = [name for name in params if torch.equal(before[name], after[name])]
         still = all(torch.equal(after[name], local_of(param)) for name, param in params.items())

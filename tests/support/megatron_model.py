@@ -23,7 +23,13 @@ from support.every_kind import local_of
 class Stream:
     """On a CPU things are done when a call returns."""
 
+    device = None
+
+    def __init__(self, device: object = None) -> None: ...
+
     def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: Stream) -> None: ...
 
     def wait(self) -> None: ...
 
@@ -39,7 +45,9 @@ class PremulSum:
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, *, real=dist.all_reduce) -> None:
-    """Gloo's, and NCCL's sum of scaled terms."""
+    """Gloo's, and NCCL's sum of scaled terms and its average."""
+    if op == dist.ReduceOp.AVG:
+        op = PremulSum(1 / dist.get_world_size(group))
     if isinstance(op, PremulSum):
         tensor *= op.factor
         op = dist.ReduceOp.SUM
@@ -61,6 +69,9 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "current_stream", Stream),
         (torch.cuda, "stream", nullcontext),
+        (torch.cuda, "device", nullcontext),
+        (torch.cuda.nvtx, "range_push", lambda name: None),
+        (torch.cuda.nvtx, "range_pop", lambda: None),
         (torch.Tensor, "cuda", lambda tensor: tensor),
         (dist, "reduce_scatter_tensor", reduce_scatter),
         (dist, "all_reduce", all_reduce),
@@ -77,7 +88,8 @@ class Topology:
     """Sizes of the mesh axes, and what Megatron-FSDP does over them.
 
     The ranks of ``outer`` x ``shard`` x ``tensor`` hold the dense parameters.  Of ``shard``, ``expert`` ranks (0: there
-    are no experts) hold different experts, and the others shard those.
+    are no experts) hold different experts, and the others shard those.  Version 2 (the package's ``experimental``) has
+    neither ``tensor`` nor ``expert``, and ``zero`` is 3.
     """
 
     outer: int = 1
@@ -86,6 +98,7 @@ class Topology:
     expert: int = 0
     zero: int = 3
     outer_sharded: bool = False
+    version: int = 1
 
     @property
     def world(self) -> int:
@@ -177,6 +190,8 @@ def fully_sharded(net: Net, topology: Topology, cut: bool = True, **options):
     """``megatron_fsdp.fully_shard_model`` over this topology; the net is cut for tensor parallelism before, or is."""
     import megatron_fsdp
 
+    if topology.version == 2:
+        return packed(net, topology, **options)
     mesh = init_device_mesh(
         "cpu", (topology.outer, topology.shard, topology.tensor), mesh_dim_names=("outer", "shard", "tensor")
     )
@@ -202,6 +217,54 @@ def fully_sharded(net: Net, topology: Topology, cut: bool = True, **options):
         device=torch.device("cpu"),
         **{"sync_model_each_microbatch": False, **options},
     )
+
+
+def packed(net: Net, topology: Topology, **options):
+    """The net, to which ``megatron_fsdp.experimental.fully_shard`` was applied over this topology, layers first."""
+    from megatron_fsdp import experimental as fsdp
+
+    sizes = {"outer": topology.outer, "shard": topology.shard}
+    names = tuple(name for name in sizes if name == "shard" or sizes[name] > 1)
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
+    flat, hybrid = [fsdp.Flat()], len(names) > 1
+    placements = fsdp.Placements(
+        dp_axes=list(names),
+        parameter=[fsdp.Replicate()] * hybrid + flat,
+        gradient=[fsdp.Partial(dist.ReduceOp.AVG)] * hybrid + flat,
+        optimizer=[fsdp.Flat() if topology.outer_sharded else fsdp.Replicate()] * hybrid + flat,
+    )
+    policy = megatron_policy(**options)
+    for module in (*net.layers, net):
+        fsdp.fully_shard(module, mesh, placements, policy)
+    return net
+
+
+def megatron_policy(**options):
+    """Megatron-FSDP's dtypes: those of main weights and main gradients, if they are not its defaults."""
+    from megatron_fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(**options) if options else None
+
+
+@contextmanager
+def last_microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
+    """Within this, backward passes are those of the last micro-batch, or are not; of either version."""
+    if hasattr(model, "microbatch_count"):
+        model.is_last_microbatch = is_last
+        yield
+        return
+    from megatron_fsdp.experimental import microbatch
+
+    with microbatch(model, is_last=is_last):
+        yield
+
+
+def zero_gradients(model: nn.Module) -> None:
+    """Drop the gradients, as each version wants it."""
+    if hasattr(model, "zero_grad_buffer"):
+        model.zero_grad_buffer()
+    else:
+        model.zero_grad()
 
 
 def offsets(params: Mapping[str, DTensor]) -> dict[str, Sequence[int]]:

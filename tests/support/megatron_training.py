@@ -10,7 +10,7 @@ from torch import nn
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.megatron_fsdp import layouts
-from support.megatron_model import Net, Topology, fully_sharded
+from support.megatron_model import Net, Topology, fully_sharded, last_microbatch
 
 with_the_package = pytest.mark.skipif(not find_spec("megatron_fsdp"), reason="pip install megatron-fsdp==0.6.1")
 
@@ -27,6 +27,11 @@ TOPOLOGIES = {
     "FSDP and EP": Topology(shard=4, expert=2),
     "FSDP and EP, experts unsharded": Topology(shard=2, expert=2),
     "HSDP and EP": Topology(outer=2, shard=2, expert=2),
+    "version 2, 1 rank": Topology(shard=1, version=2),
+    "version 2, 2 ranks": Topology(shard=2, version=2),
+    "version 2, 3 ranks": Topology(shard=3, version=2),
+    "version 2, 4 ranks": Topology(shard=4, version=2),
+    "version 2, HSDP": Topology(outer=2, shard=2, version=2),
 }
 
 
@@ -59,12 +64,13 @@ def backward(model: nn.Module, rank: int, step: int, topology: Topology) -> None
     """Two micro-batches.  Expert 0 sees every token, expert 1 a few on some ranks, expert 2 none ever."""
     replica = rank // topology.tensor
     for micro in range(2):
-        model.is_last_microbatch = micro == 1
         tokens = torch.randint(37, (5,), generator=torch.Generator().manual_seed(100 * step + 10 * micro + replica))
         routed = (0, 1) if (step + replica) % 3 == 0 else (0,)
-        model(tokens, routed if topology.expert else ()).backward()
+        with last_microbatch(model, is_last=micro == 1):
+            model(tokens, routed if topology.expert else ()).backward()
 
 
 def slots(params: dict[str, torch.Tensor], optimizer: Muon, slot: str) -> dict[str, torch.Tensor]:
     """A slot of the optimizer's state, by name of the parameter, where there is one."""
-    return {name: optimizer.state[param][slot] for name, param in params.items() if slot in optimizer.state[param]}
+    states = {name: optimizer.state.get(param, {}) for name, param in params.items()}
+    return {name: state[slot] for name, state in states.items() if slot in state}
