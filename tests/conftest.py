@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +34,41 @@ settings.register_profile("house", deadline=None, derandomize=True, database=Non
 settings.load_profile("house")
 
 
+DURATIONS = Path(__file__).with_name("durations.json")
+"""How many seconds each file of tests took when that was last recorded."""
+
+durations = Counter[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write how long files take to {DURATIONS.name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU (`make gpu` runs these)")
     config.addinivalue_line("markers", "exhaustive: a long sweep that `make check` runs and `make test` leaves out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files, where several processes share them, so that all end at about the same time."""
+    if hasattr(config, "workerinput"):
+        seconds = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    durations[file_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
+        seconds = json.loads(DURATIONS.read_text()) | {file: round(duration, 1) for file, duration in durations.items()}
+        kept = {file: seconds[file] for file in sorted(seconds) if DURATIONS.with_name(file).exists()}
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def pytest_collection_finish() -> None:

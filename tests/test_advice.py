@@ -192,6 +192,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*schedulers know groups by their numbers")
 def test_state_that_the_checkpoint_never_had_begins_anew(here):
     model, optimizer = model_and_state(stock)
     saved = as_dict(model, optimizer)

@@ -125,6 +125,7 @@ def stepped(seed: int) -> tuple[nn.Module, Muon]:
     return net, opt
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("form", FORMS)
 def test_momentum_is_annotated_in_every_form_in_which_optimizers_are_saved(form, tmp_path):
     (net, opt), (other_net, other_opt) = stepped(0), stepped(1)
@@ -238,6 +239,7 @@ def _unwritable() -> dict[str, tuple[torch.Tensor, str]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_a_tensor_that_no_checkpoint_holds_is_refused_by_its_key(tmp_path):
     for kind, (tensor, what) in _unwritable().items():
         with pytest.raises(DestinationError, match=f"'model.{kind}.w' {what}.*leave it out of the state dict"):

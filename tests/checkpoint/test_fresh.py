@@ -82,6 +82,7 @@ def resume(rank: int, world: int, path: str, form: str, truth: Truth) -> str:
     return str(report)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_named_starts_fresh_and_the_rest_goes_on_bit_for_bit(saved, form, ranks):
@@ -174,6 +175,7 @@ def two_groups(form: str, path: Path, *rates: float) -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_group_that_was_split_takes_the_options_it_had(form, tmp_path):
     path = two_groups(form, tmp_path / "c", 0.25, 0.5)

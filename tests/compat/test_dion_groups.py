@@ -42,6 +42,7 @@ def test_flatten_is_taken_where_it_says_something():
     assert optimizer.param_groups[0]["flatten"] is True
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
 def test_betas_written_into_a_group_are_taken_over():
     param = nn.Parameter(torch.ones(3))
     optimizer = Muon([{"params": [param], "algorithm": "adamw", "beta2": 0.99}])

@@ -60,6 +60,9 @@ def ours(model: Model, **options) -> Muon:
     return Muon(groups, lr=7.0, **how)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
+@pytest.mark.filterwarnings("ignore:.*schedulers know groups by their numbers")
+@pytest.mark.filterwarnings("ignore:group . keeps the code's")
 @pytest.mark.filterwarnings("ignore:.*does not say options")
 def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_path, monkeypatch):
     model = Model()
@@ -124,6 +127,7 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_pa
     assert furthest(twin, third, start) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_what_torch_drops_of_a_flattened_state_dict_is_said_with_the_cure(tmp_path):
     """It sets only the options that the running groups have, so a scheduler would begin at the decayed rate."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -155,6 +159,7 @@ def test_what_torch_drops_of_a_flattened_state_dict_is_said_with_the_cure(tmp_pa
         assert [group["initial_lr"] for group in loaded(initial_lr=7.0).param_groups] == [0.01, 0.02, 0.02]
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_path, monkeypatch):
     model = Model()
     optimizers = torchs(model)
@@ -272,6 +277,7 @@ SOURCES = {
 FORMS = [(keys, named) for keys in ("nested", "flat") for named in (False, True)]
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize(("keys", "named"), sweep(FORMS, ("nested", True), ("flat", False)))
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.filterwarnings("ignore:group ")

@@ -216,6 +216,7 @@ def test_momentum_of_float16_is_rescaled_in_float32_with_one_rounding(source, ta
         assert torch.equal(torch.from_numpy(home.tensors[key].numpy().copy()).half(), every)
 
 
+@pytest.mark.filterwarnings("ignore:.* was saved with a muonckpt.json, which is missing")
 def test_a_target_has_its_model_and_optimizer_where_they_are_asked_to_be(tmp_path):
     save({"model": MODEL, "optimizer": NESTED}, tmp_path / "theirs")
     asked = {"to_dialect": "dcp", "from_dialect": "dcp", "convention": "sum"}
@@ -238,6 +239,7 @@ def test_a_target_has_its_model_and_optimizer_where_they_are_asked_to_be(tmp_pat
         muonckpt.convert(tmp_path / "theirs", tmp_path / "no", **grouped(roots={"model": "x"}))
 
 
+@pytest.mark.filterwarnings("ignore:.* was saved with a muonckpt.json, which is missing")
 def test_any_program_is_written_in_flat_keys_and_read_back(tmp_path):
     save({"model": MODEL, "optimizer": NESTED}, tmp_path / "theirs")
     muonckpt.convert(

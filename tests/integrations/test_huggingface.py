@@ -197,6 +197,7 @@ def frozen(rank: int, world: int, folder: str, resume: str, fresh: list[str]) ->
         return told, {slots["step"].item() for slots in trainer.optimizer.state.values() if "step" in slots}
 
 
+@pytest.mark.filterwarnings("ignore:resuming with fresh")
 def test_what_the_refusal_says_is_what_the_trainer_takes(uninterrupted, tmp_path):
     """Only the checkpoint has the parameter: accelerate loads the optimizer's own state into it first."""
     saved = str(uninterrupted["plain", 1][0] / "checkpoint-3")

@@ -30,6 +30,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from muonckpt.integrations.lightning import CheckpointOnSignal, CopyToMemory
 
+# Lightning's, of runs that go on in another folder.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The dirpath has changed", "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint"
+)
+
 KINDS = ["ddp", "fsdp2"]
 
 
@@ -222,6 +227,7 @@ def remembered(rank: int, world: int, folder: str, last: int, resume: str | None
         return ending.seen
 
 
+@pytest.mark.filterwarnings("ignore:.* is newer than all that was saved")
 def test_a_run_goes_on_from_the_memory_of_its_nodes(tmp_path):
     """The last checkpoint on disk is of step 3, the last copy of step 5; then one rank is left, on one node."""
     [(step, state), _] = run(2, remembered, str(tmp_path), 5, None)

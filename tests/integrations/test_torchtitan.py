@@ -31,6 +31,9 @@ from torchtitan.config.manager import ConfigManager
 
 from muonckpt.integrations.torchtitan import MuonckptManager, MuonOptimizers
 
+# torch's, of what torchtitan saves of its schedulers and loaders.
+pytestmark = pytest.mark.filterwarnings("ignore:To get the last learning rate", "ignore:'set_vital' is deprecated")
+
 KINDS = ["ours", "stock"]
 """The checkpoint manager."""
 

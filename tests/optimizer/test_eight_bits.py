@@ -336,6 +336,7 @@ def trained(dtype: str, block: int | None = None) -> tuple[dict[str, torch.Tenso
     return dict(params), opt
 
 
+@pytest.mark.filterwarnings("ignore:group . keeps the code's")
 def test_a_loaded_state_is_widened_and_narrowed():
     kept, opt = trained("8bit", 16)
     wide, other = trained("float32")

@@ -97,6 +97,8 @@ def test_state_in_use_is_cast_with_its_parameters():
     train(net, opt, range(2, 4))
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("when", ["step", "state_dict", "load_state_dict"])
 def test_a_model_that_is_built_without_values(when):
     with torch.device("meta"):

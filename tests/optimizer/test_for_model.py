@@ -199,6 +199,7 @@ CHANGES: dict[str, tuple[Callable[[], Made], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("change", CHANGES)
 def test_groups_that_a_scheduler_would_take_for_others_are_refused_at_load_with_the_cure(change, tmp_path):
     former, told = CHANGES[change]

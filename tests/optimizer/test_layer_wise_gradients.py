@@ -299,6 +299,7 @@ class Waited:
         self.log.append(self.name)
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
 def test_modules_wait_for_their_own_parameters_only(monkeypatch):
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2))
     log: list[str] = []

@@ -68,6 +68,7 @@ def halved(rows: int, columns: int) -> float:
     return 0.5 * math.sqrt(rows / columns)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_a_function_may_scale_the_rate_and_only_its_name_is_in_the_state():
     torch.manual_seed(0)
     start, gradient = torch.randn(24, 16), torch.randn(24, 16)

@@ -147,6 +147,7 @@ def test_loading_a_sum_convention_is_refused():
         opt.load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_an_option_of_former_versions_is_left_in_the_checkpoint():
     opt = Muon([nn.Parameter(torch.randn(4, 3))])
     state = opt.state_dict()

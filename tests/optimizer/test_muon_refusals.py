@@ -45,6 +45,7 @@ def test_a_refused_state_leaves_the_optimizer_as_it_was(damage):
     opt.step()
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_how_to_compute_comes_from_the_code_and_what_a_run_carries_from_the_checkpoint():
     saved = Muon([nn.Parameter(torch.randn(6, 3))], lr=0.5).state_dict()
     opt = Muon([nn.Parameter(torch.randn(6, 3))], ns_steps=6, ns_coefficients="cans", adjust_lr_fn="spectral")

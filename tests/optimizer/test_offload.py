@@ -162,6 +162,7 @@ def test_a_step_that_a_rank_forbids_leaves_state_where_it_rests() -> None:
         assert_same_bits(bits, expected)
 
 
+@pytest.mark.filterwarnings("ignore:100% of the elements")
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_three_turns_of_state_are_on_the_device_at_most(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [nn.Parameter(torch.randn(15, 16)) for _ in range(20)]

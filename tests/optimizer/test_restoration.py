@@ -42,6 +42,7 @@ def load(opt: Muon, state: dict[str, Any], by_hook: bool) -> None:
         opt.load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("by_hook", [False, True], ids=["argument", "hook"])
 def test_what_is_named_starts_fresh_and_the_rest_goes_on_as_if_set_by_hand(saved, by_hook):
     weights, state, state_dict = saved
@@ -134,6 +135,7 @@ def two_modules() -> list[Part]:
     return [(nn.Linear(4, 4, bias=False), 0.1), (nn.Linear(4, 4, bias=False), 0.2)]
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("form", ["one group", "two groups"])
 def test_parameters_whose_names_repeat_go_by_number(form):
     parts = two_modules()

@@ -329,6 +329,7 @@ def test_state_of_every_algorithm_loads_and_carries_on(algorithm):
         opts[1].load_state_dict(lacking)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_betas_that_are_tensors_are_saved_as_numbers_and_loaded_into_tensors():
     def made(*betas: float) -> Muon:
         p = nn.Parameter(noise(5, 0))

@@ -106,6 +106,7 @@ CYCLES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
 @pytest.mark.parametrize("cycle", CYCLES)
 def test_a_cycle_changes_what_all_groups_have_and_nothing_else(cycle):
     """These schedulers ask ``Optimizer.defaults`` what is cycled, momentum or beta1, and write it into every group."""
@@ -195,6 +196,7 @@ def test_groups_have_rates_and_decays_of_their_own(algorithm):
     assert torch.equal(params[2], normal(6, 4))
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_without_gradients_changes_nothing_and_zero_gradients_move_nothing(algorithm):
     net = Line()

@@ -148,6 +148,7 @@ def test_state_of_other_shapes_counts_or_types_is_refused(algorithm):
         assert same(contents(net, opt), before)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_an_adamw_state_of_torchs_own_can_be_loaded():
     net, theirs_net = Line(), Line()
     theirs = torch.optim.AdamW(theirs_net.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
@@ -182,6 +183,7 @@ def through_flat_dcp(*args) -> None:
     through_dcp(*args, flatten=True)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("way", [through_state_dict, through_dcp, through_flat_dcp])
 @pytest.mark.parametrize("mine", RATES)
 @pytest.mark.parametrize("saved", RATES)

@@ -473,6 +473,7 @@ class Unstorable:
         raise TypeError("this cannot be saved")
 
 
+@pytest.mark.filterwarnings("ignore:.* is of a later step")
 @pytest.mark.parametrize("harm", ["data", "description"])
 def test_a_save_that_is_damaged_hides_no_copy_that_descends_from_it(branches, harm):
     series = branches.start("a", None)

@@ -87,6 +87,7 @@ def test_a_series_from_its_first_start_on(tmp_path):
     assert muonckpt.open(saved).provenance["step"] == 7 and muonckpt.open(saved).provenance["loss"] == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:.* is not taken")
 def test_a_run_stays_where_it_was_when_the_program_goes_to_another_folder(tmp_path, monkeypatch):
     """Hydra changes the working directory when its function begins, and some launchers do."""
     (tmp_path / "other").mkdir()
