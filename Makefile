@@ -41,7 +41,7 @@ demo: $(DEMO)
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 # Two files at a time, whole files so that each shares what it prepares: one computes while ranks of the other wait.
-# Files begin in the order of their names: by the number of their tests, the long ones with few tests would come last.
+# Files begin with the longest, as `tests/durations.json` has them: `make test WHICH=--record-durations` writes it.
 # Bytecode is kept, whatever the environment says: else each of hundreds of processes would compile the package.
 test: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(WHICH)

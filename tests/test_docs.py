@@ -49,7 +49,10 @@ LAUNCHES = ROOT / "docs" / "guide" / "reshard_many.md"
 """Starts torchrun, whose processes import torch; `test_several_workers` has its commands."""
 
 
-@pytest.mark.filterwarnings("ignore:all ranks are on one node", "ignore:hyper-parameters are those of the saved run")
+# Examples show what these warnings tell.
+@pytest.mark.filterwarnings(
+    "ignore:all ranks are on one node", "ignore:hyper-parameters are", "ignore:a step was skipped"
+)
 @pytest.mark.parametrize(
     "page", sweep(PAGES, *[page for page in PAGES if page != LAUNCHES]), ids=lambda page: page.name
 )

@@ -32,7 +32,7 @@ from muonckpt.integrations.lightning import CheckpointOnSignal, CopyToMemory
 
 # Lightning's, of runs that go on in another folder.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The dirpath has changed", "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint"
+    "ignore:The dirpath has changed", "ignore:Checkpoint directory .* exists", "ignore:You're resuming"
 )
 
 KINDS = ["ddp", "fsdp2"]

@@ -319,6 +319,7 @@ def test_a_gradient_scaler_skips_steps_with_infinite_gradients_and_no_others(alg
 COMPILED = list(zip(ALGORITHMS, cycle(["eager", "aot_eager"]), strict=False))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("algorithm", "backend"), sweep(COMPILED, *COMPILED[:2]))
 def test_a_compiled_training_step_takes_the_same_steps(algorithm, backend):
     torch._dynamo.reset()

@@ -100,6 +100,7 @@ def test_three_dim_experts_are_so_many_matrices_however_they_are_sharded(shape, 
         assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 def test_the_scale_after_a_resume_is_the_one_of_the_new_configuration():
     saved, resumed, fresh = (nn.Parameter(uneven_rows("muon", 0)) for _ in range(3))
     old = Muon([saved], adjust_lr_fn="match_rms_adamw", lr=0.5)

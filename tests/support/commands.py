@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from warnings import catch_warnings, filterwarnings
 
 import pytest
 
@@ -24,7 +25,8 @@ def cli(*arguments: object, **how) -> subprocess.CompletedProcess[str]:
 
 def called(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The same in this process: without what starting one, signals and terminals add."""
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, catch_warnings():
+        filterwarnings("default", category=UserWarning)  # which a command prints as a note
         code = run(list(map(str, arguments)))
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
