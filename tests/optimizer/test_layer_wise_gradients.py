@@ -53,7 +53,7 @@ def with_zeros(net: Net, step: int, rank: int) -> dict[str, torch.Tensor]:
 
 def test_a_gradient_that_no_rank_has_is_skipped_and_one_that_some_lack_counts_as_zero():
     for layout, found in run_each(3, with_gaps):
-        check(found, alone(3, 3, given=present, of=with_zeros), layout)
+        check(found, alone(3, 3, has_gradient=present, of=with_zeros), layout)
 
 
 def counted(rank: int, world: int, layout: str) -> list[list[str]]:

@@ -59,14 +59,14 @@ class Act:
     def __init__(self, name: str, base: Path) -> None:
         self.name, self.base, self.source = name, base, base / "source"
 
-    def before(self, here: Path) -> None:
+    def before(self, folder: Path) -> None:
         """Prepare the folder of a trial."""
 
-    def do(self, here: Path, rank: int) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         """The work; an error of ours, or a traceback."""
         raise NotImplementedError
 
-    def check(self, here: Path, succeeded: bool) -> None:
+    def check(self, folder: Path, succeeded: bool) -> None:
         """What must hold whenever nobody works; then work again, as a user would, and what must hold then."""
         raise NotImplementedError
 
@@ -81,35 +81,35 @@ class Make(Act):
             self.again(self.base / self.name)
         return self.base / self.name / "out"
 
-    def again(self, here: Path) -> None:
+    def again(self, folder: Path) -> None:
         """Work once more, alone."""
-        self.do(here, 0)
+        self.do(folder, 0)
 
-    def check(self, here: Path, succeeded: bool) -> None:
-        out = here / "out"
+    def check(self, folder: Path, succeeded: bool) -> None:
+        out = folder / "out"
         expect(out.exists() or not succeeded, "it succeeded, and there is nothing")
         if out.exists():
-            self._same(here)
-        strays = [entry.name for entry in here.iterdir() if not entry.name.startswith(("out", ".out."))]
+            self._same(folder)
+        strays = [entry.name for entry in folder.iterdir() if not entry.name.startswith(("out", ".out."))]
         expect(not strays, f"nobody knows what these are: {strays}")
         if not out.exists():
-            self.again(here)
-            self._same(here)
+            self.again(folder)
+            self._same(folder)
 
-    def _same(self, here: Path) -> None:
-        if tree(here / "out") != tree(self.reference()):
-            expect(muonckpt.verify(here / "out", jobs=1).verdict == "whole", "what was published is damaged")
-            expect(content(here / "out") == content(self.reference()), "what was published is another one")
+    def _same(self, folder: Path) -> None:
+        if tree(folder / "out") != tree(self.reference()):
+            expect(muonckpt.verify(folder / "out", jobs=1).verdict == "whole", "what was published is damaged")
+            expect(content(folder / "out") == content(self.reference()), "what was published is another one")
 
 
 class Save(Make):
-    def do(self, here: Path, rank: int) -> None:
-        muonckpt.save(state(1), here / "out")
+    def do(self, folder: Path, rank: int) -> None:
+        muonckpt.save(state(1), folder / "out")
 
 
 class AsyncSave(Make):
-    def do(self, here: Path, rank: int) -> None:
-        muonckpt.async_save(state(1), here / "out").result()
+    def do(self, folder: Path, rank: int) -> None:
+        muonckpt.async_save(state(1), folder / "out").result()
 
 
 class Rewrite(Make):
@@ -121,28 +121,33 @@ class Rewrite(Make):
         super().__init__(name, base)
         self.options = options
 
-    def do(self, here: Path, rank: int, *more: str) -> None:
+    def do(self, folder: Path, rank: int, *more_options: str) -> None:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = run([*self.command(), str(here / "out"), "--jobs", "1", *self.options, *more])
-        said = err.getvalue()
-        if code not in (0, 1, 3, 4, 5, 130) or "this is a bug" in said or "Traceback" in said or (code and not said):
-            raise RuntimeError(f"exit code {code}: {said}")
+            code = run([*self.command(), str(folder / "out"), "--jobs", "1", *self.options, *more_options])
+        message = err.getvalue()
+        if (
+            code not in (0, 1, 3, 4, 5, 130)
+            or "this is a bug" in message
+            or "Traceback" in message
+            or (code and not message)
+        ):
+            raise RuntimeError(f"exit code {code}: {message}")
         if code:
-            raise muonckpt.MuonckptError(said)
+            raise muonckpt.MuonckptError(message)
 
     def command(self) -> list[str]:
         """Its name, and the sources."""
         return ["reshard", str(self.source)]
 
-    def again(self, here: Path) -> None:
-        self.do(here, 0, *(("--resume",) if (here / ".out.reshard.tmp").exists() else ()))
+    def again(self, folder: Path) -> None:
+        self.do(folder, 0, *(("--resume",) if (folder / ".out.reshard.tmp").exists() else ()))
 
 
 class Merge(Rewrite):
     """The average of the source, which may be struck, and of another checkpoint."""
 
-    def before(self, here: Path) -> None:
+    def before(self, folder: Path) -> None:
         if not (self.base / "second").exists():
             muonckpt.save(state(2), self.base / "second")
 
@@ -161,10 +166,10 @@ class SaveTogether(Make):
     ranks = 2
     faults = (KILLED, BROKEN, FULL)
 
-    def do(self, here: Path, rank: int) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         rows = distribute_tensor(state(1)["w"], mesh, [Shard(0)], src_data_rank=None)
-        muonckpt.save({**state(1), "w": rows}, here / "out")
+        muonckpt.save({**state(1), "w": rows}, folder / "out")
 
     def reference(self) -> Path:
         if not (self.base / self.name).exists():
@@ -172,12 +177,12 @@ class SaveTogether(Make):
             muonckpt.save(state(1), self.base / self.name / "out")
         return self.base / self.name / "out"
 
-    def again(self, here: Path) -> None:
-        muonckpt.save(state(1), here / "out")
+    def again(self, folder: Path) -> None:
+        muonckpt.save(state(1), folder / "out")
 
-    def _same(self, here: Path) -> None:
-        expect(muonckpt.verify(here / "out", jobs=1).verdict == "whole", "what was published is damaged")
-        expect(content(here / "out") == content(self.reference()), "what was published is another one")
+    def _same(self, folder: Path) -> None:
+        expect(muonckpt.verify(folder / "out", jobs=1).verdict == "whole", "what was published is damaged")
+        expect(content(folder / "out") == content(self.reference()), "what was published is another one")
 
 
 class ReshardTogether(Make):
@@ -186,41 +191,41 @@ class ReshardTogether(Make):
     ranks = 2
     faults = (KILLED, BROKEN, FULL)
 
-    def do(self, here: Path, rank: int) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         with joined(environment(rank, 2), timeout=LIMIT) as group:
-            run_job(plan_job(self.source, 3), here / "out", workers=group, threads=1)
+            run_job(plan_job(self.source, 3), folder / "out", workers=group, threads=1)
 
-    def again(self, here: Path) -> None:
-        run_job(plan_job(self.source, 3), here / "out", resume=(here / ".out.reshard.tmp").exists())
+    def again(self, folder: Path) -> None:
+        run_job(plan_job(self.source, 3), folder / "out", resume=(folder / ".out.reshard.tmp").exists())
 
 
 class Retention(Act):
     """Saving to a series that keeps one checkpoint: there is always a whole one, the old or the new."""
 
-    def before(self, here: Path) -> None:
+    def before(self, folder: Path) -> None:
         if not (self.base / "series").exists():
             muonckpt.Series(self.base / "series").save(1, state(1))
-        shutil.copytree(self.base / "series", here / "run")
+        shutil.copytree(self.base / "series", folder / "run")
 
-    def do(self, here: Path, rank: int) -> None:
-        muonckpt.Series(here / "run", keep_last=1).save(2, state(2))
+    def do(self, folder: Path, rank: int) -> None:
+        muonckpt.Series(folder / "run", keep_last=1).save(2, state(2))
 
-    def check(self, here: Path, succeeded: bool) -> None:
-        self._holds(here, (2,) if succeeded else (1, 2))
-        muonckpt.Series(here / "run", keep_last=1).save(3, state(3))
-        self._holds(here, (3,))
-        kept = ("step-00000003", "resumes.jsonl")
-        left = [entry.name for entry in (here / "run").iterdir() if entry.name not in kept]
-        expect(all(map(publish.staged_name, left)), f"left for ever: {left}")
+    def check(self, folder: Path, succeeded: bool) -> None:
+        self._holds(folder, (2,) if succeeded else (1, 2))
+        muonckpt.Series(folder / "run", keep_last=1).save(3, state(3))
+        self._holds(folder, (3,))
+        expected_names = ("step-00000003", "resumes.jsonl")
+        strays = [entry.name for entry in (folder / "run").iterdir() if entry.name not in expected_names]
+        expect(all(map(publish.staged_name, strays)), f"left for ever: {strays}")
 
-    def _holds(self, here: Path, steps: tuple[int, ...]) -> None:
+    def _holds(self, folder: Path, steps: tuple[int, ...]) -> None:
         template = state(0)
-        found = muonckpt.Series(here / "run").restore(template)
-        expect(found is not None and found.step in steps, f"expected step {steps}, restored {found}")
-        assert found is not None
+        restored = muonckpt.Series(folder / "run").restore(template)
+        expect(restored is not None and restored.step in steps, f"expected step {steps}, restored {restored}")
+        assert restored is not None
         expect(
-            all(torch.equal(template[key], value) for key, value in state(found.step).items() if key != "lr"),
-            f"step {found.step} has other elements",
+            all(torch.equal(template[key], value) for key, value in state(restored.step).items() if key != "lr"),
+            f"step {restored.step} has other elements",
         )
 
 
@@ -231,12 +236,12 @@ class InNewFolders(Act):
         super().__init__(f"{act.name}, in new folders", act.base)
         self.act, self.faults = act, act.faults
 
-    def do(self, here: Path, rank: int) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         self.act.source = self.source
-        self.act.do(here / "new" / "run", rank)
+        self.act.do(folder / "new" / "run", rank)
 
-    def check(self, here: Path, succeeded: bool) -> None:
-        below = here / "new" / "run"
+    def check(self, folder: Path, succeeded: bool) -> None:
+        below = folder / "new" / "run"
         expect(below.exists() or not succeeded, "it succeeded, and its folder is not there")
         below.mkdir(parents=True, exist_ok=True)
         self.act.source = self.source
@@ -246,21 +251,21 @@ class InNewFolders(Act):
 class First(Act):
     """The first checkpoint of a series."""
 
-    def do(self, here: Path, rank: int) -> None:
-        muonckpt.Series(here / "series").save(1, state(1))
+    def do(self, folder: Path, rank: int) -> None:
+        muonckpt.Series(folder / "series").save(1, state(1))
 
-    def check(self, here: Path, succeeded: bool) -> None:
+    def check(self, folder: Path, succeeded: bool) -> None:
         template = state(0)
-        found = muonckpt.Series(here / "series").restore(template)
-        expect(found or not succeeded, "it succeeded, and there is nothing")
-        expect(found is None or torch.equal(template["w"], state(1)["w"]), "other elements")
-        if found is None:
-            self.do(here, 0)
+        restored = muonckpt.Series(folder / "series").restore(template)
+        expect(restored or not succeeded, "it succeeded, and there is nothing")
+        expect(restored is None or torch.equal(template["w"], state(1)["w"]), "other elements")
+        if restored is None:
+            self.do(folder, 0)
 
 
 class AsyncFirst(First):
-    def do(self, here: Path, rank: int) -> None:
-        muonckpt.Series(here / "series").async_save(1, state(1)).result()
+    def do(self, folder: Path, rank: int) -> None:
+        muonckpt.Series(folder / "series").async_save(1, state(1)).result()
 
 
 class Load(Act):
@@ -268,7 +273,7 @@ class Load(Act):
 
     faults = (BROKEN, HALF, CUT, CHANGED)
 
-    def do(self, here: Path, rank: int) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         template = {key: torch.full_like(value, 77) for key, value in state(1).items() if key != "lr"}
         try:
             muonckpt.load(template, self.source, allow_extra=True)
@@ -278,14 +283,14 @@ class Load(Act):
             raise
         expect(all(torch.equal(tensor, state(1)[key]) for key, tensor in template.items()), "other elements")
 
-    def check(self, here: Path, succeeded: bool) -> None:
-        expect(not [*here.iterdir()], "a load writes nothing")
+    def check(self, folder: Path, succeeded: bool) -> None:
+        expect(not [*folder.iterdir()], "a load writes nothing")
 
 
 class Verify(Load):
     """Verifying: a file that cannot be read is no whole one."""
 
-    def do(self, here: Path, rank: int) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         expect(muonckpt.verify(self.source, jobs=1).verdict in ("whole", "faulty"), "another verdict")
 
 

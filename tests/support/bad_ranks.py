@@ -65,8 +65,8 @@ def tensors(columns: bool = False) -> dict[str, Any]:
     """On a grid: sharded on both axes, on one, on none, and what is not a tensor."""
     grid = grid_of_all()
     whole = torch.arange(96.0).reshape(8, 12)
-    placed = {"both": [Shard(0), Shard(1)], "one": [Replicate(), Shard(int(columns))]}
-    rows = {key: distribute_tensor(whole, grid, each, src_data_rank=None) for key, each in placed.items()}
+    placements = {"both": [Shard(0), Shard(1)], "one": [Replicate(), Shard(int(columns))]}
+    rows = {key: distribute_tensor(whole, grid, cuts, src_data_rank=None) for key, cuts in placements.items()}
     return {"part": distribute_tensor(whole, grid["b"], [Shard(0)], src_data_rank=None), **rows, "same": whole, "n": 7}
 
 
@@ -95,7 +95,7 @@ def optimizer(guarded: bool) -> Muon:
 
 
 def step(guarded: bool, steps: int) -> Callable[[Path], Callable[[], None]]:
-    def prepared(here: Path) -> Callable[[], None]:
+    def prepared(trial_folder: Path) -> Callable[[], None]:
         opt = optimizer(guarded)
         for _ in range(steps):
             opt.step()
@@ -104,22 +104,22 @@ def step(guarded: bool, steps: int) -> Callable[[Path], Callable[[], None]]:
     return prepared
 
 
-def save(here: Path) -> Callable[[], None]:
+def save(trial_folder: Path) -> Callable[[], None]:
     state = tensors()
-    return lambda: muonckpt.save(state, here / "out")
+    return lambda: muonckpt.save(state, trial_folder / "out")
 
 
-def async_save(here: Path) -> Callable[[], None]:
+def async_save(trial_folder: Path) -> Callable[[], None]:
     state = tensors()
-    return lambda: muonckpt.async_save(state, here / "out").result()
+    return lambda: muonckpt.async_save(state, trial_folder / "out").result()
 
 
-def load(here: Path) -> Callable[[], None]:
+def load(trial_folder: Path) -> Callable[[], None]:
     state = empty()
-    return told_if_touched(state, lambda: muonckpt.load(state, here / "source", attest=True))
+    return told_if_touched(state, lambda: muonckpt.load(state, trial_folder / "source", attest=True))
 
 
-def redistribute(here: Path) -> Callable[[], None]:
+def redistribute(trial_folder: Path) -> Callable[[], None]:
     source, state = tensors(), empty(columns=True)
     return told_if_touched(state, lambda: muonckpt.redistribute(source, state, memory=64))
 
@@ -202,7 +202,9 @@ class Ended:
     when: float
 
 
-def started(call: str, here: Path, rank: int, store: str, time_out: float, profile: Profile | None) -> tuple[int, int]:
+def started(
+    call: str, trial_folder: Path, rank: int, store: str, time_out: float, profile: Profile | None
+) -> tuple[int, int]:
     """A forked rank that calls.  Returns its id, and where it tells what came of it."""
     read, write = os.pipe()
     child = os.fork()
@@ -215,16 +217,16 @@ def started(call: str, here: Path, rank: int, store: str, time_out: float, profi
     try:
         limit = timedelta(seconds=time_out)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=limit)
-        do = CALLS[call](here)
+        do = CALLS[call](trial_folder)
         dist.barrier()
         if profile:
             profile.begin()
         do()
     except muonckpt.MuonckptError as ours:
         error = f"{type(ours).__name__}: {ours}"
-    except (MemoryError, RuntimeError) as told:
-        error = f"{type(told).__name__}: {told}"
-        if isinstance(told, RuntimeError) and "raised" not in error:
+    except (MemoryError, RuntimeError) as agreed_error:
+        error = f"{type(agreed_error).__name__}: {agreed_error}"
+        if isinstance(agreed_error, RuntimeError) and "raised" not in error:
             error = traceback.format_exc()
     except BaseException:
         error = traceback.format_exc()
@@ -237,16 +239,16 @@ def started(call: str, here: Path, rank: int, store: str, time_out: float, profi
 
 
 def trial(
-    call: str, here: Path, victim: int, profile: Profile, time_out: float, limit: float
+    call: str, trial_folder: Path, victim: int, profile: Profile, time_out: float, limit: float
 ) -> tuple[list[Ended | None], float]:
     """What each rank told (None: nothing), and the seconds until the last one of the others did."""
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [
-            started(call, here, rank, f"{scratch}/store", time_out, profile if rank == victim else None)
+            started(call, trial_folder, rank, f"{scratch}/store", time_out, profile if rank == victim else None)
             for rank in range(RANKS)
         ]
-        begun = time.monotonic()
-        deadline, seen = begun + limit + 5, dict[int, Ended | None]()
+        start_time = time.monotonic()
+        deadline, ends = start_time + limit + 5, dict[int, Ended | None]()
         for rank in sorted(range(RANKS), key=lambda rank: rank == victim):
             child, read = ranks[rank]
             ready, _, _ = select.select([read], [], [], max(deadline - time.monotonic(), 0.1))
@@ -254,36 +256,36 @@ def trial(
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             os.close(read)
-            seen[rank] = Ended(*json.loads(data)) if data else None
-            if len(seen) == RANKS - 1:  # the victim may be stopped
+            ends[rank] = Ended(*json.loads(data)) if data else None
+            if len(ends) == RANKS - 1:  # the victim may be stopped
                 deadline = min(deadline, time.monotonic() + 1)
-        told = [seen[rank] for rank in range(RANKS)]
-        return told, max(
-            (each.when for rank, each in enumerate(told) if each and rank != victim), default=begun
-        ) - begun
+        survivor_ends = [ends[rank] for rank in range(RANKS)]
+        return survivor_ends, max(
+            (end.when for rank, end in enumerate(survivor_ends) if end and rank != victim), default=start_time
+        ) - start_time
 
 
 CLEAR = ("LostRankError: ", "SourceError: MemoryError", "DestinationError: MemoryError", "TargetError: MemoryError",
          "AttestError: MemoryError", "MemoryError: ", "LayoutError: MemoryError")  # fmt: skip
 
 
-def judged(call: str, here: Path, manner: Manner, seen: list[Ended | None], victim: int) -> str | None:
+def judged(call: str, trial_folder: Path, manner: Manner, ends: list[Ended | None], victim: int) -> str | None:
     """What is wrong, if anything."""
-    others = [each for rank, each in enumerate(seen) if rank != victim]
-    for rank, each in enumerate(seen):
-        if each is None and rank != victim:
+    survivors = [end for rank, end in enumerate(ends) if rank != victim]
+    for rank, end in enumerate(ends):
+        if end is None and rank != victim:
             return f"rank {rank} did not end"
-        named = each is not None and f"rank {victim}: raised MemoryError" in each.error
-        lost = each is not None and "raised LostRankError" in each.error
-        if each is not None and each.error and not (each.error.startswith(CLEAR) or named or lost):
-            return f"rank {rank}: {each.error}"
-    if manner.name == "raises" and seen[victim] is None:
+        named = end is not None and f"rank {victim}: raised MemoryError" in end.error
+        is_lost = end is not None and "raised LostRankError" in end.error
+        if end is not None and end.error and not (end.error.startswith(CLEAR) or named or is_lost):
+            return f"rank {rank}: {end.error}"
+    if manner.name == "raises" and ends[victim] is None:
         return "the rank that raised did not end"
-    out = here / "out"
+    out = trial_folder / "out"
     if out.exists():
         if muonckpt.verify(out, jobs=1).verdict != "whole":
             return "what was published is damaged"
-    elif call in ("save", "async_save") and any(each and not each.error for each in others):
+    elif call in ("save", "async_save") and any(end and not end.error for end in survivors):
         return "a rank succeeded, and there is nothing"
     return None
 
@@ -296,29 +298,29 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
     state = {key: torch.arange(96.0).reshape(8, 12) for key in ("part", "both", "one", "same")}
     muonckpt.save({**state, "n": 7}, folder / "source")
     for call in names or CALLS:
-        here = folder / "here"
+        trial_folder = folder / "here"
         counts: dict[tuple[tuple[str, ...], int], int] = {}
         for _ in range(trials):
             manner, victim = dice.choice(MANNERS), dice.randrange(RANKS)
             if (manner.amid, victim) not in counts:
-                here.mkdir()
-                (here / "source").symlink_to(folder / "source")
-                seen, _ = trial(call, here, victim, Profile(manner.amid), LONG, 2 * LONG)
-                assert all(each is not None and not each.error for each in seen), (call, seen)
-                counts[manner.amid, victim] = seen[victim].calls  # type: ignore[union-attr]
-                shutil.rmtree(here)
+                trial_folder.mkdir()
+                (trial_folder / "source").symlink_to(folder / "source")
+                ends, _ = trial(call, trial_folder, victim, Profile(manner.amid), LONG, 2 * LONG)
+                assert all(end is not None and not end.error for end in ends), (call, ends)
+                counts[manner.amid, victim] = ends[victim].calls  # type: ignore[union-attr]
+                shutil.rmtree(trial_folder)
             calls = counts[manner.amid, victim]
             at = dice.randint(1, calls)
-            here.mkdir()
-            (here / "source").symlink_to(folder / "source")
-            seen, seconds = trial(
-                call, here, victim, Profile(manner.amid, at, manner.act), manner.time_out, manner.limit
+            trial_folder.mkdir()
+            (trial_folder / "source").symlink_to(folder / "source")
+            ends, seconds = trial(
+                call, trial_folder, victim, Profile(manner.amid, at, manner.act), manner.time_out, manner.limit
             )
-            hung = any(each is None for rank, each in enumerate(seen) if rank != victim) or seconds > manner.limit
-            wrong = None if hung else judged(call, here, manner, seen, victim)
-            what = f"rank {victim} {manner.name} at call {at} of {calls}"
-            print(json.dumps([call, what, wrong, seconds, hung]), flush=True)
-            shutil.rmtree(here)
+            hung = any(end is None for rank, end in enumerate(ends) if rank != victim) or seconds > manner.limit
+            wrong = None if hung else judged(call, trial_folder, manner, ends, victim)
+            description = f"rank {victim} {manner.name} at call {at} of {calls}"
+            print(json.dumps([call, description, wrong, seconds, hung]), flush=True)
+            shutil.rmtree(trial_folder)
 
 
 if __name__ == "__main__":

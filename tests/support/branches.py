@@ -47,10 +47,10 @@ class State:
     step: int
     parent: State | None
 
-    def follows(self, other: State) -> bool:
+    def follows(self, other_state: State) -> bool:
         state: State | None = self
         while state is not None:
-            if state is other:
+            if state is other_state:
                 return True
             state = state.parent
         return False
@@ -78,8 +78,8 @@ class Stored:
     """Files that were damaged, with the number of the node; -1 for the disk."""
     has_history: bool = True
 
-    def comes_before(self, other: Stored) -> bool:
-        return other.time > self.time and other.state.follows(self.state)
+    def comes_before(self, other_state: Stored) -> bool:
+        return other_state.time > self.time and other_state.state.follows(self.state)
 
 
 class Unstorable:
@@ -200,18 +200,18 @@ class History:
         if not self.has_memory:
             return
         behind = [node for node in sorted(self.visible) if self.random.random() < 0.5]
-        kept = self.folder / "kept"
+        copy_folder = self.folder / "kept"
 
         def keep() -> None:
             for node in behind:
                 if self.nodes[node].exists():
-                    shutil.copytree(self.nodes[node], kept / f"{node}", symlinks=True)
+                    shutil.copytree(self.nodes[node], copy_folder / f"{node}", symlinks=True)
 
         def put_back() -> None:
             for node in behind:
                 shutil.rmtree(self.nodes[node])
-                if (kept / f"{node}").exists():
-                    shutil.move(kept / f"{node}", self.nodes[node])
+                if (copy_folder / f"{node}").exists():
+                    shutil.move(copy_folder / f"{node}", self.nodes[node])
                     for run in self.nodes[node].iterdir():
                         (run / ".step-00000001.00000000000a.tmp").mkdir(exist_ok=True)
 
@@ -220,7 +220,7 @@ class History:
         self.only_first(keep)
         self.copy()
         self.only_first(put_back)
-        self.only_first(lambda: shutil.rmtree(kept, ignore_errors=True))
+        self.only_first(lambda: shutil.rmtree(copy_folder, ignore_errors=True))
         self.log.append(f"killed before nodes {behind} had it")
         self.start()
 
@@ -313,9 +313,9 @@ class History:
                 warnings.simplefilter("ignore")
                 self.series.close()
         self.has_memory = self.random.random() < 0.85
-        placed = [self.random.randrange(len(self.nodes)) for _ in range(self.world)]
-        self.visible = set(placed)
-        memory = self.nodes[placed[self.rank]] if self.has_memory else None
+        nodes_of_ranks = [self.random.randrange(len(self.nodes)) for _ in range(self.world)]
+        self.visible = set(nodes_of_ranks)
+        memory = self.nodes[nodes_of_ranks[self.rank]] if self.has_memory else None
         self.sync()
         self.series: Series = Series(self.run, keep_last=self.random.randint(1, 3), memory=memory)
         self.log.append(f"start on {sorted(self.visible) if self.has_memory else 'no memory'}")
@@ -329,24 +329,24 @@ class History:
             warnings.simplefilter("always")
             template = self.tensors(0)
             try:
-                done = self.series.restore(template)
+                restored = self.series.restore(template)
             except DamageError:
                 outcome: object = "no whole one"
             else:
-                outcome = None if done is None else template["w0"][0].item()
+                outcome = None if restored is None else template["w0"][0].item()
                 assert len({tensor[0].item() for tensor in template.values()}) == 1
         lines = [str(warning.message) for warning in caught]
         self.log.append(f"restored {outcome}, expected {expected}")
-        kind = str(outcome) if outcome in (None, "no whole one") else "memory" if done.memory else "disk"
+        kind = str(outcome) if outcome in (None, "no whole one") else "memory" if restored.memory else "disk"
         self.outcomes.append(kind)
-        told = "\n".join([*self.log, *lines])
-        assert outcome == expected or outcome in doubts, told
+        log_text = "\n".join([*self.log, *lines])
+        assert outcome == expected or outcome in doubts, log_text
         state = next((s.state for s in self.everything() if s.state.number == outcome), None)
         step = -1 if state is None else state.step
         newer = [name for name in self.on_disk() if name.step > step]
         newer += [name for name in self.folders() if name.step > step] if self.has_memory else []
         if outcome != "no whole one":
-            assert all(any(str(name) in line for line in lines) for name in newer), told
+            assert all(any(str(name) in line for line in lines) for name in newer), log_text
         # From here on it is another line of steps.
         self.recorded = 2 * (self.recorded // 2) + (2 if state is not None else 1)
         whole = [name for name in self.on_disk() if self.is_whole(self.saves[name])]
@@ -393,8 +393,8 @@ class History:
     def is_good(self, copy: Stored, newest: Stored | None, damaged: list[Stored]) -> bool:
         """Return whether a copy may be preferred to the newest whole save."""
         if newest is not None and not newest.comes_before(copy):
-            same = newest.state is copy.state  # copied before it was saved
-            if not same:
+            is_same_state = newest.state is copy.state  # copied before it was saved
+            if not is_same_state:
                 return False
         for save in damaged:
             related = save.comes_before(copy) or copy.comes_before(save) or save.state is copy.state

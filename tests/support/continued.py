@@ -31,12 +31,14 @@ def exact_torch_muon(monkeypatch):
     """torch.optim.Muon whose Newton-Schulz is in float32."""
     from torch.optim import _muon
 
-    theirs = _muon._zeropower_via_newtonschulz
+    torch_function = _muon._zeropower_via_newtonschulz
     with monkeypatch.context() as patched:
         patched.setattr(
             _muon,
             "_zeropower_via_newtonschulz",
-            lambda matrix, *how: theirs(matrix.as_subclass(Exact), *how).as_subclass(torch.Tensor),
+            lambda matrix, *load_options: torch_function(matrix.as_subclass(Exact), *load_options).as_subclass(
+                torch.Tensor
+            ),
         )
         yield
 
@@ -81,17 +83,17 @@ def train(model: nn.Module, optimizers: Sequence, steps: Iterable[int], schedule
             optimizer.step()
 
 
-def save(model: nn.Module, optimizers: Sequence, path, **others) -> None:
+def save(model: nn.Module, optimizers: Sequence, path, **more_items) -> None:
     """As a program does that uses stock DCP."""
     weights, state = get_state_dict(model, list(optimizers))
-    dcp.save({"model": weights, "optimizer": state, **others}, checkpoint_id=path, no_dist=True)
+    dcp.save({"model": weights, "optimizer": state, **more_items}, checkpoint_id=path, no_dist=True)
 
 
-def load_ours(model: nn.Module, optimizer, path, **how):
+def load_ours(model: nn.Module, optimizer, path, **load_options):
     """As the guide has it."""
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optimizer": state}
-    report = muonckpt.load(loaded, path, **how)
+    report = muonckpt.load(loaded, path, **load_options)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
     return report
 
@@ -121,12 +123,14 @@ def load_stock(model: nn.Module, optimizers: Sequence, path, state_of=None, put=
     set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=loaded["optimizer"])
 
 
-def furthest(model: nn.Module, other: nn.Module, start: dict[str, torch.Tensor]) -> float:
+def furthest(model: nn.Module, other_model: nn.Module, start: dict[str, torch.Tensor]) -> float:
     """The largest difference of updates since ``start``, as a part of the update."""
     return max(
-        float((param - theirs).norm() / (param - start[name]).norm())
-        for (name, param), theirs in zip(weights_of(model).items(), weights_of(other).values(), strict=True)
-        if not torch.equal(param, start[name]) or not torch.equal(theirs, start[name])
+        float((param - torch_function).norm() / (param - start[name]).norm())
+        for (name, param), torch_function in zip(
+            weights_of(model).items(), weights_of(other_model).values(), strict=True
+        )
+        if not torch.equal(param, start[name]) or not torch.equal(torch_function, start[name])
     )
 
 

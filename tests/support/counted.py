@@ -24,10 +24,10 @@ def counted() -> Iterator[Counter[str]]:
 
     names = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "all_gather_object", "barrier")
     patches = [patch.object(dist, name, recorded(name, getattr(dist, name))) for name in names]
-    for each in patches:
-        each.start()
+    for patcher in patches:
+        patcher.start()
     try:
         yield calls
     finally:
-        for each in patches:
-            each.stop()
+        for patcher in patches:
+            patcher.stop()

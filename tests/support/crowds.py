@@ -47,7 +47,7 @@ class Crowd:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.begun = time.monotonic()
+        self.start_time = time.monotonic()
         self.children: list[int] = []
 
     def start(self, work: Callable[[], object]) -> int:
@@ -92,10 +92,10 @@ class Crowd:
             Wrong: one did not end in time, or not as it may.
         """
         codes: dict[int, int] = {}
-        while len(codes) < len(self.children) and time.monotonic() < self.begun + HUNG:
+        while len(codes) < len(self.children) and time.monotonic() < self.start_time + HUNG:
             for child in set(self.children) - codes.keys():
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
+                ended_child, status = os.waitpid(child, os.WNOHANG)
+                if ended_child:
                     codes[child] = os.waitstatus_to_exitcode(status)
             time.sleep(0.01)
         for child in set(self.children) - codes.keys():
@@ -103,50 +103,50 @@ class Crowd:
             os.waitpid(child, 0)
         expect(len(codes) == len(self.children), "HUNG")
         for number, child in enumerate(self.children):
-            said = self._errors(number).read_text()
+            message = self._errors(number).read_text()
             code = codes[child]
-            early = code in (-signal.SIGINT, -signal.SIGTERM) and not said  # before the program could catch it
-            expect(code in CODES or early, f"process {number}: exit code {code}: {said}")
-            expect("Traceback" not in said and "this is a bug" not in said, f"process {number}: {said}")
-            expect(code in (0, 130) or early or said, f"process {number}: exit code {code}, and no word")
+            early = code in (-signal.SIGINT, -signal.SIGTERM) and not message  # before the program could catch it
+            expect(code in CODES or early, f"process {number}: exit code {code}: {message}")
+            expect("Traceback" not in message and "this is a bug" not in message, f"process {number}: {message}")
+            expect(code in (0, 130) or early or message, f"process {number}: exit code {code}, and no word")
         return [codes[child] for child in self.children]
 
     def _errors(self, number: int) -> Path:
         return self.folder / f"process-{number}.err"
 
 
-def reshard(crowd: Crowd, source: Path, out: Path, *more: str, workers: int = 1) -> list[int]:
+def reshard(crowd: Crowd, source: Path, out: Path, *more_options: str, workers: int = 1) -> list[int]:
     """Start it; the workers' ids."""
     port = free_port()
-    arguments = ["reshard", source, out, "--mesh", "dp=4", "--jobs", "1", "--timeout", LIMIT, *more]
+    arguments = ["reshard", source, out, "--mesh", "dp=4", "--jobs", "1", "--timeout", LIMIT, *more_options]
     return [crowd.command(*arguments, rank=rank, world=workers, port=port) for rank in range(workers)]
 
 
-def settled(here: Path, wanted: Sequence[Any], codes: Sequence[int]) -> None:
+def settled(trial_folder: Path, expected_contents: Sequence[Any], codes: Sequence[int]) -> None:
     """Nothing torn is published, nothing lies beside it, and working again gives what is wanted."""
-    out, staged = here / "out", here / ".out.reshard.tmp"
+    out, staged = trial_folder / "out", trial_folder / ".out.reshard.tmp"
     expect(out.exists() or 0 not in codes, "one succeeded, and there is nothing")
     if out.exists():
-        expect(content(out) in wanted, "what was published is torn, or another one")
-    left = {entry.name for entry in here.iterdir() if not entry.name.endswith(".err")}
-    allowed = {"out"} if out.exists() else {staged.name}
-    expect(left <= allowed, f"left: {left}")
+        expect(content(out) in expected_contents, "what was published is torn, or another one")
+    names = {entry.name for entry in trial_folder.iterdir() if not entry.name.endswith(".err")}
+    allowed_names = {"out"} if out.exists() else {staged.name}
+    expect(names <= allowed_names, f"left: {names}")
 
 
-def again(here: Path, source: Path) -> None:
+def again(trial_folder: Path, source: Path) -> None:
     """As a user would."""
-    if not (here / "out").exists():
-        crowd = Crowd(here)
-        more = ("--resume",) if (here / ".out.reshard.tmp").exists() else ()
-        reshard(crowd, source, here / "out", *more)
-        expect(crowd.ended() == [0], "working again failed: " + (here / "process-0.err").read_text())
-        settled(here, [content(source)], [0])
+    if not (trial_folder / "out").exists():
+        crowd = Crowd(trial_folder)
+        more_options = ("--resume",) if (trial_folder / ".out.reshard.tmp").exists() else ()
+        reshard(crowd, source, trial_folder / "out", *more_options)
+        expect(crowd.ended() == [0], "working again failed: " + (trial_folder / "process-0.err").read_text())
+        settled(trial_folder, [content(source)], [0])
 
 
-def signals(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+def signals(folder: Path, trial_folder: Path, dice: random.Random, span: float) -> str:
     """One of two workers gets a signal."""
-    crowd = Crowd(here)
-    workers = reshard(crowd, folder / "source", here / "out", workers=2)
+    crowd = Crowd(trial_folder)
+    workers = reshard(crowd, folder / "source", trial_folder / "out", workers=2)
     victim, number = dice.choice(workers), dice.choice([signal.SIGINT, signal.SIGTERM, signal.SIGSTOP])
     at, until = dice.uniform(0, span), dice.uniform(0, 1.5)
     time.sleep(at)
@@ -155,74 +155,79 @@ def signals(folder: Path, here: Path, dice: random.Random, span: float) -> str:
         time.sleep(until)
         os.kill(victim, signal.SIGCONT)
     codes = crowd.ended()
-    settled(here, [content(folder / "source")], codes)
-    again(here, folder / "source")
+    settled(trial_folder, [content(folder / "source")], codes)
+    again(trial_folder, folder / "source")
     return f"{number.name} at {at:.2f} s to worker {workers.index(victim)}: {codes}"
 
 
-def two_reshards(folder: Path, here: Path, dice: random.Random, span: float) -> str:
-    crowd = Crowd(here)
-    reshard(crowd, folder / "source", here / "out")
-    apart = dice.uniform(0, span)
-    time.sleep(apart)
-    reshard(crowd, folder / "source", here / "out", *dice.choice([(), ("--resume",)]))
+def two_reshards(folder: Path, trial_folder: Path, dice: random.Random, span: float) -> str:
+    crowd = Crowd(trial_folder)
+    reshard(crowd, folder / "source", trial_folder / "out")
+    delay = dice.uniform(0, span)
+    time.sleep(delay)
+    reshard(crowd, folder / "source", trial_folder / "out", *dice.choice([(), ("--resume",)]))
     codes = crowd.ended()
-    settled(here, [content(folder / "source")], codes)
+    settled(trial_folder, [content(folder / "source")], codes)
     expect(0 in codes, f"neither succeeded: {codes}")
-    return f"{apart:.2f} s apart: {codes}"
+    return f"{delay:.2f} s apart: {codes}"
 
 
-def changed_source(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+def changed_source(folder: Path, trial_folder: Path, dice: random.Random, span: float) -> str:
     """It is deleted, replaced by another, or overwritten, while it is resharded."""
-    source, other = folder / "changing", folder / "other"
+    source, other_source = folder / "changing", folder / "other"
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(folder / "source", source)
-    how, at = dice.choice(["deleted", "replaced", "overwritten"]), dice.uniform(0, span)
-    crowd = Crowd(here)
-    reshard(crowd, source, here / "out")
+    change, at = dice.choice(["deleted", "replaced", "overwritten"]), dice.uniform(0, span)
+    crowd = Crowd(trial_folder)
+    reshard(crowd, source, trial_folder / "out")
     time.sleep(at)
-    if how == "overwritten":
-        for file in other.iterdir():
+    if change == "overwritten":
+        for file in other_source.iterdir():
             (source / file.name).write_bytes(file.read_bytes())
     else:
         source.rename(folder / "gone")
-        if how == "replaced":
-            shutil.copytree(other, folder / "new")
+        if change == "replaced":
+            shutil.copytree(other_source, folder / "new")
             (folder / "new").rename(source)
         shutil.rmtree(folder / "gone")
     codes = crowd.ended()
-    settled(here, [content(folder / "source"), content(other)], codes)
-    return f"{how} at {at:.2f} s: {codes}"
+    settled(trial_folder, [content(folder / "source"), content(other_source)], codes)
+    return f"{change} at {at:.2f} s: {codes}"
 
 
-def two_saves(folder: Path, here: Path, dice: random.Random, span: float) -> str:
-    crowd, apart = Crowd(here), dice.choice([0.0, dice.uniform(0, 0.05)])
+def two_saves(folder: Path, trial_folder: Path, dice: random.Random, span: float) -> str:
+    crowd, delay = Crowd(trial_folder), dice.choice([0.0, dice.uniform(0, 0.05)])
     for step in (1, 2):
-        crowd.start(lambda step=step: muonckpt.save(state(step), here / "out"))  # type: ignore[misc]
-        time.sleep(apart)
+        crowd.start(lambda step=step: muonckpt.save(state(step), trial_folder / "out"))  # type: ignore[misc]
+        time.sleep(delay)
     codes = crowd.ended()
-    settled(here, [content(folder / "source"), content(folder / "other")], codes)
+    settled(trial_folder, [content(folder / "source"), content(folder / "other")], codes)
     expect(sorted(codes) == [0, 1], f"expected one of them to succeed: {codes}")
-    return f"{apart:.3f} s apart: {codes}"
+    return f"{delay:.3f} s apart: {codes}"
 
 
-def pruned(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+def pruned(folder: Path, trial_folder: Path, dice: random.Random, span: float) -> str:
     """Checkpoints of a series are loaded, verified and restored while a run saves and removes them."""
-    run, last = here / "out", dice.randint(4, 8)
+    run, last = trial_folder / "out", dice.randint(4, 8)
     series = muonckpt.Series(run, keep_last=1)
     series.save(0, state(0))
-    crowd = Crowd(here)
+    crowd = Crowd(trial_folder)
     crowd.start(lambda: [series.save(step, state(step)) for step in range(1, last + 1)])
 
-    def check(template: dict[str, Any], found: int | None) -> None:
-        seen = {(float(value) - number) // 100 for number in range(24) for value in template[f"w{number}"].unique()}
-        expect(seen == ({found} if found is not None else {-1.0}), f"expected step {found}, found {seen}")
+    def check(template: dict[str, Any], restored: int | None) -> None:
+        steps_seen = {
+            (float(value) - number) // 100 for number in range(24) for value in template[f"w{number}"].unique()
+        }
+        expect(
+            steps_seen == ({restored} if restored is not None else {-1.0}),
+            f"expected step {restored}, found {steps_seen}",
+        )
 
     def read() -> None:
         while (newest := muonckpt.Series(run).latest()) is None or newest.step < last:
             template = state(-1)
-            found = muonckpt.Series(run).restore(template)
-            check(template, found and found.step)
+            restored = muonckpt.Series(run).restore(template)
+            check(template, restored and restored.step)
             if newest is None:
                 continue
             template = state(-1)
@@ -240,7 +245,7 @@ def pruned(folder: Path, here: Path, dice: random.Random, span: float) -> str:
 
     crowd.start(read)
     codes = crowd.ended()
-    expect(codes == [0, 0], f"{codes}: {(here / 'process-1.err').read_text()}")
+    expect(codes == [0, 0], f"{codes}: {(trial_folder / 'process-1.err').read_text()}")
     expect([entry.name for entry in run.iterdir()] == [f"step-{last:08d}"], f"left: {[*run.iterdir()]}")
     return f"{last} steps"
 
@@ -261,25 +266,28 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
     folder.mkdir(exist_ok=True)
     muonckpt.save(state(1), folder / "source")
     muonckpt.save(state(2), folder / "other")
-    begun, here = time.monotonic(), folder / "here"
-    here.mkdir()
-    crowd = Crowd(here)
-    reshard(crowd, folder / "source", here / "out", workers=2)
-    assert crowd.ended() == [0, 0], (here / "process-0.err").read_text()
-    span = 1.2 * (time.monotonic() - begun)
-    shutil.rmtree(here)
+    start_time, trial_folder = time.monotonic(), folder / "here"
+    trial_folder.mkdir()
+    crowd = Crowd(trial_folder)
+    reshard(crowd, folder / "source", trial_folder / "out", workers=2)
+    assert crowd.ended() == [0, 0], (trial_folder / "process-0.err").read_text()
+    span = 1.2 * (time.monotonic() - start_time)
+    shutil.rmtree(trial_folder)
     for name in names or CROWDS:
         for number in range(trials):
-            here.mkdir()
-            begun, wrong = time.monotonic(), None
-            what = f"trial {number}"
+            trial_folder.mkdir()
+            start_time, wrong = time.monotonic(), None
+            description = f"trial {number}"
             try:
-                what = CROWDS[name](folder, here, dice, span)
+                description = CROWDS[name](folder, trial_folder, dice, span)
             except Wrong as error:
                 wrong = str(error)
             hung = wrong == "HUNG"
-            print(json.dumps([name, what, None if hung else wrong, time.monotonic() - begun, hung]), flush=True)
-            shutil.rmtree(here)
+            print(
+                json.dumps([name, description, None if hung else wrong, time.monotonic() - start_time, hung]),
+                flush=True,
+            )
+            shutil.rmtree(trial_folder)
 
 
 if __name__ == "__main__":

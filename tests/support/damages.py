@@ -31,13 +31,13 @@ def flip_last_bit(checkpoint: Path) -> None:
     (checkpoint / payload.file).write_bytes(raw)
 
 
-def flipped(rng: random.Random, path: Path, other: Path) -> str:
+def flipped(rng: random.Random, path: Path, other_path: Path) -> str:
     """One bit of a file, each file as often as any other, so that descriptions are hit as often as elements."""
     bit = 1 << rng.randrange(8)
     return _edited(rng, path, lambda raw, at: raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :])
 
 
-def misspelt(rng: random.Random, path: Path, other: Path) -> str:
+def misspelt(rng: random.Random, path: Path, other_path: Path) -> str:
     """One letter of a key, of an option or of anything else that is spelt out in a description."""
     for _ in range(99):
         file = rng.choice(files(path))
@@ -48,32 +48,32 @@ def misspelt(rng: random.Random, path: Path, other: Path) -> str:
             at = rng.choice(places) + rng.randrange(len(word))
             file.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(3)]) + raw[at + 1 :])
             return f"{word.decode()} at byte {at} of {file.name} misspelt"
-    return flipped(rng, path, other)
+    return flipped(rng, path, other_path)
 
 
-def zeroed(rng: random.Random, path: Path, other: Path) -> str:
+def zeroed(rng: random.Random, path: Path, other_path: Path) -> str:
     """A range, as of a block that never reached the disk."""
     return _edited(rng, path, lambda raw, at: raw[:at] + bytes(len(raw[at : at + 64])) + raw[at + 64 :])
 
 
-def cut(rng: random.Random, path: Path, other: Path) -> str:
+def cut(rng: random.Random, path: Path, other_path: Path) -> str:
     return _edited(rng, path, lambda raw, at: raw[:at])
 
 
-def deleted(rng: random.Random, path: Path, other: Path) -> str:
+def deleted(rng: random.Random, path: Path, other_path: Path) -> str:
     file = rng.choice(files(path))
     file.unlink()
     return f"{file.relative_to(path)} deleted"
 
 
-def swapped(rng: random.Random, path: Path, other: Path) -> str:
+def swapped(rng: random.Random, path: Path, other_path: Path) -> str:
     """A file of another save of the same run in the place of the same file."""
     file = rng.choice(files(path))
-    shutil.copyfile(other / file.relative_to(path), file)
+    shutil.copyfile(other_path / file.relative_to(path), file)
     return f"{file.relative_to(path)} of another save"
 
 
-def duplicated(rng: random.Random, path: Path, other: Path) -> str:
+def duplicated(rng: random.Random, path: Path, other_path: Path) -> str:
     """A file in the place of another of the same checkpoint."""
     first, second = rng.choices(files(path), k=2)
     if first != second:
@@ -95,51 +95,51 @@ def _edited(rng: random.Random, path: Path, change: Callable[[bytes, int], bytes
 def content(path: Path) -> dict[str, Any]:
     """Everything that a checkpoint holds, and what it says of it."""
     with muonckpt.open(path) as checkpoint:
-        held: dict[str, Any] = {}
+        contents: dict[str, Any] = {}
         for key, tensor in checkpoint.tensors.items():
             facts = (tensor.shape, tensor.dtype, tensor.name, tensor.slot, tensor.convention, tensor.record.path)
-            held[key] = (*facts, tensor.bits().tobytes())
-        return held | {key: checkpoint.items[key] for key in checkpoint.items}
+            contents[key] = (*facts, tensor.bits().tobytes())
+        return contents | {key: checkpoint.items[key] for key in checkpoint.items}
 
 
-def tensors_of(held: dict[str, Any]) -> dict[str, Any]:
-    return {key: value[-1] for key, value in held.items() if isinstance(value, tuple) and len(value) == 7}
+def tensors_of(contents: dict[str, Any]) -> dict[str, Any]:
+    return {key: value[-1] for key, value in contents.items() if isinstance(value, tuple) and len(value) == 7}
 
 
 Outcome = tuple[str, str | None]
 """What came of it, in a word; and what is wrong with that, if anything."""
 
 
-def load_fault(path: Path, held: dict[str, Any]) -> Outcome:
+def load_fault(path: Path, contents: dict[str, Any]) -> Outcome:
     """A load gives what was saved, or raises and touches nothing."""
     template: dict[str, Any] = {}
-    for key, (shape, dtype, *_) in ((key, held[key]) for key in tensors_of(held)):
+    for key, (shape, dtype, *_) in ((key, contents[key]) for key in tensors_of(contents)):
         template[key] = torch.full(shape, 77, dtype=getattr(torch, dtype))
     try:
         muonckpt.load(template, path, allow_extra=True)
     except MuonckptError:
         touched = [key for key, tensor in template.items() if not bool((tensor == 77).all())]
         return "refused", f"it raised, and had overwritten {touched}" if touched else None
-    wrong = [key for key, elements in tensors_of(held).items() if bits(template[key]) != elements]
+    wrong = [key for key, elements in tensors_of(contents).items() if bits(template[key]) != elements]
     return "loaded", f"other elements of {wrong}" if wrong else None
 
 
-def reshard_fault(path: Path, held: dict[str, Any], out: Path) -> Outcome:
+def reshard_fault(path: Path, contents: dict[str, Any], out: Path) -> Outcome:
     """A reshard gives what was saved, or raises and leaves nothing."""
     try:
         muonckpt.reshard(path, out, mesh={"dp": 2})
     except MuonckptError:
         return "refused", "it left something" if out.exists() else None
-    return "written", None if tensors_of(content(out)) == tensors_of(held) else "it gave other tensors"
+    return "written", None if tensors_of(content(out)) == tensors_of(contents) else "it gave other tensors"
 
 
-def verify_fault(path: Path, held: dict[str, Any], may_refuse: Iterable[str]) -> Outcome:
+def verify_fault(path: Path, contents: dict[str, Any], may_refuse: Iterable[str]) -> Outcome:
     """What is called whole holds what was saved; other damage is a finding, or of a file that cannot be opened."""
     try:
         report = muonckpt.verify(path, jobs=1)
     except SourceError as error:
         named = any(words in str(error) for words in may_refuse) and not isinstance(error, DamageError)
         return "refused", None if named else f"expected findings, found {type(error).__name__}: {error}"
-    if report.verdict == "whole" and content(path) != held:
+    if report.verdict == "whole" and content(path) != contents:
         return "whole", "it holds something else"
     return report.verdict, "it has checksums" if report.verdict == "readable, unchecked" else None

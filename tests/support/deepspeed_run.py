@@ -54,8 +54,8 @@ def batch(step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
     """Return a rank's share of a step's tokens; all shares together are the same on any number of ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     x, y = (torch.randint(0, VOCABULARY, (BATCH, 3), generator=generator) for _ in range(2))
-    own = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
-    return x[own], y[own]
+    rows = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    return x[rows], y[rows]
 
 
 def loss_of(logits: Tensor, y: Tensor) -> Tensor:
@@ -86,23 +86,23 @@ def main() -> None:
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.utils import safe_get_full_fp32_param
 
-    asked = {"stage": 2, "dtype": "fp32", "ns_method": "standard", "groups": 2, "zero": {}, "universal": False,
+    settings = {"stage": 2, "dtype": "fp32", "ns_method": "standard", "groups": 2, "zero": {}, "universal": False,
              "steps": 3, "load": None, "save": None, "tags": (), **json.loads(sys.argv[1])}  # fmt: skip
     world = int(os.environ["WORLD_SIZE"])
     model = Model()
     config = {
         "train_micro_batch_size_per_gpu": BATCH // world,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "Muon", "params": {**MUON, "ns_method": asked["ns_method"], "torch_adam": True}},
-        "zero_optimization": {"stage": asked["stage"], "reduce_scatter": False, **asked["zero"]},
-        "checkpoint": {"load_universal": asked["universal"]},
+        "optimizer": {"type": "Muon", "params": {**MUON, "ns_method": settings["ns_method"], "torch_adam": True}},
+        "zero_optimization": {"stage": settings["stage"], "reduce_scatter": False, **settings["zero"]},
+        "checkpoint": {"load_universal": settings["universal"]},
     }
-    if asked["dtype"] != "fp32":
+    if settings["dtype"] != "fp32":
         config["bf16"] = {"enabled": True}
-    if asked["dtype"] == "bf16+fp32":  # with ZeRO 1 this is BF16_Optimizer
+    if settings["dtype"] == "bf16+fp32":  # with ZeRO 1 this is BF16_Optimizer
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         model.mix.requires_grad_(False)  # it takes no stacks of matrices
-    if asked["dtype"] == "fp32":  # then Newton-Schulz as well, to compare with runs elsewhere
+    if settings["dtype"] == "fp32":  # then Newton-Schulz as well, to compare with runs elsewhere
         original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
     momenta: dict[tuple[int, ...], Tensor] = {}
     update = original_muon.muon_update
@@ -113,26 +113,26 @@ def main() -> None:
         return result
 
     original_muon.muon_update = recorded
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.groups(asked["groups"]), config=config)
-    if asked["load"]:
-        path, _ = engine.load_checkpoint(asked["load"], tag=asked.get("tag"))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.groups(settings["groups"]), config=config)
+    if settings["load"]:
+        path, _ = engine.load_checkpoint(settings["load"], tag=settings.get("tag"))
         assert path, "DeepSpeed found nothing to load"
     losses = []
-    for step in range(engine.global_steps, engine.global_steps + asked["steps"]):
+    for step in range(engine.global_steps, engine.global_steps + settings["steps"]):
         x, y = batch(step, comm.get_rank(), world)
         loss = loss_of(engine(x), y)
         engine.backward(loss)
         engine.step()
         comm.all_reduce(loss := loss.detach().clone())
         losses.append(float(loss) / world)
-        if f"global_step{engine.global_steps}" in asked["tags"]:
-            engine.save_checkpoint(asked["save"])
-    if not asked["save"]:
+        if f"global_step{engine.global_steps}" in settings["tags"]:
+            engine.save_checkpoint(settings["save"])
+    if not settings["save"]:
         return
-    engine.save_checkpoint(asked["save"])
+    engine.save_checkpoint(settings["save"])
     gathered: list[dict[tuple[int, ...], Tensor]] = [{} for _ in range(world)]
     torch.distributed.all_gather_object(gathered, momenta)
-    whole = {shape: momentum for own in gathered for shape, momentum in own.items()}
+    whole = {shape: momentum for rows in gathered for shape, momentum in rows.items()}
     truth: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -145,7 +145,7 @@ def main() -> None:
                     truth[f"optimizer.state.{name}.{slot}"] = gathered_state(engine, p, slot)
     if comm.get_rank() == 0:
         truth = {key: value.detach().clone() for key, value in truth.items()}
-        torch.save({"tensors": truth, "losses": losses}, Path(asked["save"]) / "truth.pt")
+        torch.save({"tensors": truth, "losses": losses}, Path(settings["save"]) / "truth.pt")
 
 
 if __name__ == "__main__":

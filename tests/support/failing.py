@@ -26,8 +26,8 @@ def told_by(function: Callable[..., Any], *args: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*args)
-    said = [str(warning.message) for warning in caught]
-    return [text.partition(". To train")[0] for text in said if text.startswith("hyper-parameters are those of")]
+    messages = [str(warning.message) for warning in caught]
+    return [text.partition(". To train")[0] for text in messages if text.startswith("hyper-parameters are those of")]
 
 
 class OutOfMemory(TorchDispatchMode):
@@ -35,11 +35,11 @@ class OutOfMemory(TorchDispatchMode):
 
     def __init__(self, after: int, operators: Sequence[Any] = PRODUCTS) -> None:
         super().__init__()
-        self.left, self.operators = after, operators
+        self.calls_left, self.operators = after, operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.operators:
-            self.left -= 1
-            if self.left < 0:
+            self.calls_left -= 1
+            if self.calls_left < 0:
                 raise MemoryError("out of memory")
         return func(*args, **(kwargs or {}))

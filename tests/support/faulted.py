@@ -43,7 +43,7 @@ class Ended:
     hung: bool = False
 
 
-def started(act: Act, here: Path, rank: int, store: str, strike: Callable[[int], None]) -> tuple[int, int]:
+def started(act: Act, trial_folder: Path, rank: int, store: str, strike: Callable[[int], None]) -> tuple[int, int]:
     """A forked process that does the work.  Returns its id, and where it tells what came of it."""
     read, write = os.pipe()
     child = os.fork()
@@ -61,7 +61,7 @@ def started(act: Act, here: Path, rank: int, store: str, strike: Callable[[int],
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=act.ranks, timeout=limit
             )
         strike(rank)
-        act.do(here, rank)
+        act.do(trial_folder, rank)
     except muonckpt.MuonckptError as ours:
         error = f"ours: {type(ours).__name__}: {ours}"
     except KeyboardInterrupt:
@@ -82,70 +82,72 @@ def ended(child: int, read: int, deadline: float) -> Ended:
     return Ended(*json.loads(data)) if data else Ended(None, None, hung=not ready)
 
 
-def prepare(act: Act, here: Path, folder: Path) -> None:
+def prepare(act: Act, trial_folder: Path, folder: Path) -> None:
     """An empty folder for a trial, and a source of its own where others are to change that."""
-    here.mkdir()
-    if folder != here.parent:
+    trial_folder.mkdir()
+    if folder != trial_folder.parent:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(act.base / "source", folder)
         act.source = folder
-    act.before(here)
+    act.before(trial_folder)
 
 
-def together(act: Act, here: Path, strike: Callable[[int], None]) -> tuple[list[Ended], float]:
+def together(act: Act, trial_folder: Path, strike: Callable[[int], None]) -> tuple[list[Ended], float]:
     """Do it on all ranks, after a preparation of each.  Returns what came of it, and seconds."""
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        made = [started(act, here, rank, f"{scratch}/store", strike) for rank in range(act.ranks)]
-        return [ended(*one, begun + HUNG) for one in made], time.monotonic() - begun
+        processes = [started(act, trial_folder, rank, f"{scratch}/store", strike) for rank in range(act.ranks)]
+        return [ended(*process, start_time + HUNG) for process in processes], time.monotonic() - start_time
 
 
-def struck(here: Path, fault: Fault) -> Path:
+def struck(trial_folder: Path, fault: Fault) -> Path:
     """The folder whose calls count: others change the source only."""
-    return here.parent / "changing" if fault.strike in (Strike.CUT, Strike.CHANGED) else here.parent
+    return trial_folder.parent / "changing" if fault.strike in (Strike.CUT, Strike.CHANGED) else trial_folder.parent
 
 
-def trial(act: Act, here: Path, fault: Fault, at: int, victim: int) -> tuple[list[Ended], float]:
+def trial(act: Act, trial_folder: Path, fault: Fault, at: int, victim: int) -> tuple[list[Ended], float]:
     """Do it, with a fault on one rank."""
 
     def strike(rank: int) -> None:
         if rank == victim:
-            interposed.begin(struck(here, fault), fault.kinds, at, fault.strike, fault.error)
+            interposed.begin(struck(trial_folder, fault), fault.kinds, at, fault.strike, fault.error)
 
-    return together(act, here, strike)
+    return together(act, trial_folder, strike)
 
 
-def record(act: Act, here: Path, log: Path) -> None:
+def record(act: Act, trial_folder: Path, log: Path) -> None:
     """Do it, undisturbed, and write down the calls that change the disk."""
-    here.mkdir()
-    act.before(here)
+    trial_folder.mkdir()
+    act.before(trial_folder)
     with log.open("ab") as stream:
-        seen, _ = together(act, here, lambda rank: interposed.begin(here, Calls.DISK, log=stream.fileno()))
-    assert all(each.error == "" for each in seen), (act.name, seen)
-    shutil.rmtree(here)
+        ends, _ = together(
+            act, trial_folder, lambda rank: interposed.begin(trial_folder, Calls.DISK, log=stream.fileno())
+        )
+    assert all(end.error == "" for end in ends), (act.name, ends)
+    shutil.rmtree(trial_folder)
 
 
-def counted(act: Act, here: Path, folder: Path) -> list[list[int]]:
+def counted(act: Act, trial_folder: Path, folder: Path) -> list[list[int]]:
     """How many calls of each kind each rank makes on a folder."""
-    prepare(act, here, folder)
-    seen, _ = together(act, here, lambda rank: interposed.begin(folder, Calls.ALL))
-    shutil.rmtree(here)
+    prepare(act, trial_folder, folder)
+    ends, _ = together(act, trial_folder, lambda rank: interposed.begin(folder, Calls.ALL))
+    shutil.rmtree(trial_folder)
     act.source = act.base / "source"
-    return [each.counts or [] for each in seen]
+    return [end.counts or [] for end in ends]
 
 
-def judge(act: Act, here: Path, fault: Fault, seen: list[Ended], victim: int) -> str | None:
+def judge(act: Act, trial_folder: Path, fault: Fault, ends: list[Ended], victim: int) -> str | None:
     """What is wrong, if anything."""
-    for rank, each in enumerate(seen):
-        if each.counts is None and not (fault.strike in (Strike.KILLED, Strike.TORN) and rank == victim):
+    for rank, end in enumerate(ends):
+        if end.counts is None and not (fault.strike in (Strike.KILLED, Strike.TORN) and rank == victim):
             return f"rank {rank} died"
-        if each.error and not each.error.startswith("ours: "):
-            return f"rank {rank}: {each.error}"
-    if fault is HALF and any(each.error for each in seen):
-        return f"a call that did half of it, as it may, was an error: {seen}"
+        if end.error and not end.error.startswith("ours: "):
+            return f"rank {rank}: {end.error}"
+    if fault is HALF and any(end.error for end in ends):
+        return f"a call that did half of it, as it may, was an error: {ends}"
     act.source = act.base / "source"
     try:
-        act.check(here, all(each.error == "" for each in seen))
+        act.check(trial_folder, all(end.error == "" for end in ends))
     except Wrong as wrong:
         return str(wrong)
     except Exception:
@@ -162,27 +164,27 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
     dice = random.Random(seed)
     torch.set_num_threads(1)
     for act in [act for act in acts(base) if act.name in names or not names]:
-        here = base / "here"
+        trial_folder = base / "here"
         if act.ranks == 1:
-            record(act, here, base / "logs" / act.name)
-        folders = {struck(here, fault) for fault in act.faults}
-        counts = {folder: counted(act, here, folder) for folder in sorted(folders)}
+            record(act, trial_folder, base / "logs" / act.name)
+        folders = {struck(trial_folder, fault) for fault in act.faults}
+        counts = {folder: counted(act, trial_folder, folder) for folder in sorted(folders)}
         every = [
             (fault, victim, at, calls)
             for fault in act.faults
             for victim in range(act.ranks)
-            for calls in [interposed.total(counts[struck(here, fault)][victim], fault.kinds)]
+            for calls in [interposed.total(counts[struck(trial_folder, fault)][victim], fault.kinds)]
             for at in range(1, calls + 1)
         ]
         number = max(trials // (1 if act.ranks == 1 else 10), 1)
         for fault, victim, at, calls in every if len(every) <= number else dice.sample(every, number):
-            prepare(act, here, struck(here, fault))
-            seen, seconds = trial(act, here, fault, at, victim)
-            hung = any(each.hung for each in seen)
-            wrong = None if hung else judge(act, here, fault, seen, victim)
-            what = f"{fault.name} at call {at} of {calls} of rank {victim}"
-            print(json.dumps([act.name, what, wrong, seconds, hung]), flush=True)
-            shutil.rmtree(here)
+            prepare(act, trial_folder, struck(trial_folder, fault))
+            ends, seconds = trial(act, trial_folder, fault, at, victim)
+            hung = any(end.hung for end in ends)
+            wrong = None if hung else judge(act, trial_folder, fault, ends, victim)
+            description = f"{fault.name} at call {at} of {calls} of rank {victim}"
+            print(json.dumps([act.name, description, wrong, seconds, hung]), flush=True)
+            shutil.rmtree(trial_folder)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ def compact(
     parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None
 ) -> tuple[BufferLayout, ...]:
     """Megatron's compact buffers as gradients are reduced in them: every rank holds all."""
-    owned = decoupled_total_order(parameters, sizes, bucket_size)
-    return tuple(replace(one, algorithm="compact", shards=replicated(one.buckets, one.ranks)) for one in owned)
+    layouts = []
+    for layout in decoupled_total_order(parameters, sizes, bucket_size):
+        layouts.append(replace(layout, algorithm="compact", shards=replicated(layout.buckets, layout.ranks)))
+    return tuple(layouts)
 
 
 def replicated(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
@@ -78,10 +80,10 @@ def fsdp_v2(parameters: Iterable[Parameter], cuts: Cuts) -> tuple[BufferLayout, 
 def cut_rows(layout: BufferLayout) -> tuple[str, ...]:
     """Names of the parameters that a shard ends in the middle of a row of; version 1 makes such buffers, and fails."""
     return tuple(
-        placed.name
-        for placed in layout.parameters
-        for shard in layout.shards_of(placed)
-        if shard.stop < placed.stop and (shard.stop - placed.start) % row(placed.parameter)
+        entry.name
+        for entry in layout.parameters
+        for shard in layout.shards_of(entry)
+        if shard.stop < entry.stop and (shard.stop - entry.start) % row(entry.parameter)
     )
 
 
@@ -124,7 +126,7 @@ def _v2(group: Sequence[Parameter], cuts: Cuts) -> BufferLayout:
     starts, stop = _place([p for p in group if p.numel >= factor], small, factor, align=lambda p: row(p))
     size = round_up(stop, len(cuts.mesh.ranks) * factor)
     part = size // cuts.shards
-    held = enumerate(cuts.shard(coordinate) for coordinate in product(*map(range, cuts.mesh.shape)))
+    shards_of_ranks = enumerate(cuts.shard(coordinate) for coordinate in product(*map(range, cuts.mesh.shape)))
     return BufferLayout(
         algorithm="megatron-fsdp-v2",
         version=1,
@@ -133,7 +135,7 @@ def _v2(group: Sequence[Parameter], cuts: Cuts) -> BufferLayout:
         buckets=((0, size),),
         shards=tuple(
             FlatShard(rank, number * part, (number + 1) * part)
-            for rank, number in sorted(held, key=lambda pair: pair[1])
+            for rank, number in sorted(shards_of_ranks, key=lambda pair: pair[1])
         ),
         options={"factor": factor},
     )
@@ -154,16 +156,16 @@ def _place(
     while large:
         first = large.pop(0)
         starts[first.name] = end
-        rest = first.numel % factor
+        remainder = first.numel % factor
         at = end + first.numel
         end = gap = round_up(at, factor)
-        if not rest:
+        if not remainder:
             continue
-        for other in large:
-            if other.numel % factor and rest + other.numel % factor <= factor:
-                large.remove(other)
-                gap = starts[other.name] = end - other.numel % factor
-                end = gap + other.numel
+        for other_member in large:
+            if other_member.numel % factor and remainder + other_member.numel % factor <= factor:
+                large.remove(other_member)
+                gap = starts[other_member.name] = end - other_member.numel % factor
+                end = gap + other_member.numel
                 break
         for parameter in list(small):
             start = round_up(at, align(parameter))

@@ -31,8 +31,8 @@ class Scripts:
         self.output = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(len(variables))]
         words = list(map(str, command))
         self.processes = [
-            workers.context().Process(target=_run, args=(words, dict(own), *map(str, files)))
-            for own, files in zip(variables, self.output, strict=True)
+            workers.context().Process(target=_run, args=(words, dict(variables_of_rank), *map(str, files)))
+            for variables_of_rank, files in zip(variables, self.output, strict=True)
         ]
         for process in self.processes:
             process.start()

@@ -51,8 +51,8 @@ class Fuzzed:
 
     def inputs(self, name: str) -> tuple[bytes, ...]:
         folder = DATA / name
-        kept = sorted(folder.iterdir()) if folder.is_dir() else []
-        return (*self.seeds, *(file.read_bytes() for file in kept))
+        saved_files = sorted(folder.iterdir()) if folder.is_dir() else []
+        return (*self.seeds, *(file.read_bytes() for file in saved_files))
 
 
 # --- what may come of it ----------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def _repeat(draw: Any, data: bytes, seeds: tuple[bytes, ...]) -> bytes:
 
 
 def _splice(draw: Any, data: bytes, seeds: tuple[bytes, ...]) -> bytes:
-    other = draw(st.sampled_from(seeds))
-    (start, _), (first, last) = _place(draw, data), _place(draw, other)
-    return data[:start] + other[first:last] + data[start:]
+    other_seed = draw(st.sampled_from(seeds))
+    (start, _), (first, last) = _place(draw, data), _place(draw, other_seed)
+    return data[:start] + other_seed[first:last] + data[start:]
 
 
 def _json(draw: Any, data: bytes, seeds: tuple[bytes, ...]) -> bytes:
@@ -154,10 +154,10 @@ def _json(draw: Any, data: bytes, seeds: tuple[bytes, ...]) -> bytes:
         part = at[key]
     if at is None:
         return json.dumps(draw(st.sampled_from(_VALUES))).encode()
-    how = draw(st.integers(0, 4))
-    if how == 0:
+    mutation = draw(st.integers(0, 4))
+    if mutation == 0:
         del at[key]
-    elif how == 1 and isinstance(at, dict):
+    elif mutation == 1 and isinstance(at, dict):
         at[draw(st.sampled_from(("", "x", *at)))] = at.pop(key)
     else:
         at[key] = draw(st.sampled_from(_VALUES))

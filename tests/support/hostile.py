@@ -139,10 +139,10 @@ def boxed(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> Callabl
     for each element of the largest."""
     lo, hi = [list(corners) for corners in zip(*boxes, strict=True)]
     sizes = [math.prod(stop - start for start, stop in zip(*box, strict=True)) for box in boxes]
-    known = {name: [0] * len(boxes) for name in ("file", "item", "payload")}
+    zero_columns = {name: [0] * len(boxes) for name in ("file", "item", "payload")}
     unknown = {name: [None] * len(boxes) for name in ("crc32", "digest")}
     fields = dict.fromkeys(("name", "slot", "convention", "pieces", "layout", "fingerprint"))
-    chunks = {"boxes": 0, **known, **unknown, "item_length": sizes, "payload_length": sizes}
+    chunks = {"boxes": 0, **zero_columns, **unknown, "item_length": sizes, "payload_length": sizes}
     tensor = {"key": "w", "path": ["w"], "shape": shape, "dtype": "uint8", "chunks": chunks, **fields}
     manifest = {"format": "muonckpt", "version": 2, "provenance": {}, "data_files": ["__0_0.distcp"], "layouts": [],
                 "boxes": [{"lo": lo, "hi": hi}], "tensors": [tensor], "blobs": []}  # fmt: skip
@@ -254,12 +254,12 @@ def many_members(folder: Path) -> None:
     """An item with a zip directory of many members."""
     out, entries = store(((str(number), b"") for number in range(3000)), 0)
     name = bytes(out)
-    rest = directory(tuple(itertools.islice(itertools.cycle(entries), 60_000)), len(out))
+    directory_bytes = directory(tuple(itertools.islice(itertools.cycle(entries), 60_000)), len(out))
     option(b"N.")(folder)
-    (folder / "__9_0.distcp").write_bytes(name + rest)
+    (folder / "__9_0.distcp").write_bytes(name + directory_bytes)
     manifest = json.loads((folder / "muonckpt.json").read_text())
     for blob in manifest["blobs"]:
-        blob["item"] = [0, len(name) + len(rest)]
+        blob["item"] = [0, len(name) + len(directory_bytes)]
     described(folder, json.dumps(manifest))
 
 

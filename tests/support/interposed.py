@@ -83,9 +83,9 @@ def script(name: str, *arguments: object, timeout: float = 600) -> str:
     """What a script of tests/support prints, started with the library preloaded."""
     command = [sys.executable, str(SOURCE.with_name(name)), *map(str, arguments)]
     variables = os.environ | {"LD_PRELOAD": str(library()), "PYTHONPATH": str(SOURCE.parents[1])}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
+    completed = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    return completed.stdout
 
 
 def begin(

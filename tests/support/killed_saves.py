@@ -78,33 +78,33 @@ def main(folder: Path) -> None:
     age(staged, 3601)
     acts.append(seen(kills, ended(forked(lambda: save(kills, 5)))))
 
-    alone = folder / "alone" / "out"
+    undisturbed = folder / "alone" / "out"
 
     def single(number: int) -> None:
         killed_at("open", ".metadata", number)()
-        muonckpt.save(state(1), alone)
+        muonckpt.save(state(1), undisturbed)
 
     listed = []
     ended(forked(lambda: single(signal.SIGKILL)))
-    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+    listed.append(sorted(entry.name for entry in undisturbed.parent.iterdir()))
     stopped = forked(lambda: single(signal.SIGSTOP))
     os.waitpid(stopped, os.WUNTRACED)
-    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
-    muonckpt.save(state(2), alone)
-    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+    listed.append(sorted(entry.name for entry in undisturbed.parent.iterdir()))
+    muonckpt.save(state(2), undisturbed)
+    listed.append(sorted(entry.name for entry in undisturbed.parent.iterdir()))
     os.kill(stopped, signal.SIGCONT)
     ended(stopped)
-    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+    listed.append(sorted(entry.name for entry in undisturbed.parent.iterdir()))
 
     save(folder / "read", 0)
     writer = forked(lambda: [save(folder / "read", step) for step in range(1, 25)])
     restored = []
     while not restored or restored[-1] < 24:
         template = state(-1)
-        found = muonckpt.Series(folder / "read").restore(template)
+        newest = muonckpt.Series(folder / "read").restore(template)
         values = {float(value) for tensor in template.values() for value in tensor.unique()}
-        assert found is not None and values == {float(found.step)}, (found, values)
-        restored.append(found.step)
+        assert newest is not None and values == {float(newest.step)}, (newest, values)
+        restored.append(newest.step)
     print(json.dumps({"acts": acts, "restored": restored, "writer": ended(writer), "listed": listed}))
 
 

@@ -145,8 +145,8 @@ def saved(rank: int, store: str, place: Path, kind: str, seconds: float, way: st
         case "async_save":
             muonckpt.async_save(live, place)
         case "of a subgroup":
-            both = dist.new_group(range(RANKS), timeout=limit)
-            muonckpt.async_save(live, place, process_group=both)
+            both_ranks = dist.new_group(range(RANKS), timeout=limit)
+            muonckpt.async_save(live, place, process_group=both_ranks)
         case "second":
             muonckpt.async_save(live, place.with_name("first"))
             muonckpt.async_save(live, place)
@@ -168,26 +168,26 @@ KINDS = ("async_save", "exists", "with", "of a subgroup", "with, differing", "se
 in a block, after another, in a series."""
 
 
-def judged(kind: str, place: Path, way: str, ended: list[tuple[int, str]]) -> str | None:
+def judged(kind: str, place: Path, way: str, exits: list[tuple[int, str]]) -> str | None:
     """Return what is wrong, if anything.  torch puts the rank before what `sys.excepthook` prints."""
-    told = [[line for line in text.splitlines() if "raised: " not in f"{line} "] for _, text in ended]
+    messages = [[line for line in text.splitlines() if "raised: " not in f"{line} "] for _, text in exits]
     out = place.with_name("step-00000001") if kind in ("series", "with", "with, differing") else place
-    there = kind != "exists" and out.exists() and muonckpt.verify(out, jobs=1).verdict == "whole"
+    is_published = kind != "exists" and out.exists() and muonckpt.verify(out, jobs=1).verdict == "whole"
     if way in AT_ONCE:
-        torn = out.exists() and not there and kind != "exists"
-        return f"it is torn: {ended}" if torn or ended[-1][0] not in WAYS[way][1] else None
+        torn = out.exists() and not is_published and kind != "exists"
+        return f"it is torn: {exits}" if torn or exits[-1][0] not in WAYS[way][1] else None
     if kind == "with, differing":
-        fine = all(code and text.count("hold different data") == 1 for code, text in ended)
-        return None if fine and not out.exists() else f"it was lost, and this was said: {ended}"
+        fine = all(code and text.count("hold different data") == 1 for code, text in exits)
+        return None if fine and not out.exists() else f"it was lost, and this was said: {exits}"
     if kind == "exists":
         if any(code == 0 or [line for line in lines if "failed" in line and "exists already" in line] != lines
-               for (code, _), lines in zip(ended, told, strict=True)):  # fmt: skip
-            return f"it was lost, and this was said: {ended}"
-        return None if all(len(lines) == 1 for lines in told) else f"expected one line, found {told}"
+               for (code, _), lines in zip(exits, messages, strict=True)):  # fmt: skip
+            return f"it was lost, and this was said: {exits}"
+        return None if all(len(lines) == 1 for lines in messages) else f"expected one line, found {messages}"
     expected = {0} if kind == "with" and "SIGTERM" in way else WAYS[way][1]  # there it sets a flag
-    if any(told) or ended[-1][0] not in expected:
-        return f"expected exit code {expected} and silence, found {ended}"
-    if not there:
+    if any(messages) or exits[-1][0] not in expected:
+        return f"expected exit code {expected} and silence, found {exits}"
+    if not is_published:
         return f"the checkpoint is not there, or not whole: {[*place.parent.iterdir()]}"
     return None
 
@@ -199,11 +199,11 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
     for first, way in enumerate(names or WAYS):
         for number in range(first, first + trials):
             kind, seconds = KINDS[number % len(KINDS)], dice.choice((0.0, 0.3))
-            here = folder / "here"
-            here.mkdir()
+            trial_folder = folder / "here"
+            trial_folder.mkdir()
             if kind == "exists":
-                (here / "out").mkdir()
-            begun, children, store = time.monotonic(), [], folder / "store"
+                (trial_folder / "out").mkdir()
+            start_time, children, store = time.monotonic(), [], folder / "store"
             for rank in range(RANKS):
                 read, write = os.pipe()
                 child = os.fork()
@@ -211,13 +211,13 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
                     os.dup2(write, 2)
                     os.close(read)
                     os.close(write)
-                    return saved(rank, str(store), here / "out", kind, seconds, way)
+                    return saved(rank, str(store), trial_folder / "out", kind, seconds, way)
                 os.close(write)
                 children.append((child, read))
-            ended, hung = [], False
+            exits, hung = [], False
             for child, read in children:
                 text = b""
-                while ready := select.select([read], [], [], max(begun + HUNG - time.monotonic(), 0.01))[0]:
+                while ready := select.select([read], [], [], max(start_time + HUNG - time.monotonic(), 0.01))[0]:
                     if not (part := os.read(read, 1 << 16)):
                         break
                     text += part
@@ -225,10 +225,10 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
                 if not ready:
                     os.kill(child, signal.SIGKILL)
                 os.close(read)
-                ended.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text.decode()))
-            wrong = None if hung else judged(kind, here / "out", way, ended)
-            print(json.dumps([way, f"{kind}, {seconds} s", wrong, time.monotonic() - begun, hung]), flush=True)
-            shutil.rmtree(here)
+                exits.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text.decode()))
+            wrong = None if hung else judged(kind, trial_folder / "out", way, exits)
+            print(json.dumps([way, f"{kind}, {seconds} s", wrong, time.monotonic() - start_time, hung]), flush=True)
+            shutil.rmtree(trial_folder)
             store.unlink(missing_ok=True)
 
 

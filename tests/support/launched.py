@@ -26,31 +26,31 @@ def environment(rank: int, world: int, port: int = 1) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def together(world: int, plan: Callable[..., Job], *arguments: Any, **how: Any) -> list[str]:
+def together(world: int, plan: Callable[..., Job], *arguments: Any, **options: Any) -> list[str]:
     """What each worker did: "published", "done", or the name and text of its error.
 
     ``plan`` makes the job, with the rank as its first argument; ``how`` are arguments of `run_job`, whose destination
     may be a URL, and ``environment`` is added to that of the workers.
     """
-    return workers.run(world, work, plan, arguments, how)
+    return workers.run(world, work, plan, arguments, options)
 
 
-def work(rank: int, world: int, plan: Callable[..., Job], arguments: Sequence[Any], how: Mapping[str, Any]) -> str:
-    how = dict(how)
-    os.environ |= how.pop("environment", {})
-    destination = location(str(how.pop("destination")))
+def work(rank: int, world: int, plan: Callable[..., Job], arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
+    options = dict(options)
+    os.environ |= options.pop("environment", {})
+    destination = location(str(options.pop("destination")))
     try:
         with joined(environment(rank, world), timeout=60) as group:
-            manifest = run_job(plan(rank, *arguments), destination, workers=group, **how)
+            manifest = run_job(plan(rank, *arguments), destination, workers=group, **options)
     except MuonckptError as error:
         return f"{type(error).__name__}: {error}"
     return "done" if manifest is None else "published"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Commands:
@@ -83,5 +83,5 @@ class Commands:
 
     def ended(self, ranks: Sequence[int]) -> list[tuple[int, str, str]]:
         """Exit code, standard output and standard error of these workers, when they have ended."""
-        said = [self.processes[rank].communicate(timeout=120) for rank in ranks]
-        return [(self.processes[rank].returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+        outputs = [self.processes[rank].communicate(timeout=120) for rank in ranks]
+        return [(self.processes[rank].returncode, *texts) for rank, texts in zip(ranks, outputs, strict=True)]

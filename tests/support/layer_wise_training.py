@@ -50,11 +50,11 @@ def groups(net: Net) -> list[dict]:
 
 def gradients(net: Net, seed: int, rank: int) -> dict[str, torch.Tensor]:
     """Small whole numbers: their sums are exact in any order and dtype."""
-    made = {}
+    gradients = {}
     for index, (name, p) in enumerate(net.named_parameters()):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + index)
-        made[name] = torch.randint(-8, 9, p.shape, generator=generator).to(p.dtype)
-    return made
+        gradients[name] = torch.randint(-8, 9, p.shape, generator=generator).to(p.dtype)
+    return gradients
 
 
 @cache
@@ -63,10 +63,12 @@ def alone(
     steps: int,
     dtype: torch.dtype = torch.float32,
     names: tuple[str, ...] = tuple(PARAMETERS),
-    given: Callable[[str, int], bool] = lambda name, step: True,
+    has_gradient: Callable[[str, int], bool] = lambda name, step: True,
     of: Callable[[Net, int, int], dict[str, torch.Tensor]] = gradients,
 ) -> dict[str, torch.Tensor]:
-    """One process with the gradients ``of`` all ranks added up, where they are ``given``; with float32 masters."""
+    """Train in one process with the gradients ``of`` all ranks added up, where a parameter ``has_gradient``, and with
+    float32 masters.
+    """
     net = Net(names, dtype)
     master = Net(names)
     master.load_state_dict({name: p.detach().float() for name, p in net.named_parameters()})
@@ -74,59 +76,61 @@ def alone(
     for step in range(steps):
         for name, p in master.named_parameters():
             total = sum(of(net, step, rank)[name].float() for rank in range(world))
-            p.grad = total if given(name, step) else None
+            p.grad = total if has_gradient(name, step) else None
         opt.step()
-    found = {name: p.detach().to(dtype) for name, p in master.named_parameters()}
+    results = {name: p.detach().to(dtype) for name, p in master.named_parameters()}
     for name, p in master.named_parameters():
-        found |= {f"{name}.{slot}": value for slot, value in opt.state[p].items()}
-    return found
+        results |= {f"{name}.{slot}": value for slot, value in opt.state[p].items()}
+    return results
 
 
 def pieces(net: Net, opt: LayerWise) -> dict[str, list]:
     """Parameters, and the chunks that this rank holds of each state tensor, as (offsets, values)."""
-    found = {name: p.detach().clone() for name, p in net.named_parameters()}
+    results = {name: p.detach().clone() for name, p in net.named_parameters()}
     for name, p in net.named_parameters():
         for slot, value in opt.state[p].items():
             if value.ndim == 0 or not hasattr(value, "__create_chunk_list__"):
-                found[f"{name}.{slot}"] = [((0,) * value.ndim, value.detach().clone())]
+                results[f"{name}.{slot}"] = [((0,) * value.ndim, value.detach().clone())]
                 continue
-            found[f"{name}.{slot}"] = [
+            results[f"{name}.{slot}"] = [
                 (tuple(c.offsets), value.__get_tensor_shard__(MetadataIndex(name, c.offsets)).clone())
                 for c in value.__create_chunk_list__()
             ]
-    return found
+    return results
 
 
-def check(found: list[dict], expected: dict[str, torch.Tensor], layout: str = "") -> None:
+def check(results: list[dict], expected: dict[str, torch.Tensor], layout: str = "") -> None:
     """Parameters on every rank; of state each element with exactly one, but for counters, which all have."""
-    for key, wanted in expected.items():
+    for key, expected_tensor in expected.items():
         if "." not in key:
-            assert all(torch.equal(of_rank[key], wanted) for of_rank in found), (layout, key)
-        elif wanted.ndim == 0:
-            assert all(torch.equal(of_rank[key][0][1], wanted) for of_rank in found), (layout, key)
+            assert all(torch.equal(of_rank[key], expected_tensor) for of_rank in results), (layout, key)
+        elif expected_tensor.ndim == 0:
+            assert all(torch.equal(of_rank[key][0][1], expected_tensor) for of_rank in results), (layout, key)
         else:
-            times = torch.zeros(wanted.shape, dtype=torch.int)
-            for of_rank in found:
+            times = torch.zeros(expected_tensor.shape, dtype=torch.int)
+            for of_rank in results:
                 for lo, value in of_rank[key]:
                     box = tuple(slice(a, a + n) for a, n in zip(lo, value.shape, strict=True))
-                    assert torch.equal(wanted[box], value), (layout, key)
+                    assert torch.equal(expected_tensor[box], value), (layout, key)
                     times[box] += 1
             assert (times == 1).all(), (layout, key)
 
 
-def each(rank: int, world: int, function: Callable[..., Any], layouts: Sequence[str], args: tuple) -> dict[str, Any]:
+def run_layouts(
+    rank: int, world: int, function: Callable[..., Any], layouts: Sequence[str], args: tuple
+) -> dict[str, Any]:
     return {layout: function(rank, world, layout, *args) for layout in layouts}
 
 
 def run_each(world: int, function: Callable[..., Any], *args: Any, layouts: Sequence[str] = LAYOUTS):
     """(layout, results by rank) of ``function(rank, world, layout, *args)``, all layouts in one job."""
-    found = run(world, each, function, layouts, args)
-    return [(layout, [of_rank[layout] for of_rank in found]) for layout in layouts]
+    results = run(world, run_layouts, function, layouts, args)
+    return [(layout, [of_rank[layout] for of_rank in results]) for layout in layouts]
 
 
-def of_pair(which: int) -> dict[str, torch.Tensor]:
+def of_pair(number: int) -> dict[str, torch.Tensor]:
     """What the experts come to that ranks ``which`` and ``which + 2`` share."""
-    shared = alone(2, 2, of=lambda net, step, rank: gradients(net, step, which + 2 * rank))
+    shared = alone(2, 2, of=lambda net, step, rank: gradients(net, step, number + 2 * rank))
     return {key: value for key, value in shared.items() if key.split(".")[0] in ("up", "down")}
 
 

@@ -20,10 +20,10 @@ def groups(params, algorithm: str, **options) -> list[dict]:
     serves both."""
     params = list(params)
     fits = [p for p in params if algorithm in SCALAR or p.ndim > 1]
-    rest = [p for p in params if algorithm not in SCALAR and p.ndim < 2]
+    other_params = [p for p in params if algorithm not in SCALAR and p.ndim < 2]
     scale = {"adjust_lr_fn": "match_rms_adamw"} if algorithm in MATRIX else {}
-    chosen = [{"params": fits, "algorithm": algorithm, **scale}, {"params": rest, "algorithm": "adamw"}]
-    return [{**group, **options} for group in chosen if group["params"]]
+    param_groups = [{"params": fits, "algorithm": algorithm, **scale}, {"params": other_params, "algorithm": "adamw"}]
+    return [{**group, **options} for group in param_groups if group["params"]]
 
 
 class Line(nn.Module):

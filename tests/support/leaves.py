@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 
-def leaves(value: Any, where: str = "") -> dict[str, object]:
+def leaves(value: Any, path: str = "") -> dict[str, object]:
     """Copies of all values below this one, by where they are; tensors as their dtype, shape and elements."""
     if hasattr(value, "state_dict"):
         value = value.state_dict()
     if isinstance(value, torch.Tensor):
-        return {where: (value.dtype, tuple(value.shape), value.tolist())}
+        return {path: (value.dtype, tuple(value.shape), value.tolist())}
     if not isinstance(value, (Mapping, list, tuple)) or not value:
-        return {where: value}
+        return {path: value}
     parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return {key: leaf for name, part in parts for key, leaf in leaves(part, f"{where}.{name}").items()}
+    return {key: leaf for name, part in parts for key, leaf in leaves(part, f"{path}.{name}").items()}

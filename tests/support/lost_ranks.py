@@ -33,15 +33,15 @@ class Deadly:
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
-        self.looked = False
+        self.has_looked = False
 
     def __deepcopy__(self, memo: Any) -> Deadly:
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        if self.looked:
+        if self.has_looked:
             os.kill(os.getpid(), self.number)
-        self.looked = True
+        self.has_looked = True
         return OrderedDict, ()
 
 
@@ -54,41 +54,41 @@ def at_publish(happens: str, arguments: tuple[object, ...]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def saver(rank: int, store: str, place: str, victim: int, how: str, told: Any) -> None:
+def saver(rank: int, store: str, place: str, victim: int, manner: str, messages: Any) -> None:
     """Saves a step; then all save another one, in which the victim dies; then a survivor tries once more."""
     timeout = timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout)
     series = muonckpt.Series(place)
     series.async_save(1, state(rank, 1)).result()
     doomed = state(rank, 2)
-    if rank == victim and how == "writing":
+    if rank == victim and manner == "writing":
         doomed[f"deadly {rank}"] = Deadly(signal.SIGKILL)
-    if rank == victim and how == "publishing":
+    if rank == victim and manner == "publishing":
         sys.addaudithook(at_publish)
-    heard = []
+    received = []
     saving = series.async_save(2, doomed)
     for again in (saving.result, lambda: muonckpt.async_save(state(rank, 3), f"{place}/third").result()):
         try:
             again()
         except muonckpt.LostRankError as error:
-            heard.append(str(error))
-    told.put((rank, heard))
-    told.close()
-    told.join_thread()
+            received.append(str(error))
+    messages.put((rank, received))
+    messages.close()
+    messages.join_thread()
     os._exit(0)  # nobody is left to say goodbye to
 
 
-def case(place: str, victim: int, how: str) -> dict[str, Any]:
+def case(place: str, victim: int, manner: str) -> dict[str, Any]:
     context = get_context("fork")
-    told = context.Queue()
+    messages = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=saver, args=(rank, f"{folder}/store", place, victim, how, told))
+            context.Process(target=saver, args=(rank, f"{folder}/store", place, victim, manner, messages))
             for rank in range(RANKS)
         ]
         for process in ranks:
             process.start()
-        survivors = sorted(told.get(timeout=200) for _ in range(RANKS - 1))
+        survivors = sorted(messages.get(timeout=200) for _ in range(RANKS - 1))
         for process in ranks:
             process.join()
     return {"survivors": survivors, "codes": [process.exitcode for process in ranks]}
@@ -96,14 +96,14 @@ def case(place: str, victim: int, how: str) -> dict[str, Any]:
 
 def main(folder: str, url: str) -> None:
     cases = [(folder, 0, "publishing"), (url, 1, "writing")]
-    seen = [case(*each) for each in cases]
-    for (place, _, _), answer in zip(cases, seen, strict=True):
+    outcomes = [case(*arguments) for arguments in cases]
+    for (place, _, _), answer in zip(cases, outcomes, strict=True):
         series = muonckpt.Series(place)
         template = {key: torch.zeros_like(value) for rank in range(RANKS) for key, value in state(rank, 0).items()}
         answer["restored"] = series.restore(template).step
         answer["values"] = sorted({float(value) for tensor in template.values() for value in tensor})
         answer["next"] = series.save(2, template).path.removeprefix(place)
-    print(json.dumps(seen))
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

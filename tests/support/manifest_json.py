@@ -23,8 +23,8 @@ def spread(data: dict[str, Any]) -> dict[str, Any]:
         layout = None if entry["layout"] is None else layouts[entry["layout"]]
         return {**entry, "layout": layout, "chunks": list(map(chunk, rows))}
 
-    kept = {name: value for name, value in data.items() if name not in ("layouts", "boxes", "data_files", "digest")}
-    return json.loads(json.dumps({**kept, "tensors": list(map(tensor, data["tensors"]))}))
+    fields = {name: value for name, value in data.items() if name not in ("layouts", "boxes", "data_files", "digest")}
+    return json.loads(json.dumps({**fields, "tensors": list(map(tensor, data["tensors"]))}))
 
 
 def gathered(data: dict[str, Any]) -> dict[str, Any]:

@@ -46,27 +46,29 @@ HEAD = ("Python", "torch", "NumPy", "zarr", "passed", "skipped", "failed")
 
 def combinations() -> list[tuple[str, str, bool]]:
     """Pythons by turns, every torch once, the newest also under the newest Python; whether the rest is the oldest."""
-    here = [f"{major}.{minor}" for major, minor in pythons()]
-    pairs = dict.fromkeys([*zip(cycle(here), TORCHES, strict=False), (here[-1], TORCHES[-1])])
-    asked = [tuple(pair.split(":")) for pair in sys.argv[1:]] or pairs
-    return [(python, torch, torch == TORCHES[0]) for python, torch in asked]
+    available_pythons = [f"{major}.{minor}" for major, minor in pythons()]
+    pairs = dict.fromkeys([*zip(cycle(available_pythons), TORCHES, strict=False), (available_pythons[-1], TORCHES[-1])])
+    requested_pairs = [tuple(pair.split(":")) for pair in sys.argv[1:]] or pairs
+    return [(python, torch, torch == TORCHES[0]) for python, torch in requested_pairs]
 
 
 def row(python: str, torch: str, oldest: bool, folder: Path) -> tuple[tuple[str, ...], str]:
     """One line of the table, and what failed."""
     pins = (ROOT / "constraints.txt").read_text().split()
     tools = [pin for pin in pins if pin.partition("==")[0] in TOOLS]
-    needed = requirements(oldest) | {"torch": f"torch=={torch}.*"}
+    oldest_pins = requirements(oldest) | {"torch": f"torch=={torch}.*"}
     try:
-        command = installed(pythons()[tuple(map(int, python.split(".")))], folder, [*needed.values(), *tools])
+        command = installed(pythons()[tuple(map(int, python.split(".")))], folder, [*oldest_pins.values(), *tools])
     except subprocess.CalledProcessError as error:
         return (python, torch, *["not to be had"] * 2, *[""] * 3), error.stderr
-    asked = "import importlib.metadata as m; print(*(m.version(n) for n in ('torch', 'numpy', 'zarr')))"
-    versions = subprocess.run([*command, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    requested_pairs = "import importlib.metadata as m; print(*(m.version(n) for n in ('torch', 'numpy', 'zarr')))"
+    versions = subprocess.run(
+        [*command, "-c", requested_pairs], capture_output=True, text=True, check=True
+    ).stdout.split()
     tests = [*command, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *CORE]
     ran = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, timeout=3600, check=False)
     last = ran.stdout.rstrip().rpartition("\n")[2]
-    counts = {what: number for number, what in re.findall(r"(\d+) (passed|skipped|failed|error)", last)}
+    counts = {outcome: number for number, outcome in re.findall(r"(\d+) (passed|skipped|failed|error)", last)}
     bad = int(counts.get("failed", 0)) + int(counts.get("error", 0))
     cells = (counts.get("passed", "0"), counts.get("skipped", "0"), str(bad))
     return (python, *versions, *cells), ran.stdout[-6000:] + ran.stderr[-2000:] if ran.returncode else ""

@@ -27,7 +27,7 @@ class Stream:
 
     def __init__(self, device: object = None) -> None: ...
 
-    def wait_stream(self, other: Stream) -> None: ...
+    def wait_stream(self, other_stream: Stream) -> None: ...
 
     def wait_event(self, event: Stream) -> None: ...
 
@@ -78,8 +78,8 @@ def on_cpu() -> Iterator[None]:
         (dist, "_make_nccl_premul_sum", PremulSum),
     ]
     with ExitStack() as stack:
-        for where, name, value in replaced:
-            stack.enter_context(patch.object(where, name, value))
+        for box, name, value in replaced:
+            stack.enter_context(patch.object(box, name, value))
         yield
 
 
@@ -274,7 +274,7 @@ def offsets(params: Mapping[str, DTensor]) -> dict[str, Sequence[int]]:
     return {name: gather_and_compute_chunk_metadata(param.detach()).offsets for name, param in params.items()}
 
 
-def whole(tensors: Mapping[str, DTensor], where: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+def whole(tensors: Mapping[str, DTensor], box: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
     """All of some DTensors, whose local tensors begin at these offsets, on every rank of their meshes.
 
     Collective over all ranks.
@@ -282,16 +282,18 @@ def whole(tensors: Mapping[str, DTensor], where: Mapping[str, Sequence[int]]) ->
     everyone: list = [None] * dist.get_world_size()
     parts = {name: local_of(tensor).detach() for name, tensor in tensors.items()}
     flat = torch.cat([part.flatten() for part in parts.values()])  # one tensor to pickle, not dozens
-    dist.all_gather_object(everyone, ({name: (where[name], part.shape) for name, part in parts.items()}, flat))
-    held = [dict(zip(places, _split(places, flat), strict=True)) for places, flat in everyone]
-    found = {}
+    dist.all_gather_object(everyone, ({name: (box[name], part.shape) for name, part in parts.items()}, flat))
+    parts_of_ranks = [dict(zip(places, _split(places, flat), strict=True)) for places, flat in everyone]
+    whole_tensors = {}
     for name, tensor in tensors.items():
-        full = found[name] = torch.full(tuple(tensor.shape), torch.nan, dtype=tensor.dtype)
+        full = whole_tensors[name] = torch.full(tuple(tensor.shape), torch.nan, dtype=tensor.dtype)
         for rank in tensor.device_mesh.mesh.flatten().tolist():
             start, shape = everyone[rank][0][name]
-            full[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))] = held[rank][name]
+            full[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))] = parts_of_ranks[rank][
+                name
+            ]
         assert not full.isnan().any(), f"some element of {name} is on no rank"
-    return found
+    return whole_tensors
 
 
 def _split(places: Mapping[str, tuple[Sequence[int], torch.Size]], flat: torch.Tensor) -> list[torch.Tensor]:

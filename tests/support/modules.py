@@ -46,13 +46,13 @@ def tree(*several: Parts) -> nn.Module:
 def placed_once(model: nn.Module, decisions: Decisions) -> None:
     """Every trainable parameter is in one group, of its algorithm; no frozen one is; and the optimizer takes them."""
     groups = decisions.groups(muon={"lr": 0.02}, adamw={"lr": 3e-4})
-    placed = [(parameter, group["algorithm"]) for group in groups for parameter in group["params"]]
-    wanted = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    assert len(placed) == len(wanted)
+    algorithms = [(parameter, group["algorithm"]) for group in groups for parameter in group["params"]]
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    assert len(algorithms) == len(trained)
     assert {decision.parameter for decision in decisions} == set(model.parameters())
-    assert dict(placed) == {d.parameter: d.algorithm for d in decisions if d.parameter in wanted}
+    assert dict(algorithms) == {d.parameter: d.algorithm for d in decisions if d.parameter in trained}
     if groups:
-        assert set(Muon(groups).state) == wanted
+        assert set(Muon(groups).state) == trained
 
 
 def simple() -> nn.Module:
@@ -66,6 +66,6 @@ def kinds(decisions: Decisions) -> dict[str, str]:
 
 def refusal(model: nn.Module, *layers: tuple[Rule, ...]) -> list[str]:
     """What is wrong, a line each."""
-    with pytest.raises(ValueError, match=r"^the parameters cannot be sorted:") as refused:
+    with pytest.raises(ValueError, match=r"^the parameters cannot be sorted:") as error_info:
         sort_parameters(model, *layers)
-    return [line.removeprefix("- ") for line in str(refused.value).splitlines() if line.startswith("- ")]
+    return [line.removeprefix("- ") for line in str(error_info.value).splitlines() if line.startswith("- ")]

@@ -44,31 +44,31 @@ def train(
 ) -> list[Any]:
     """Copy after every step, and save after one; return the fingerprints of all steps, and what copies have sent."""
     net, opt = build()
-    checkpoints, prints, sent = series(run, nodes[rank]), list[Any](), list[int]()
+    checkpoints, prints, sent_bytes = series(run, nodes[rank]), list[Any](), list[int]()
     honest = dist.all_to_all_single
 
     def counted(receive: torch.Tensor, send: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(send.nbytes)
+        sent_bytes.append(send.nbytes)
         return honest(receive, send, *args, **kwargs)
 
     for step in range(last + 1):
         steps(net, opt, step, step + 1)
-        now = state(net, opt, step)
-        prints.append(muonckpt.fingerprints(now).tensors)
+        current = state(net, opt, step)
+        prints.append(muonckpt.fingerprints(current).tensors)
         if step == saved:
-            checkpoints.save(step, now)
+            checkpoints.save(step, current)
         if step == last:
             killed(rank)
-        dist.all_to_all_single, sent = counted, []
+        dist.all_to_all_single, sent_bytes = counted, []
         try:
-            copy = checkpoints.async_copy(step, now)
+            copy = checkpoints.async_copy(step, current)
             assert copy is not None
             copy.result()
         except LostRankError:
             return prints
         finally:
             dist.all_to_all_single = honest
-    return [prints, sum(sent)]
+    return [prints, sum(sent_bytes)]
 
 
 def killed_in(event: str, name: str, node: list[int], rank: int) -> None:
@@ -84,12 +84,12 @@ def restored(rank: int, world: int, run: Path, nodes: list[Path]) -> tuple[Any, 
     template = state(net, opt, -1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found: Restored | None = series(run, nodes[rank]).restore(template)
-    said = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-    told = template["trainer"]["step"]
-    assert found is not None and template["trainer"]["seen"] == [told, "tokens", torch.tensor(told)]
-    left = sorted(path.name for path in nodes[rank].glob("*/*"))
-    return found.step, found.memory, str(found), muonckpt.fingerprints(template).tensors, said, left
+        restored: Restored | None = series(run, nodes[rank]).restore(template)
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+    trainer_step = template["trainer"]["step"]
+    assert restored is not None and template["trainer"]["seen"] == [trainer_step, "tokens", torch.tensor(trainer_step)]
+    names_left = sorted(path.name for path in nodes[rank].glob("*/*"))
+    return restored.step, restored.memory, str(restored), muonckpt.fingerprints(template).tensors, messages, names_left
 
 
 def copied_with_fault(

@@ -44,10 +44,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+def distance(image: dict[str, Any], other_image: dict[str, Any]) -> float:
     """The largest difference of an element between the parameters of two runs."""
-    assert one["parameters"].keys() == other["parameters"].keys()
-    return max((a - other["parameters"][name]).abs().max().item() for name, a in one["parameters"].items())
+    assert image["parameters"].keys() == other_image["parameters"].keys()
+    return max((a - other_image["parameters"][name]).abs().max().item() for name, a in image["parameters"].items())
 
 
 def uninterrupted_runs(
@@ -59,6 +59,6 @@ def uninterrupted_runs(
         for kind in kinds:
             folder = make_folder()
             results = run(world, train, kind, str(folder))
-            assert all(distance(results[0], other) == 0 for other in results)
+            assert all(distance(results[0], other_image) == 0 for other_image in results)
             runs[kind, world] = folder, results[0]
     return runs

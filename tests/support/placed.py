@@ -30,19 +30,19 @@ def part_of(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
     if coordinate is None:
         return whole.new_empty(0)
     for dim, size in enumerate(whole.shape):
-        left = list(range(size))
-        for parts, here, placement in zip(mesh.shape, coordinate, placements, strict=True):
+        ranks_left = list(range(size))
+        for parts, part_number, placement in zip(mesh.shape, coordinate, placements, strict=True):
             if placement.is_replicate() or placement.dim != dim:
                 continue
             split = placement.split_factor if isinstance(placement, _StridedShard) else 1
-            left = [index for group in chunks(left, split) for index in chunks(group, parts)[here]]
-        whole = whole.index_select(dim, torch.tensor(left, dtype=torch.long))
+            ranks_left = [index for group in chunks(ranks_left, split) for index in chunks(group, parts)[part_number]]
+        whole = whole.index_select(dim, torch.tensor(ranks_left, dtype=torch.long))
     return whole
 
 
 def placed(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """A tensor on a mesh, with memory of its own."""
-    made: DTensor = DTensor.from_local(
+    dtensor: DTensor = DTensor.from_local(
         part_of(whole, mesh, placements).clone(),
         mesh,
         placements,
@@ -50,4 +50,4 @@ def placed(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -
         shape=whole.shape,
         stride=whole.stride(),
     )
-    return made
+    return dtensor

@@ -79,8 +79,8 @@ def random_overlapping_layout(rng, shape):
         for sides in product(*(tuple(pairwise(cut)) for cut in cuts))
     ]
     begin, fragments = dict.fromkeys(range(ranks), 0), []
-    for box, some in (holders[number] for number in rng.permutation(len(holders))):
-        for rank in some:
+    for box, box_ranks in (holders[number] for number in rng.permutation(len(holders))):
+        for rank in box_ranks:
             fragments.append(dense(box, rank, begin[rank]))
             begin[rank] += box.numel
     return TensorLayout.of(shape, tuple(fragments))

@@ -112,7 +112,7 @@ def _shapes(size: int) -> list[tuple[int, ...]]:
 
 def _home(dice: random.Random, axes: int, algorithms: Sequence[str]) -> Home:
     kinds = [kind for kind, algorithm in enumerate(_ALGORITHM_OF) if algorithm in algorithms]
-    used = dice.choice([chosen for count in range(axes + 1) for chosen in combinations(range(axes), count)])
+    used = dice.choice([axes_of_cuts for count in range(axes + 1) for axes_of_cuts in combinations(range(axes), count)])
     return Home(dice.choice(kinds), used, tuple(dice.choice([0, 0, 1, 2, None]) for _ in used))
 
 
@@ -150,22 +150,22 @@ def differing(rank: int, topology: Topology) -> list[str]:
     for stage, mesh, group in zip(topology.stages, meshes, groups, strict=True):
         if rank in stage.ranks:
             places = [home.opened(mesh) for home in stage.homes]
-            found = trained(make(stage.homes, places, group), stage.homes, places)
-            alone = [torch.Tensor.clone] * len(places)
-            expected = trained(make(stage.homes, alone, None), stage.homes, alone)
+            results = trained(make(stage.homes, places, group), stage.homes, places)
+            gathers = [torch.Tensor.clone] * len(places)
+            expected = trained(make(stage.homes, gathers, None), stage.homes, gathers)
             return [
-                f"{stage}: {tuple(mine.shape)}"
-                for mine, whole in zip(found, expected, strict=True)
-                if not has_part(mine, whole)
+                f"{stage}: {tuple(tensor.shape)}"
+                for tensor, whole in zip(results, expected, strict=True)
+                if not has_part(tensor, whole)
             ]
     return []
 
 
-def has_part(mine: torch.Tensor, whole: torch.Tensor) -> bool:
+def has_part(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether what a rank holds of a tensor, wherever it lies, has the bits of the whole one."""
     return all(
         torch.equal(part, whole[tuple(slice(a, a + n) for a, n in zip(lo, part.shape, strict=True))])
-        for lo, part in parts_of(mine).items()
+        for lo, part in parts_of(tensor).items()
     )
 
 

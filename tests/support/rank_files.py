@@ -71,11 +71,13 @@ def written(tmp_path: Path, algorithm: str, ranks: int, parts: int = 1) -> Path:
     for part in range(parts):
         _write(folder / f"mp_rank_{part:02}" if parts > 1 else folder, algorithm, ranks, part, parts)
     groups = [{"names": ["layers.*"], "dims": 2}, *([{"names": ["norm"]}] if algorithm == "legacy-pingpong" else [])]
-    more = {}
+    extra_arguments = {}
     if parts > 1:
         cuts = [{"names": [f"*.{name}"], "dim": dim, "interleaved": stride} for name, (dim, stride) in CUTS.items()]
-        more = {"tensor_parallel": [f"mp_rank_{part:02}" for part in range(parts)], "cut": cuts}
-    return described(folder, algorithm=algorithm, bucket_size=40, model="model_optim_rng.pt", group=groups, **more)
+        extra_arguments = {"tensor_parallel": [f"mp_rank_{part:02}" for part in range(parts)], "cut": cuts}
+    return described(
+        folder, algorithm=algorithm, bucket_size=40, model="model_optim_rng.pt", group=groups, **extra_arguments
+    )
 
 
 def _write(folder: Path, algorithm: str, ranks: int, part: int, parts: int) -> None:
@@ -86,8 +88,8 @@ def _write(folder: Path, algorithm: str, ranks: int, part: int, parts: int) -> N
 
     managed = [(name, tuple(value(name, "").shape)) for name, shape in MODEL if adam or len(shape) == 2]
     members = [ListedParameter(Parameter(name, shape), int(len(shape) != 2)) for name, shape in managed]
-    told = Description(algorithm, tuple(members), bucket_size=40)
-    shares = deal(told, told.members, ranks).names
+    buffer_description = Description(algorithm, tuple(members), bucket_size=40)
+    shares = deal(buffer_description, buffer_description.members, ranks).names
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
         children = [child(value, shares.get((rank, 0), ()), {"momentum_buffer"}, None, {"lr": 0.1, "momentum": 0.9})]
@@ -99,8 +101,11 @@ def _write(folder: Path, algorithm: str, ranks: int, part: int, parts: int) -> N
     for name, _ in MODEL:
         weights[name] = value(name, "fp32_param").bfloat16()
         weights[f"{name}._extra_state"] = None
-    rest = {"args": argparse.Namespace(dtype=torch.bfloat16), "rng": [random.getstate(), np.random.get_state()]}
-    torch.save({"model": weights, **rest}, folder / "model_optim_rng.pt")
+    other_entries = {
+        "args": argparse.Namespace(dtype=torch.bfloat16),
+        "rng": [random.getstate(), np.random.get_state()],
+    }
+    torch.save({"model": weights, **other_entries}, folder / "model_optim_rng.pt")
 
 
 def child(
@@ -108,8 +113,8 @@ def child(
 ) -> dict:
     """The state dict of one optimizer that owns these parameters."""
     state = {n: {slot: value(name, slot) for slot in slots} for n, name in enumerate(names)}
-    for each in state.values() if step is not None else ():
-        each["step"] = torch.tensor(float(step))
+    for slot_value in state.values() if step is not None else ():
+        slot_value["step"] = torch.tensor(float(step))
     group = {**options, **WORDS, "params": list(range(len(names)))}
     masters = [dressed(value(name, "fp32_param"), n % 2 > 0, name) for n, name in enumerate(names)]
     return {"optimizer": {"state": state, "param_groups": [group]}, "fp32_from_fp16_params": [masters]}

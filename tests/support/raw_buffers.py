@@ -25,11 +25,11 @@ EXPERTS = ShardRule("*experts*", (("ep", 0),))
 MESHES = {1: ({"dp": 1}, ()), 3: ({"dp": 3}, ()), 4: ({"dp": 2, "ep": 2}, (EXPERTS,))}
 
 
-def written(source: Path, path: Path, layout: str, dp: int, **how: Any) -> Manifest:
+def written(source: Path, path: Path, layout: str, dp: int, **options: Any) -> Manifest:
     mesh, rules = MESHES[dp]
-    done = run_job(make_job(source, Target(mesh, rules, layout), container=container_of("buffers")), path, **how)
-    assert done is not None
-    return done
+    report = run_job(make_job(source, Target(mesh, rules, layout), container=container_of("buffers")), path, **options)
+    assert report is not None
+    return report
 
 
 def filled(index: dict[str, Any], values: dict[str, np.ndarray], padding: bytes = b"\0") -> dict[str, bytes]:
@@ -42,13 +42,15 @@ def filled(index: dict[str, Any], values: dict[str, np.ndarray], padding: bytes 
             box = tuple(slice(lo, lo + n) for lo, n in zip(origin, parameter["shape"], strict=True))
             buffer[parameter["start"] * size : parameter["stop"] * size] = values[parameter["name"]][box].tobytes()
         for rank, (file, offset, length) in enumerate(entry["files"]):
-            held = b"".join(buffer[start * size : stop * size] for start, stop, of in entry["shards"] if of == rank)
-            assert len(held) == length and offset % 4096 == 0
-            if held:
+            rank_bytes = b"".join(
+                buffer[start * size : stop * size] for start, stop, of in entry["shards"] if of == rank
+            )
+            assert len(rank_bytes) == length and offset % 4096 == 0
+            if rank_bytes:
                 whole = files.setdefault(file, bytearray())
                 assert not any(whole[offset:])
                 whole.extend(bytes(max(offset + length - len(whole), 0)))
-                whole[offset : offset + length] = held
+                whole[offset : offset + length] = rank_bytes
     return {name: bytes(content) for name, content in files.items()}
 
 
@@ -69,13 +71,14 @@ def with_version(path: Path, version: int) -> None:
 
 def dumped(path: Path, buffers: list[GroupBuffer], values: dict[str, np.ndarray]) -> Path:
     """What somebody else would write who has these buffers in memory: no chunks, no sums."""
-    held = [each.parameter for buffer in buffers for each in buffer.layout.parameters]
+    parameters = [entry.parameter for buffer in buffers for entry in buffer.layout.parameters]
     tensors = [
-        StateRecord(p.name, (p.name,), p.shape, p.dtype, no_chunks(len(p.shape)), slot="momentum_buffer") for p in held
+        StateRecord(p.name, (p.name,), p.shape, p.dtype, no_chunks(len(p.shape)), slot="momentum_buffer")
+        for p in parameters
     ]
-    records = [each.to_json() for each in flat_buffers.place(buffers)]
-    written = Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json()
-    index = gathered(spread(json.loads(written)))
+    records = [entry.to_json() for entry in flat_buffers.place(buffers)]
+    manifest_text = Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json()
+    index = gathered(spread(json.loads(manifest_text)))
     path.mkdir()
     (path / INDEX).write_text(json.dumps(index))
     for name, content in filled(index, values, padding=b"\xff").items():
@@ -92,7 +95,7 @@ NUMBERS = {
 def grouped(layouts, group=(0, 1, 2)) -> list[GroupBuffer]:
     return [
         GroupBuffer(
-            "momentum_buffer", 0, group, tuple((0,) * len(each.parameter.shape) for each in layout.parameters), layout
+            "momentum_buffer", 0, group, tuple((0,) * len(entry.parameter.shape) for entry in layout.parameters), layout
         )
         for layout in layouts
     ]

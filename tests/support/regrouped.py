@@ -95,8 +95,8 @@ def set_by_hand(
             (opt.state[parameter][slot], value) for slot, value in state.get(name, {}).items()
         ]:
             target.copy_(placed_as(source, target))
-    for group, given, rate in zip(opt.param_groups, opt.code_options, RATES, strict=True):
-        group["lr"] = given["lr"] = rate
+    for group, options_in_code, rate in zip(opt.param_groups, opt.code_options, RATES, strict=True):
+        group["lr"] = options_in_code["lr"] = rate
 
 
 def placed_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

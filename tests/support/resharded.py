@@ -60,8 +60,8 @@ def plan_job(source: Path, ranks: int) -> Job:
     return make_job(source, Target({"dp": ranks}))
 
 
-def reshard(source: Path, destination: Path, ranks: int, **how) -> Manifest:
-    return run_job(plan_job(source, ranks), destination, **how)
+def reshard(source: Path, destination: Path, ranks: int, **options) -> Manifest:
+    return run_job(plan_job(source, ranks), destination, **options)
 
 
 def plan_export(source: Path, kind: str, make_outputs=unchanged) -> Job:
@@ -69,13 +69,13 @@ def plan_export(source: Path, kind: str, make_outputs=unchanged) -> Job:
     return make_job(source, Target({"dp": 1}), make_outputs=make_outputs, container=container_of(form, shard_bytes))
 
 
-def export(source: Path, destination: Path, kind: str, **how) -> Manifest:
-    return run_job(plan_export(source, kind, tensors_only), destination, **how)
+def export(source: Path, destination: Path, kind: str, **options) -> Manifest:
+    return run_job(plan_export(source, kind, tensors_only), destination, **options)
 
 
-def rewrite(source: Path, destination: Path, way: str, **how) -> Manifest:
+def rewrite(source: Path, destination: Path, way: str, **options) -> Manifest:
     """Write a checkpoint for two ranks ("dcp"), or its tensors in one of `KINDS`."""
-    return reshard(source, destination, 2, **how) if way == "dcp" else export(source, destination, way, **how)
+    return reshard(source, destination, 2, **options) if way == "dcp" else export(source, destination, way, **options)
 
 
 def tensors_only(source: OpenCheckpoint) -> Outputs:

@@ -51,8 +51,8 @@ def save_as_verl(rank: int, world: int, model: nn.Module, optimizer: torch.optim
     """``FSDPCheckpointManager.save_checkpoint``."""
     folder.mkdir(exist_ok=True)
     extra = {"lr_scheduler": {"last_epoch": 3}, "rng": torch.get_rng_state()}
-    for what, content in {"model": model.state_dict(), "optim": optimizer.state_dict(), "extra_state": extra}.items():
-        torch.save(content, folder / f"{what}_world_size_{world}_rank_{rank}.pt")
+    for kind, content in {"model": model.state_dict(), "optim": optimizer.state_dict(), "extra_state": extra}.items():
+        torch.save(content, folder / f"{kind}_world_size_{world}_rank_{rank}.pt")
 
 
 def runs(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -73,9 +73,9 @@ def runs(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tenso
     for key, content in keyed.items():
         torch.save(content, folder / "torch_checkpointing" / f"{key}_{rank}.pt")
     momenta = {name: optimizer.state[param]["momentum_buffer"] for name, param in model.named_parameters()}
-    found = {"weights": whole(model.state_dict()), "momenta": whole(momenta)}
+    results = {"weights": whole(model.state_dict()), "momenta": whole(momenta)}
     train(model, optimizer, range(3, 5))
-    found["later"] = whole(dict(model.named_parameters()))
+    results["later"] = whole(dict(model.named_parameters()))
 
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
     parallel = nn.Linear(6, 8, bias=False)
@@ -84,4 +84,4 @@ def runs(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tenso
     fully_shard(parallel, mesh=mesh["dp"])
     (folder / "parallel").mkdir(exist_ok=True)
     torch.save(parallel.state_dict(), folder / "parallel" / f"model_world_size_{world}_rank_{rank}.pt")
-    return found | {"parallel": {"weight": weight}}
+    return results | {"parallel": {"weight": weight}}

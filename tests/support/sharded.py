@@ -40,8 +40,10 @@ def some(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def small() -> dict[str, torch.Tensor]:
-    made = {str(dtype).removeprefix("torch."): some((13, 5), dtype, seed) for seed, dtype in enumerate(DTYPES)}
-    return made | {name: some(shape, torch.float32, 99) for name, shape in SHAPES.items()}
+    values_by_dtype = {
+        str(dtype).removeprefix("torch."): some((13, 5), dtype, seed) for seed, dtype in enumerate(DTYPES)
+    }
+    return values_by_dtype | {name: some(shape, torch.float32, 99) for name, shape in SHAPES.items()}
 
 
 def wide() -> dict[str, torch.Tensor]:
@@ -70,8 +72,8 @@ def save_job(rank, world, path, values, mesh_name, stock):
 
     def place(value):
         # a dim that the tensor does not have: its first one, unless another axis has that already
-        here = [dim if dim is None or dim < value.ndim else None if 0 in dims else 0 for dim in dims]
-        placements = [Replicate() if dim is None else Shard(dim) for dim in here]
+        cut_dims = [dim if dim is None or dim < value.ndim else None if 0 in dims else 0 for dim in dims]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in cut_dims]
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
     tensors = {name: place(value) if value.ndim else value for name, value in VALUES[values]().items()}
@@ -93,7 +95,7 @@ def raw_bytes(path: Path, extent: Extent) -> bytes:
 
 def elements_of(path: Path) -> dict[str, bytes]:
     """Each tensor's elements in row-major order, one at a time; fails where one is missing or there twice."""
-    found = {}
+    bytes_by_key = {}
     for tensor in muonckpt.open(path).manifest.tensors:
         size = itemsize(tensor.dtype)
         cells: list[bytes | None] = [None] * math.prod(tensor.shape)
@@ -106,8 +108,8 @@ def elements_of(path: Path) -> dict[str, bytes]:
                 assert cells[flat] is None, (tensor.key, index)
                 cells[flat] = raw[at * size : (at + 1) * size]
         assert None not in cells, tensor.key
-        found[tensor.key] = b"".join(cells)
-    return found
+        bytes_by_key[tensor.key] = b"".join(cells)
+    return bytes_by_key
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -129,12 +131,12 @@ def truth_of(path: Path) -> dict[str, bytes]:
     """The tensors of the safetensors file beside a golden checkpoint, under the ends of their checkpoint keys."""
     data = (path.parent / "truth.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    found = {}
+    bytes_by_key = {}
     for name, entry in json.loads(data[8:start]).items():
         if name != "__metadata__":
             end = name.removeprefix("param/").replace("state/", "state.", 1).replace("/", ".")
-            found[end] = data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]]
-    return found
+            bytes_by_key[end] = data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]]
+    return bytes_by_key
 
 
 def manifest_edited(path: Path, change) -> None:

@@ -50,15 +50,15 @@ def _factors(spectrum: str, m: int, n: int) -> tuple[Tensor, Tensor]:
     return u, v
 
 
-def error(found: Tensor, spectrum: str) -> float:
+def error(polar_factor: Tensor, spectrum: str) -> float:
     """Relative Frobenius distance of ``found`` from the polar factor of the matrix of its shape."""
-    u, v = _factors(spectrum, *found.shape)
-    return float((found.double() - u @ v).norm() / math.sqrt(min(found.shape)))
+    u, v = _factors(spectrum, *polar_factor.shape)
+    return float((polar_factor.double() - u @ v).norm() / math.sqrt(min(polar_factor.shape)))
 
 
-def noise(found: Tensor, spectrum: str) -> float:
+def noise(polar_factor: Tensor, spectrum: str) -> float:
     """The part of it that no change of the singular values explains: rounding."""
-    u, v = _factors(spectrum, *found.shape)
-    found = found.double()
-    values = (u.mT @ found @ v.mT).diagonal()
-    return float((found - (u * values) @ v).norm() / math.sqrt(min(found.shape)))
+    u, v = _factors(spectrum, *polar_factor.shape)
+    polar_factor = polar_factor.double()
+    values = (u.mT @ polar_factor @ v.mT).diagonal()
+    return float((polar_factor - (u * values) @ v).norm() / math.sqrt(min(polar_factor.shape)))

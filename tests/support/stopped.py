@@ -28,33 +28,33 @@ from support.trees import tree
 class Steps:
     """Counts the calls that change the disk, and stops this process at one of them (never at number 0)."""
 
-    def __init__(self, how: str) -> None:
-        self.how, self.done, self.stop_at = how, 0, 0
+    def __init__(self, manner: str) -> None:
+        self.manner, self.steps_done, self.stop_at = manner, 0, 0
         for name in ("mkdir", "pwrite", "fsync", "posix_fallocate", "rename", "replace", "unlink"):
             setattr(os, name, self._counted(getattr(os, name)))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            self.done += 1
-            if self.done == self.stop_at:
-                if self.how == "error":
+            self.steps_done += 1
+            if self.steps_done == self.stop_at:
+                if self.manner == "error":
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGKILL if self.manner == "kill" else signal.SIGINT)
             return real(*args, **kwargs)
 
         return step
 
 
-def main(how: str, stride: int, source: str, folder: Path, *options: str) -> None:
-    def reshard(to: Path, *more: str) -> int:
-        return run(["reshard", source, str(to), "--jobs", "1", *options, *more])
+def main(manner: str, stride: int, source: str, folder: Path, *options: str) -> None:
+    def reshard(to: Path, *more_options: str) -> int:
+        return run(["reshard", source, str(to), "--jobs", "1", *options, *more_options])
 
-    steps = Steps(how)
+    steps = Steps(manner)
     os.link, os.rmdir = steps._counted(os.link), steps._counted(os.rmdir)
     assert reshard(folder / "whole") == 0
-    whole, seen, out, staged = tree(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
-    for stop_at in range(1, steps.done + 1, stride):
-        steps.done, steps.stop_at = 0, stop_at
+    whole, codes, out, staged = tree(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
+    for stop_at in range(1, steps.steps_done + 1, stride):
+        steps.steps_done, steps.stop_at = 0, stop_at
         child = os.fork()
         if not child:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -66,11 +66,11 @@ def main(how: str, stride: int, source: str, folder: Path, *options: str) -> Non
             assert reshard(out) == 4 and tree(out) == first  # not without --resume
         if first is None:
             again = reshard(out, "--resume")
-        left = [entry.name for entry in folder.iterdir()]
-        seen.append([status, first in (None, whole), unfinished, again, tree(out) == whole, left])
+        names_left = [entry.name for entry in folder.iterdir()]
+        codes.append([status, first in (None, whole), unfinished, again, tree(out) == whole, names_left])
         for entry in set(folder.iterdir()) - {folder / "whole"}:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    print(json.dumps(seen))
+    print(json.dumps(codes))
 
 
 if __name__ == "__main__":

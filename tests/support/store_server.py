@@ -21,8 +21,8 @@ class Request:
     method: str
     key: str
     query: dict[str, list[str]]
-    sent: int
-    answered: int
+    sent_bytes: int
+    answered_bytes: int
 
 
 @dataclass
@@ -31,32 +31,34 @@ class Server:
 
     app: object
     requests: list[Request] = field(default_factory=list)
-    refused: Callable[[dict[str, list[str]]], bool] = lambda query: False
+    refuses: Callable[[dict[str, list[str]]], bool] = lambda query: False
 
     def __call__(self, environ, start_response):
         query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
-        answer = denied if self.refused(query) else self.app
+        answer = denied if self.refuses(query) else self.app
         body = b"".join(answer(environ, start_response))
-        sent, key = int(environ.get("CONTENT_LENGTH") or 0), environ["PATH_INFO"].removeprefix(f"/{BUCKET}/")
-        self.requests.append(Request(environ["REQUEST_METHOD"], key, query, sent, len(body)))
+        sent_bytes, key = int(environ.get("CONTENT_LENGTH") or 0), environ["PATH_INFO"].removeprefix(f"/{BUCKET}/")
+        self.requests.append(Request(environ["REQUEST_METHOD"], key, query, sent_bytes, len(body)))
         return [body]
 
     @contextmanager
-    def refusing(self, refused: Callable[[dict[str, list[str]]], bool]) -> Iterator[None]:
+    def refusing(self, refuses: Callable[[dict[str, list[str]]], bool]) -> Iterator[None]:
         """Meanwhile requests with such queries are denied."""
-        before, self.refused = self.refused, refused
+        before, self.refuses = self.refuses, refuses
         try:
             yield
         finally:
-            self.refused = before
+            self.refuses = before
 
     def read(self, suffix: str = "") -> int:
         """Bytes of objects that were fetched whose keys end so."""
-        return sum(r.answered for r in self.requests if r.method == "GET" and not r.query and r.key.endswith(suffix))
+        return sum(
+            r.answered_bytes for r in self.requests if r.method == "GET" and not r.query and r.key.endswith(suffix)
+        )
 
     def parts(self, suffix: str) -> list[int]:
         """Bytes of the parts of multipart uploads."""
-        return [r.sent for r in self.requests if "partNumber" in r.query and r.key.endswith(suffix)]
+        return [r.sent_bytes for r in self.requests if "partNumber" in r.query and r.key.endswith(suffix)]
 
 
 def denied(environ, start_response):

@@ -21,13 +21,13 @@ def assemble(path: Path, tensor: StateRecord) -> bytes:
     """The whole tensor in row-major order, put together from its payloads, each checked with its CRC-32."""
     kind = DTYPES[tensor.dtype]
     whole = np.zeros((*tensor.shape, kind.itemsize), np.uint8)
-    seen = np.zeros(tensor.shape, np.uint8)
+    counts = np.zeros(tensor.shape, np.uint8)
     for chunk in tensor.chunks:
         assert chunk.payload is not None
         payload = raw(path, chunk.payload)
         assert isal_zlib.crc32(payload) == chunk.crc32
         window = tuple(map(slice, chunk.box.lo, chunk.box.hi))
         whole[window] = np.frombuffer(payload, np.uint8).reshape(*chunk.box.shape, kind.itemsize)
-        seen[window] += 1
-    assert (seen == 1).all()
+        counts[window] += 1
+    assert (counts == 1).all()
     return whole.tobytes()

@@ -35,8 +35,10 @@ class Home:
         return place
 
     def __str__(self) -> str:
-        what = {axis: str(p) for axis, p in zip(self.axes or NAMES, self.placements, strict=False)}
-        named = ", ".join(f"{size}: {what.get(axis, '–')}" for axis, size in zip(NAMES, self.mesh, strict=False))
+        placement_of_axis = {axis: str(p) for axis, p in zip(self.axes or NAMES, self.placements, strict=False)}
+        named = ", ".join(
+            f"{size}: {placement_of_axis.get(axis, '–')}" for axis, size in zip(NAMES, self.mesh, strict=False)
+        )
         return named.replace("_StridedShard(dim=0, sf=2)", "_StridedShard(0, 2)")
 
 

@@ -54,22 +54,22 @@ def of_nanochat(folder: Path, world: int = 2, step: int = 100) -> dict[str, torc
     groups += [{"kind": "muon", "lr": 0.02, "momentum": 0.95, "params": [*range(2 + 3 * n, 5 + 3 * n)]} for n in (0, 1)]
     states: list[dict] = [{} for _ in range(world)]
     for group in groups:
-        own = [names[number] for number in group["params"]]
-        shape = NANOCHAT[own[0]]
+        names_of_group = [names[number] for number in group["params"]]
+        shape = NANOCHAT[names_of_group[0]]
         if group["kind"] == "adamw":
             slots = {slot: torch.randn(shape, generator=generator) for slot in ("exp_avg", "exp_avg_sq")}
-            truth |= {f"optimizer.state.{own[0]}.{slot}": value for slot, value in slots.items()}
+            truth |= {f"optimizer.state.{names_of_group[0]}.{slot}": value for slot, value in slots.items()}
             for rank, state in enumerate(states):
-                parts = slots if truth[f"model.{own[0]}"].numel() < 1024 else {
+                parts = slots if truth[f"model.{names_of_group[0]}"].numel() < 1024 else {
                     slot: value.chunk(world)[rank].clone() for slot, value in slots.items()
                 }  # fmt: skip
                 state[group["params"][0]] = {"step": 7, **parts}
             continue
-        chunk = -(-len(own) // world)
+        chunk = -(-len(names_of_group) // world)
         for slot, sizes in (("momentum_buffer", shape), ("second_momentum_buffer", (shape[0], 1))):
             stack = torch.zeros(chunk * world, *sizes)
-            stack[: len(own)] = torch.randn(len(own), *sizes, generator=generator)
-            truth |= {f"optimizer.state.{name}.{slot}": stack[number] for number, name in enumerate(own)}
+            stack[: len(names_of_group)] = torch.randn(len(names_of_group), *sizes, generator=generator)
+            truth |= {f"optimizer.state.{name}.{slot}": stack[number] for number, name in enumerate(names_of_group)}
             for rank, state in enumerate(states):
                 state.setdefault(group["params"][0], {})[slot] = stack[rank * chunk : (rank + 1) * chunk].clone()
     torch.save({name: truth[f"model.{name}"] for name in NANOCHAT}, folder / f"model_{step:06d}.pt")

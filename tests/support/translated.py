@@ -39,9 +39,9 @@ def read(name: str):
     return path, opened(path).manifest
 
 
-def translated(name: str, target: str, **how) -> Outputs:
+def translated(name: str, target: str, **options) -> Outputs:
     path, manifest = read(name)
-    return translate(manifest, opened(path).values, DIALECTS[target], **how)
+    return translate(manifest, opened(path).values, DIALECTS[target], **options)
 
 
 def constants(outputs: Outputs) -> list[OutputTensor]:
@@ -54,12 +54,12 @@ def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
     """Every target tensor as unsigned words, moved by following the layouts, an element at a time."""
     tensors = (*opened(path).manifest.tensors, *outputs.constants)
     owners = {chunk: tensor for tensor in tensors for chunk in tensor.chunks}
-    found = {}
+    results = {}
     with opened(path).payloads as payloads:
         for output in outputs.tensors:
             itemsize = getattr(torch, output.record.dtype).itemsize
             out = np.zeros(output.record.shape, f"<u{itemsize}")
-            seen = np.zeros(output.record.shape, bool)
+            is_filled = np.zeros(output.record.shape, bool)
             for fragment in output.layout.fragments:
                 source, number = output.locate(fragment.place.buffer)
                 chunk = source[number]
@@ -67,13 +67,13 @@ def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
                 words = chunk_elements(payloads, owners[chunk], chunk).reshape(-1)
                 for index in np.ndindex(*fragment.box.shape):
                     at = sum(i * stride for i, stride in zip(index, fragment.place.strides, strict=True))
-                    where = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))
-                    assert not seen[where]
-                    seen[where] = True
-                    out[where] = words[fragment.place.offset + at]
-            assert seen.all()
-            found[output.key] = scaled(out, output.record.dtype, output.scale) if output.scale else out
-    return found
+                    whole_index = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))
+                    assert not is_filled[whole_index]
+                    is_filled[whole_index] = True
+                    out[whole_index] = words[fragment.place.offset + at]
+            assert is_filled.all()
+            results[output.key] = scaled(out, output.record.dtype, output.scale) if output.scale else out
+    return results
 
 
 @cache
@@ -81,13 +81,13 @@ def truth_of(folder: str) -> dict[str, np.ndarray]:
     """The tensors of the safetensors file beside a checkpoint, as words."""
     data = (golden(folder) / "truth.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    found = {}
+    results = {}
     for name, entry in json.loads(data[8:start]).items():
         if name != "__metadata__":
             lo, hi = (start + offset for offset in entry["data_offsets"])
             words = {"F32": "<u4", "BF16": "<u2", "U8": "<u1", "I64": "<u8"}[entry["dtype"]]
-            found[name] = np.frombuffer(data[lo:hi], words).reshape(entry["shape"])
-    return found
+            results[name] = np.frombuffer(data[lo:hi], words).reshape(entry["shape"])
+    return results
 
 
 def expected(folder: str, target: str) -> dict[str, np.ndarray]:
@@ -98,11 +98,11 @@ def expected(folder: str, target: str) -> dict[str, np.ndarray]:
     becomes = was if target == "dcp" else becomes
     out = {}
     for name, words in truth_of(folder).items():
-        kind, _, rest = name.partition("/")
+        kind, _, name_rest = name.partition("/")
         if kind == "param":
-            out[rest if target == "titan" else f"model.{rest}"] = words
+            out[name_rest if target == "titan" else f"model.{name_rest}"] = words
             continue
-        param, slot = rest.rsplit("/", 1)
+        param, slot = name_rest.rsplit("/", 1)
         entry = next(p for p in meta["params"] if p["name"] == param)
         if entry["group"] == "muon":
             values = words.view("<f4").astype(np.float64)

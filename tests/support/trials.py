@@ -43,9 +43,9 @@ class Tally:
     survived: int = 0
     hung: int = 0
     slow: int = 0
-    lost: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
-    def add(self, what: str, fault: str | None = None, seconds: float = 0.0, hung: bool = False) -> None:
+    def add(self, description: str, fault: str | None = None, seconds: float = 0.0, hung: bool = False) -> None:
         """Count a trial."""
         self.tried += 1
         self.hung += hung
@@ -53,15 +53,15 @@ class Tally:
         if fault is None and not hung:
             self.survived += 1
         elif fault is not None:
-            self.lost.append(f"{self.kind}, {what}: {fault}")
+            self.faults.append(f"{self.kind}, {description}: {fault}")
 
 
 TALLIES: list[Tally] = []
 
 
-def count(few: int, many: int) -> int:
+def count(base_count: int, full_count: int) -> int:
     """How many trials: ``few`` in the suite, ``many`` times the scale else."""
-    return few if SCALE == 0 else max(int(many * SCALE), few)
+    return base_count if SCALE == 0 else max(int(full_count * SCALE), base_count)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def tally(kind: str) -> Iterator[Tally]:
     row = Tally(kind)
     yield row
     TALLIES.append(row)
-    assert row.tried and not row.lost and not row.hung, f"{row}"
+    assert row.tried and not row.faults and not row.hung, f"{row}"
 
 
 def script(file: str, folder: Path, trials: int, *names: str, forked: bool = True) -> list[list[Any]]:
@@ -80,21 +80,21 @@ def script(file: str, folder: Path, trials: int, *names: str, forked: bool = Tru
     """
     command, night = [file, str(folder), str(trials), SEED, *names], 24 * 3600
     if forked:
-        told = printed(folder.parent, *command, timeout=night)
+        records = printed(folder.parent, *command, timeout=night)
     else:
         variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, *command], env=variables, capture_output=True, text=True, timeout=night, check=False
         )
-        assert done.returncode == 0, done.stderr[-6000:]
-        told = done.stdout
-    return [json.loads(line) for line in told.splitlines()]
+        assert completed.returncode == 0, completed.stderr[-6000:]
+        records = completed.stdout
+    return [json.loads(line) for line in records.splitlines()]
 
 
-def tallied(kind: str, told: Iterable[list[Any]]) -> set[str]:
+def tallied(kind: str, records: Iterable[list[Any]]) -> set[str]:
     """A row of the table for each name of what `script` gave; the names."""
     by_name: defaultdict[str, list[list[Any]]] = defaultdict(list)
-    for name, *trial in told:
+    for name, *trial in records:
         by_name[name].append(trial)
     for name, trials in by_name.items():
         with tally(f"{kind}: {name}") as row:
@@ -106,6 +106,6 @@ def tallied(kind: str, told: Iterable[list[Any]]) -> set[str]:
 def table() -> list[str]:
     """All rows, in Markdown."""
     lines = ["| kind | tried | survived or found | lost | hung | slow |", "|---|---:|---:|---:|---:|---:|"]
-    rows = [(r.kind, r.tried, r.survived, len(r.lost), r.hung, r.slow) for r in TALLIES]
+    rows = [(r.kind, r.tried, r.survived, len(r.faults), r.hung, r.slow) for r in TALLIES]
     totals = ("all", *(sum(int(row[at]) for row in rows) for at in range(1, 6)))
     return lines + ["| " + " | ".join(f"{cell}" for cell in row) + " |" for row in [*rows, totals]]

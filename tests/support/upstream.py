@@ -54,31 +54,31 @@ def a_model(rng):
     experts, chunks, tied = (rng.random() < share for share in (0.4, 0.25, 0.25))
     params = []
     for index in range(rng.randint(1, 40)):
-        given = {"name": f"p{index}", "shape": rng.choice(shapes)}
+        info = {"name": f"p{index}", "shape": rng.choice(shapes)}
         if experts and rng.random() < 0.5:
-            given["expert"] = True
+            info["expert"] = True
         if chunks:
-            given["chunk"] = rng.randint(0, 2)
+            info["chunk"] = rng.randint(0, 2)
         if tied and rng.random() < 0.1:
-            given["shared_embedding"] = True
+            info["shared_embedding"] = True
         if rng.random() < 0.1:
-            given["fold"] = rng.randint(2, 8)
-        params.append(given)
+            info["fold"] = rng.randint(2, 8)
+        params.append(info)
     return params
 
 
-def meta(given):
-    param = torch.nn.Parameter(torch.empty(given["shape"], device="meta"))
-    if given.get("shared_embedding"):
+def meta(info):
+    param = torch.nn.Parameter(torch.empty(info["shape"], device="meta"))
+    if info.get("shared_embedding"):
         param.shared_embedding = True
-    if "fold" in given:
-        param.is_gtp_weight_remat, param.gtp_remat_size = True, given["fold"]
+    if "fold" in info:
+        param.is_gtp_weight_remat, param.gtp_remat_size = True, info["fold"]
     return param
 
 
-def per_buffer(layout, own):
+def per_buffer(layout, positions):
     return {
-        "index_map": [list(layout.param_index_map[param]) for param in own],
+        "index_map": [list(layout.param_index_map[param]) for param in positions],
         "buckets": [list(bucket) for bucket in layout.bucket_indices],
         "unpadded": layout.per_bucket_numel_unpadded,
     }
@@ -86,54 +86,54 @@ def per_buffer(layout, own):
 
 def layer_wise(rng):
     """One case of the layer-wise optimizer: padded, compact and ping-pong of the installed version."""
-    given = a_model(rng)
-    params = [meta(each) for each in given]
+    infos = a_model(rng)
+    params = [meta(info) for info in infos]
     index = {param: number for number, param in enumerate(params)}
     sizes = {False: rng.choice([1, 2, 3, 4, 5, 6, 8, 16, 64]), True: rng.choice([1, 2, 3, 4, 8])}
-    total = sum(math.prod(each["shape"]) for each in given)
+    total = sum(math.prod(info["shape"]) for info in infos)
     case = {
         "dp": sizes[False],
         "expert_dp": sizes[True],
         "bucket_size": rng.choice([None, 1, total // 3 + 1, total // 10 + 1, rng.randint(1, total)]),
         "busbw": rng.random() < 0.2,
-        "params": given,
+        "params": infos,
         "buffers": [],
     }
     config = SimpleNamespace(pad_buckets_for_high_nccl_busbw=case["busbw"])
-    keys = sorted({(each.get("chunk", 0), each.get("expert", False)) for each in given})
+    keys = sorted({(info.get("chunk", 0), info.get("expert", False)) for info in infos})
     results = {PADDED: [], "compact_buffer": [], "distributed_optimizer": []}
     owner = [None] * len(params)
     identity = {}
     for chunk, expert in keys:
-        own = [i for i, e in enumerate(given) if (e.get("chunk", 0), e.get("expert", False)) == (chunk, expert)]
-        mine, size = [params[i] for i in own], sizes[expert]
-        case["buffers"].append({"chunk": chunk, "expert": expert, "dp": size, "params": own})
-        padded = LayerWise._compute_per_buffer_param_layout(mine, case["bucket_size"], size, config)
-        plain = _compute_default_per_buffer_param_layout(mine, case["bucket_size"])
-        cut = DistributedOptimizer._compute_per_buffer_param_layout(mine, case["bucket_size"], size, config)
+        positions = [i for i, e in enumerate(infos) if (e.get("chunk", 0), e.get("expert", False)) == (chunk, expert)]
+        bucket_params, size = [params[i] for i in positions], sizes[expert]
+        case["buffers"].append({"chunk": chunk, "expert": expert, "dp": size, "params": positions})
+        padded = LayerWise._compute_per_buffer_param_layout(bucket_params, case["bucket_size"], size, config)
+        plain = _compute_default_per_buffer_param_layout(bucket_params, case["bucket_size"])
+        cut = DistributedOptimizer._compute_per_buffer_param_layout(bucket_params, case["bucket_size"], size, config)
         for key, layout in zip(results, (padded, plain, cut), strict=True):
-            results[key].append(per_buffer(layout, mine))
-        for param in mine:
+            results[key].append(per_buffer(layout, bucket_params))
+        for param in bucket_params:
             start, _, bucket = padded.param_index_map[param]
             first, last = padded.bucket_indices[bucket]
             owner[index[param]] = (start - first) // ((last - first) // size)
             identity[param] = (chunk, int(expert), plain.param_index_map[param][0])
     case |= {key: {"buffers": buffers} for key, buffers in results.items()}
     case[PADDED]["owner"] = owner
-    groups = [[i for i, each in enumerate(given) if each.get("expert", False) == expert] for expert in (False, True)]
+    groups = [[i for i, info in enumerate(infos) if info.get("expert", False) == expert] for expert in (False, True)]
     if rng.random() < 0.5:
         groups = [part for group in groups for part in (group[1::2], group[::2])]
         case["param_groups"] = groups
-    case["pingpong_legacy"] = {"owner": ping_pong(given, params, groups, sizes, None)}
+    case["pingpong_legacy"] = {"owner": ping_pong(infos, params, groups, sizes, None)}
     if hasattr(LayerWise, "_build_param_sort_keys"):
-        case["pingpong_total_order"] = {"owner": ping_pong(given, params, groups, sizes, identity)}
+        case["pingpong_total_order"] = {"owner": ping_pong(infos, params, groups, sizes, identity)}
     return case
 
 
-def ping_pong(given, params, groups, sizes, identity):
+def ping_pong(infos, params, groups, sizes, identity):
     optimizer = SimpleNamespace(
         param_groups=[
-            {"params": [params[i] for i in group], "is_expert_parallel": given[group[0]].get("expert", False)}
+            {"params": [params[i] for i in group], "is_expert_parallel": infos[group[0]].get("expert", False)}
             for group in groups
             if group
         ]
@@ -145,9 +145,9 @@ def ping_pong(given, params, groups, sizes, identity):
     LayerWise._shard_params_ping_pong(self, [optimizer], sizes[False], sizes[True])
     index = {param: number for number, param in enumerate(params)}
     owner = [0] * len(params)  # an expert group of one rank is not listed
-    for held in (self.dp_cp_params_list, self.expt_dp_params_list or []):
-        for rank, mine in enumerate(held):
-            for param in mine:
+    for params_of_ranks in (self.dp_cp_params_list, self.expt_dp_params_list or []):
+        for rank, bucket_params in enumerate(params_of_ranks):
+            for param in bucket_params:
                 owner[index[param]] = rank
     return owner
 
@@ -170,17 +170,17 @@ def v1(rng):
         if home is not root and rng.random() < 0.3 and not (SPLITS_EXPERTS and len(shape) > 2):
             home = home.experts
         home.register_parameter(f"p{number}", meta({"shape": shape, "shared_embedding": tied}))
-    given = []
+    infos = []
     for name, param in root.named_parameters():
         unit = {"unit": int(name[len("unit")])} if name.startswith("unit") else {}
         tied = {"shared_embedding": True} if hasattr(param, "shared_embedding") else {}
-        given.append({"name": name, "shape": list(param.shape), **unit, **tied})
+        infos.append({"name": name, "shape": list(param.shape), **unit, **tied})
     index = {param: number for number, param in enumerate(root.parameters())}
     case = {
         "dp": rng.choice([1, 2, 3, 4, 7, 16]),
         "expert_dp": rng.randint(1, 4),
         "bucket_size": rng.choice([40_000_000, rng.randint(1, 5000)]),
-        "params": given,
+        "params": infos,
         "groups": [],
     }
     config = SimpleNamespace(data_parallel_sharding_strategy="optim_grads_params")
@@ -224,11 +224,11 @@ def v2(rng):
     flat = rng.randint(0, len(mesh))
     layout = GlobalLayout.build(shapes, math.prod(mesh))
     placements = ["replicate"] * (len(mesh) - flat) + ["flat"] * flat
-    given = [Flat() if placement == "flat" else None for placement in placements]
+    local_placements = [Flat() if placement == "flat" else None for placement in placements]
     ranges = []
     for at in product(*map(range, mesh)):
         position = SimpleNamespace(size=mesh.__getitem__, get_local_rank=at.__getitem__)
-        ranges.append(list(layout.get_local_range(position, given)))
+        ranges.append(list(layout.get_local_range(position, local_placements)))
     ends = [start + math.prod(shape) for start, shape in zip(layout.tensor_to_offset, shapes, strict=True)]
     return {
         "mesh": mesh,

@@ -87,8 +87,8 @@ def train(net: Net, optimizer, plan: dict) -> None:
         for name, parameter in net.named_parameters()
     }
     if plan["load"]:
-        wanted = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True)}
-        loaded = dist_checkpointing.load(wanted, plan["load"], strict="raise_all")
+        template = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True)}
+        loaded = dist_checkpointing.load(template, plan["load"], strict="raise_all")
         optimizer.load_state_dict(loaded["optimizer"])
         for name, parameter in net.named_parameters():
             parameter.data.copy_(loaded["model"][name])
@@ -119,11 +119,13 @@ def carried_out(plan: dict) -> dict:
     except ValueError as error:
         return {"error": str(error)}
     train(net, optimizer, plan)
-    ours = next(each.optimizer for each in optimizer.chained_optimizers if isinstance(each.optimizer, MegatronMuon))
+    distributed_optimizer = next(
+        chained.optimizer for chained in optimizer.chained_optimizers if isinstance(chained.optimizer, MegatronMuon)
+    )
     return {
         "parameters": {name: parameter.detach().clone() for name, parameter in net.named_parameters()},
-        "owned": sum(len(group["params"]) for group in ours.param_groups),
-        "sharing": list(ours.schedules),
+        "owned": sum(len(group["params"]) for group in distributed_optimizer.param_groups),
+        "sharing": list(distributed_optimizer.schedules),
     }
 
 

@@ -50,8 +50,8 @@ class OnCpu(TorchFunctionMode):
 
 def parameters(path: str) -> dict[str, torch.nn.Parameter]:
     """The checkpoint's weights, as parameters that hold nothing of it."""
-    found = dist_checkpointing.load_tensors_metadata(path)
-    weights = {key: tensor for key, tensor in found.items() if "optimizer.state." not in key}
+    sharded_tensors = dist_checkpointing.load_tensors_metadata(path)
+    weights = {key: tensor for key, tensor in sharded_tensors.items() if "optimizer.state." not in key}
     return {
         key: torch.nn.Parameter(torch.full(tensor.global_shape, torch.nan, dtype=torch.bfloat16))
         for key, tensor in weights.items()
@@ -84,12 +84,12 @@ def main(path: str, out: str) -> None:
     with OnCpu():
         optimizer = LayerWiseDistributedOptimizer(list(bases), config, groups, init_state_fn_list=states)
         model = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in params.items()}
-        wanted = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True)}
-        loaded = dist_checkpointing.load(wanted, path, strict="raise_all")
+        template = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True)}
+        loaded = dist_checkpointing.load(template, path, strict="raise_all")
         optimizer.load_state_dict(loaded["optimizer"])
     memory = dict(loaded["model"])
-    for mine, wrapped, base in zip(names, optimizer.chained_optimizers, bases, strict=True):
-        for name, master in zip(mine, wrapped.fp32_from_float16_groups[0], strict=True):
+    for names_of_optimizer, wrapped, base in zip(names, optimizer.chained_optimizers, bases, strict=True):
+        for name, master in zip(names_of_optimizer, wrapped.fp32_from_float16_groups[0], strict=True):
             slots = {"fp32_param": master, **base.state[master]}
             memory |= {f"optimizer.state.{slot}.{name}": value for slot, value in slots.items()}
     options = [{key: value for key, value in base.param_groups[0].items() if key != "params"} for base in bases]

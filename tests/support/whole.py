@@ -33,28 +33,28 @@ def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
     return StateRecord(key, (key,), tuple(value.shape), dtype, no_chunks(value.dim()), **facts)
 
 
-def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **how: Any) -> Manifest:
+def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **options: Any) -> Manifest:
     """These tensors and their elements in a container, from a source whose provenance is ``{"step": 3}``."""
     tensors = list(tensors)
 
     def in_memory(opened: OpenCheckpoint) -> Outputs:
         stored, outputs = [], []
-        for each, raw in tensors:
-            place, box = opened.payloads.keep(raw), Box.of(each.shape)
+        for record, raw in tensors:
+            place, box = opened.payloads.keep(raw), Box.of(record.shape)
             chunks = Chunks.of([Chunk(box, place, place, xxh3_128([raw]))], box.ndim)
-            stored.append(replace(each, chunks=chunks))
-            outputs.append(OutputTensor(each, owned_layout(each.shape, 0), (chunks,)))
+            stored.append(replace(record, chunks=chunks))
+            outputs.append(OutputTensor(record, owned_layout(record.shape, 0), (chunks,)))
         return Outputs(outputs, constants=tuple(stored))
 
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
     (source / MANIFEST_FILE).write_text(Manifest((), (), {"step": 3}).to_json())
     job = make_job(source, Target({"dp": 1}), make_outputs=in_memory, container=container)
-    return run_job(job, path, **how)
+    return run_job(job, path, **options)
 
 
-def write_values(path: Path, container: Container, tensors: dict[str, torch.Tensor], **how: Any) -> Manifest:
-    return write(path, container, [(record(key, value), bits(value)) for key, value in tensors.items()], **how)
+def write_values(path: Path, container: Container, tensors: dict[str, torch.Tensor], **options: Any) -> Manifest:
+    return write(path, container, [(record(key, value), bits(value)) for key, value in tensors.items()], **options)
 
 
 def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> np.ndarray:
@@ -65,6 +65,6 @@ def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> np.ndarray:
         common = chunk.box & box
         if common is not None:
             place = dense(chunk.box, chunk.item.file).place_at(common.lo)
-            found = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
-            words[slices_within(common, box.lo)] = found
+            elements = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
+            words[slices_within(common, box.lo)] = elements
     return words

@@ -69,9 +69,9 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a rank has no result.  ``when`` is on the monotonic clock that all processes of a machine share."""
+    """Why a rank has no result.  ``seconds`` are on the monotonic clock that all processes of a machine share."""
 
-    when: float
+    seconds: float
     text: str
 
 
@@ -109,7 +109,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 3
     if failures:
         for rank in failures:
             _end(_workers.pop(rank))
-        order = sorted(failures, key=lambda rank: failures[rank].when)
+        order = sorted(failures, key=lambda rank: failures[rank].seconds)
         raise WorkersFailed("\n".join(f"rank {rank} of {world}: {failures[rank].text}" for rank in order))
     return [answers[rank] for rank in range(world)]
 
@@ -145,11 +145,11 @@ def _start(world: int) -> None:
     for rank in missing:
         if rank in _workers:
             _end(_workers[rank])
-        ours, theirs = context().Pipe()
-        process = context().Process(target=_serve, args=(theirs, str(_scratch[0])), daemon=True)
+        parent_end, child_end = context().Pipe()
+        process = context().Process(target=_serve, args=(child_end, str(_scratch[0])), daemon=True)
         process.start()
-        theirs.close()
-        _workers[rank] = _Worker(process, ours)
+        child_end.close()
+        _workers[rank] = _Worker(process, parent_end)
     for rank in missing:
         if not _workers[rank].connection.poll(START):
             raise WorkersFailed(f"rank {rank}: the worker did not start within {START:.0f} s")
@@ -167,7 +167,7 @@ def _collect(world: int, deadline: float) -> dict[int, Any]:
     waiting = {_workers[rank].connection: rank for rank in range(world)}
     answers: dict[int, Any] = {}
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-        for connection in [each for each in waiting if each in ready]:
+        for connection in [item for item in waiting if item in ready]:
             rank = waiting.pop(connection)
             process = _workers[rank].process
             try:
@@ -221,7 +221,7 @@ def _answer(rank: int, world: int, store: str, collective_timeout: float, job: b
         function, args, filters = pickle.loads(job)
         warnings.resetwarnings()
         for action, message, category, module, line in reversed(filters):  # what is an error in the test is one here
-            patterns = [each if isinstance(each, str) else each.pattern if each else "" for each in (message, module)]
+            patterns = [item if isinstance(item, str) else item.pattern if item else "" for item in (message, module)]
             warnings.filterwarnings(action, patterns[0], category, patterns[1], line)
         distributed.init_process_group(
             "gloo",

@@ -39,11 +39,11 @@ def file_of(tensor: OutputTensor) -> OutputFile:
     key, shape, dtype = tensor.record.key, tensor.record.shape, tensor.record.dtype
     if "/" in key or not hasattr(np, dtype):
         raise SourceError(f"tensor {key!r}, {dtype}: .npy files have neither such names nor such elements")
-    written = BytesIO()
+    header_stream = BytesIO()
     npy.write_array_header_1_0(
-        written, {"descr": npy.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        header_stream, {"descr": npy.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     )
-    header = written.getvalue()
+    header = header_stream.getvalue()
     plans = chunk_plans(tensor, [Box.of(shape)], bare)
     chunks = OutputChunks.end_to_end(f"{key}.npy", [tensor], plans, start=len(header))
     return OutputFile(chunks.file, (), chunks, chunks.end, header=lambda sums: header)
