@@ -8,7 +8,7 @@ in blocks.  ``share_by_torch`` uses torch's ``int64``, which wraps modulo 2**64 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ from ..algebra.fingerprint import DIM_STRIDE, GOLDEN, MIX, combine, fingerprint
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -29,7 +29,7 @@ from ..algebra.layout import Buffer, Fragment, TensorLayout, dense, holes_in
 from ..algebra.overlap import overlaps
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, layout_of, placement_json
-from ..names.errors import ArgumentError, LayoutError, about
+from ..names.errors import ArgumentError, LayoutError, MuonckptError, about
 from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
 from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
 from ..names.state_forms import stored_slot
@@ -42,23 +42,27 @@ from .storable import digest_of_object
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Fields of a `record.StateRecord` that the saving program knows, and DCP's metadata lack."""
+    """Fields of a `record.StateRecord` that an optimizer knows of the slots of a group, and DCP's metadata lack."""
 
-    name: str | None = None
     slot: str | None = None
     convention: Convention | None = None
     pieces: tuple[int, ...] | None = None
-    layout: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The way in which a rank holds some tensors, as layers repeat; their names are not in ``note``."""
+    """The description that the tensors of a rank share which it holds alike, as layers repeat.
+
+    Attributes:
+        boxes: those that are here.
+        layout: mesh and placements as JSON data, where these describe the tensors.
+    """
 
     dtype: str
     shape: Index
     boxes: tuple[Box, ...]
     note: Annotation
+    layout: Mapping[str, Any] | None = None
 
     @property
     def counts(self) -> bool:
@@ -132,7 +136,7 @@ def record_of(key: str, path: KeyPath, name: str | None, kind: ShardSpec) -> Sta
     note = kind.note
     chunks = no_chunks(len(kind.shape))
     return StateRecord(
-        key, path, kind.shape, kind.dtype, chunks, name, note.slot, note.convention, note.pieces, note.layout
+        key, path, kind.shape, kind.dtype, chunks, name, note.slot, note.convention, note.pieces, kind.layout
     )
 
 
@@ -199,11 +203,22 @@ class LiveState:
             ) from error
 
     @cached_property
-    def annotations(self) -> Mapping[KeyPath, Annotation]:
-        """Annotations of tensors, by path."""
-        annotations: dict[KeyPath, Annotation] = {}
-        _annotate(annotations, (), self.nested, {})
-        return annotations
+    def slots(self) -> Mapping[KeyPath, tuple[str, Annotation]]:
+        """The slots of optimizers by path, as DCP makes paths: the parameter's name, and the annotation."""
+        slots: dict[KeyPath, tuple[str, Annotation]] = {}
+        annotations: dict[object, Annotation] = {}
+        for path, name, slot, group in _slots_below((), self.nested):
+            # Parameters of a group, and layers, share one annotation for each slot.
+            facts = slot, str(group.get("convention")), tuple(group.get("pieces") or ())
+            if facts not in annotations:
+                annotations[facts] = _annotation(*facts)
+            slots[path] = name, annotations[facts]
+        return slots
+
+    def convention(self, path: KeyPath) -> Convention | None:
+        """Return the convention of the momentum at a path, where an optimizer declares it."""
+        _, note = self.slots.get(path, _NO_SLOT)
+        return note.convention
 
     @cached_property
     def parts(self) -> dict[str, Parts]:
@@ -212,21 +227,23 @@ class LiveState:
         Raises:
             LayoutError: nothing says where a tensor is, or it is on the meta device; names it.
         """
-        parts = {}
-        for key, value in self.flat.items():
-            if isinstance(value, Tensor):
-                with about(f"tensor {key!r}"):
+        parts, key = {}, ""
+        try:
+            for key, value in self.flat.items():
+                if isinstance(value, Tensor):
                     if value.is_meta:
                         raise LayoutError("it is on the meta device and has no elements: materialise it")
                     parts[key] = parts_of(value)
+        except MuonckptError:
+            with about(f"tensor {key!r}"):
+                raise
         return parts
 
     @cached_property
     def described(self) -> RankState:
         """The description for other ranks; raises as ``parts``, and if a box has another dtype than its tensor."""
         # Layers repeat, so a model of many tensors has few kinds: others hear of these, and of a number for each key.
-        annotations = self.annotations
-        kinds: dict[Any, int] = {None: 0}
+        kinds: dict[object, int] = {None: 0}
         distinct: list[ShardSpec | None] = [None]
         numbers, names = [], list[str | None]()
         for key, value in self.flat.items():
@@ -235,22 +252,20 @@ class LiveState:
                 numbers.append(0)
                 names.append(None)
                 continue
-            note = annotations.get(self.paths[key], _UNKNOWN)
-            local_boxes = tuple((lo, part.shape, part.dtype) for lo, part in parts.items())
-            layout = id(note.layout)  # tensors mostly share one object
-            shape = whole_shape(value)
-            number = kinds.setdefault(
-                (value.dtype, shape, local_boxes, note.slot, note.convention, note.pieces, layout), len(kinds)
-            )
+            name, note = self.slots.get(self.paths[key], _NO_SLOT)
+            local_boxes = tuple([(lo, part.shape, part.dtype) for lo, part in parts.items()])
+            # Tensors share annotations and mostly layouts, which are known by their identity.
+            layout, shape = placement_json(value), whole_shape(value)
+            number = kinds.setdefault((value.dtype, shape, local_boxes, id(note), id(layout)), len(kinds))
             # A kind that is new: its boxes are checked once for all tensors that have them.
             if number == len(distinct):
                 boxes = tuple(Box.of(tuple(size)).shift(lo) for lo, size, _ in local_boxes)
                 for box, (_, _, dtype) in zip(boxes, local_boxes, strict=True):
                     if dtype != value.dtype:
                         raise LayoutError(f"tensor {key!r}: box {box} is {dtype}, the tensor is {value.dtype}")
-                distinct.append(ShardSpec(dtype_name(value.dtype), shape, boxes, replace(note, name=None)))
+                distinct.append(ShardSpec(dtype_name(value.dtype), shape, boxes, note, layout))
             numbers.append(number)
-            names.append(note.name)
+            names.append(name)
         # Optimizers without groups have nothing that ranks could number differently.
         paths = tuple(tuple(self.paths[key]) for key in self.flat)
         grouped = tuple(optimizer for optimizer in self.optimizers if optimizer.groups is not None)
@@ -588,38 +603,28 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
             )
 
 
-# --- Annotations in a nested state dict -------------------------------------------------------------------------------
+# --- Slots in a nested state dict -------------------------------------------------------------------------------------
 
-_UNKNOWN = Annotation()
+_NO_SLOT: tuple[None, Annotation] = (None, Annotation())
 
 
-def _annotate(
-    annotations: dict[KeyPath, Annotation], path: KeyPath, node: Any, of_slots: Mapping[KeyPath, Annotation]
-) -> None:
-    """Add the annotations of the tensors below a path, as DCP makes paths: keys as strings, list positions as integers.
+def _slots_below(path: KeyPath, node: Any) -> Iterator[tuple[KeyPath, str, str, Mapping[str, Any]]]:
+    """Yield path, parameter, slot and group of the state of optimizers at or below a path; inner optimizers come last.
 
-    Args:
-        of_slots: those of the state of optimizers above, without layouts.
+    Paths are those of DCP: keys as strings, positions in lists as integers.
     """
-    if isinstance(node, Tensor):
-        note = of_slots.get(path, _UNKNOWN)
-        annotations[path] = Annotation(note.name, note.slot, note.convention, note.pieces, placement_json(node))
-    elif isinstance(node, Mapping):
-        # An optimizer's state annotates the tensors below it, at whatever depth they are.
-        slots = {(*path, *place): _slot_annotation(name, slot, group) for place, name, slot, group in slots_of(node)}
-        of_slots = {**of_slots, **slots} if slots else of_slots
-        for key, value in node.items():
-            _annotate(annotations, (*path, str(key)), value, of_slots)
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            _annotate(annotations, (*path, index), value, of_slots)
+    children: Iterable[tuple[Any, Any]] = enumerate(node)
+    if isinstance(node, Mapping):
+        for place, name, slot, group in slots_of(node):
+            yield (*path, *place), name, slot, group
+        children = ((str(key), value) for key, value in node.items())
+    for part, value in children:
+        if isinstance(value, Mapping | list):
+            yield from _slots_below((*path, part), value)
 
 
-def _slot_annotation(name: str, slot: str, group: Mapping[str, Any]) -> Annotation:
-    """Return the annotation of a parameter's slot; momentum has the convention that its group declares."""
+def _annotation(slot: str, convention: str, pieces: tuple[int, ...]) -> Annotation:
+    """Return the annotation of a slot; momentum has the convention that its group declares."""
     stored = stored_slot(slot)
-    convention = None
-    if stored.slot == MOMENTUM and stored.is_shaped and group.get("convention") in {*Convention}:
-        convention = Convention(group["convention"])
-    pieces = group.get("pieces")
-    return Annotation(name, slot, convention, tuple(pieces) if pieces else None)
+    has_convention = stored.slot == MOMENTUM and stored.is_shaped and convention in {*Convention}
+    return Annotation(slot, Convention(convention) if has_convention else None, pieces or None)

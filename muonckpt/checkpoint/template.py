@@ -22,7 +22,7 @@ from ..names.resumption import (
     explain_differences,
     option_difference,
 )
-from ..names.vocabulary import CONVENTION, PARAMS, Convention, KeyPath, has_our_options
+from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
 from ..names.wording import listed
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
@@ -43,7 +43,6 @@ class LoadTemplate:
     Attributes:
         values, paths: by flat key.
         numbered: keys of optimizers whose parameters have numbers; these go by key.
-        conventions: of momentum, by key, where the state dict declares them.
         partial: the checkpoint may hold more than it asks for.
         live: the state dict itself.
     """
@@ -52,16 +51,12 @@ class LoadTemplate:
     paths: Mapping[str, KeyPath]
     optimizers: tuple[NamedOptimizer, ...]
     numbered: tuple[str, ...]
-    conventions: Mapping[str, Convention]
     partial: bool
     live: LiveState
 
     @classmethod
     def of(cls, live: LiveState, partial: bool) -> LoadTemplate:
-        notes = {key: live.annotations.get(path) for key, path in live.paths.items()}
-        conventions = {key: note.convention for key, note in notes.items() if note and note.convention}
-        numbered = tuple(numbered_optimizers(live.nested))
-        return cls(live.flat, live.paths, live.optimizers, numbered, conventions, partial, live)
+        return cls(live.flat, live.paths, live.optimizers, tuple(numbered_optimizers(live.nested)), partial, live)
 
     @property
     def is_ours(self) -> bool:
@@ -91,8 +86,8 @@ class LoadTemplate:
                 yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
             if entry.dtype != dtype_name(value.dtype):
                 yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({NO_CAST})"
-            convention = self.conventions.get(key)
-            if entry.convention and convention and entry.convention != convention:
+            convention = self.live.convention(self.paths[key]) if entry.convention else None
+            if convention and entry.convention != convention:
                 yield "is " + option_difference(CONVENTION, entry.convention, convention)
 
 
