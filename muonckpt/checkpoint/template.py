@@ -32,7 +32,7 @@ from .shared_memory import Elements
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
-OwnParameter = tuple[str, str]
+OptimizerParameter = tuple[str, str]
 """The key of an optimizer's state dict, and the name of one of its parameters."""
 
 
@@ -68,8 +68,8 @@ class LoadTemplate:
 
         # Tensors are tied where the same boxes lie in the same memory, and are all of a tensor of one shape.
         def places(key: str) -> tuple[Any, ...]:
-            of_parts = ((lo, Elements.of(part)) for lo, part in self.live.parts[key].items())
-            return whole_shape(self.values[key]), frozenset(of_parts)
+            elements = {lo: Elements.of(part) for lo, part in self.live.parts[key].items()}
+            return whole_shape(self.values[key]), frozenset(elements.items())
 
         memory = set(map(places, self.live.parts.keys() & keys))
         return {key for key in self.live.parts if places(key) in memory}
@@ -82,7 +82,7 @@ class LoadTemplate:
             stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
             yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
         elif isinstance(entry, StateRecord):
-            if entry.shape != tuple(value.shape):
+            if entry.shape != value.shape:
                 yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
             if entry.dtype != dtype_name(value.dtype):
                 yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({NO_CAST})"
@@ -106,6 +106,8 @@ class Stored:
         self.place = place
         self.by_rank: defaultdict[str, dict[tuple[int, int], str]] = defaultdict(dict)
         self._read = read
+        self._options: dict[str, Any] = {}
+        self._groups: dict[NamedOptimizer, list[tuple[str, ...]]] = {}
         # Values by rank stand beside the item that they are of, which programs read that know no ranks.
         for key, entry in self.entries.items():
             if (value := rank_in(entry.path)) is not None and (item := key_of(value.path)) in self.entries:
@@ -127,19 +129,22 @@ class Stored:
     def form(self, key: str) -> StateForm | None:
         """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
         # Options below a number are those of groups, which list names or numbers; others begin with a name.
-        begin = option_prefix(key)
-        options = [option.removeprefix(begin) for option in self.entries if option.startswith(begin)]
-        groups = [option for option in options if option.removesuffix(f".{PARAMS}").isdecimal()]
-        members = list(chain.from_iterable(self.option(begin + group) or () for group in groups))
-        if members:
-            return StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
-        if groups:
-            return None
-        return StateForm.FLAT if any(not option.rpartition(".")[0].isdecimal() for option in options) else None
+        prefix, has_groups, is_flat = option_prefix(key), False, False
+        for option in self.entries:
+            if option.startswith(prefix):
+                suffix = option.removeprefix(prefix)
+                is_flat |= not suffix.rpartition(".")[0].isdecimal()
+                if suffix.removesuffix(f".{PARAMS}").isdecimal():
+                    has_groups = True
+                    if members := self.option(option):
+                        return StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
+        return StateForm.FLAT if is_flat and not has_groups else None
 
     def option(self, key: str) -> Any:
         """Read an option, with lists as tuples."""
-        return as_tuples(self._read(self.entries[key]))
+        if key not in self._options:
+            self._options[key] = as_tuples(self._read(self.entries[key]))
+        return self._options[key]
 
     def mark(self, key: str) -> str:
         """Return text that is the same for equal options, where possible without reading them."""
@@ -149,13 +154,15 @@ class Stored:
 
     def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
         """Return the names of each group's parameters in the nested form, none in the other."""
-        options = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
-        groups: list[tuple[str, ...]] = []
-        # A number without a list of parameters keeps its place, as groups are known by their numbers.
-        for number in range(max(options, default=-1) + 1):
-            key = options.get(number, _NONE).get(PARAMS)
-            groups.append(() if key is None else tuple(map(str, self.option(key) or ())))
-        return groups
+        if optimizer not in self._groups:
+            options = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
+            groups: list[tuple[str, ...]] = []
+            # A number without a list of parameters keeps its place, as groups are known by their numbers.
+            for number in range(max(options, default=-1) + 1):
+                key = options.get(number, _NONE).get(PARAMS)
+                groups.append(() if key is None else tuple(map(str, self.option(key) or ())))
+            self._groups[optimizer] = groups
+        return self._groups[optimizer]
 
     def names(self, optimizer: NamedOptimizer) -> set[str]:
         """Return the names of an optimizer's parameters, as its options have them."""
@@ -173,7 +180,7 @@ class Matching:
         covered_keys: keys of the checkpoint that are not extra although no key of the template is read from them.
         zeros: keys of the template, of state that starts fresh.
         loaded, fresh, discarded, own_options: as in a `LoadReport`.
-        kept: names of weights that keep their values, by key.
+        kept_weights: names of weights that keep their values, by key.
         parameters: all that optimizers have.
         added: options that only the checkpoint has and that the state dict gets, by path.
         differences: why the state of a parameter cannot be loaded, by name.
@@ -185,11 +192,11 @@ class Matching:
     sources: Mapping[str, str] = field(default_factory=dict)
     covered_keys: frozenset[str] = frozenset()
     zeros: tuple[str, ...] = ()
-    loaded: frozenset[OwnParameter] = frozenset()
-    fresh: frozenset[OwnParameter] = frozenset()
+    loaded: frozenset[OptimizerParameter] = frozenset()
+    fresh: frozenset[OptimizerParameter] = frozenset()
     discarded: frozenset[str] = frozenset()
-    kept: Mapping[str, str] = field(default_factory=dict)
-    parameters: frozenset[OwnParameter] = frozenset()
+    kept_weights: Mapping[str, str] = field(default_factory=dict)
+    parameters: frozenset[OptimizerParameter] = frozenset()
     own_options: tuple[str, ...] = ()
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
     differences: Mapping[str, str] = field(default_factory=dict)
@@ -209,31 +216,40 @@ class Matching:
     @classmethod
     def joined(cls, parts: Sequence[Matching]) -> Matching:
         """Join what several parts of a template, or several ranks, take."""
+        return cls(*[_join([getattr(part, name) for part in parts]) for name in cls.__slots__])
 
-        # The kind of a field says how it is joined: sets unite, mappings merge, tuples keep the first of each.
-        def join(values: Sequence[Any]) -> Any:
-            if isinstance(values[0], frozenset):
-                return frozenset().union(*values)
-            if isinstance(values[0], Mapping):
-                return dict(chain.from_iterable(value.items() for value in values))
-            return tuple(dict.fromkeys(chain.from_iterable(values)))
-
-        return cls(*(join([getattr(part, name) for part in parts]) for name in cls.__slots__))
-
-    def misfit(self, cure: str, kept: str = KEEP_ADVICE, cast: str = CAST_ADVICE) -> str:
+    def misfit(self, cure: str, keep_advice: str = KEEP_ADVICE, cast: str = CAST_ADVICE) -> str:
         """Return all that does not fit, in one sentence.
 
         Args:
             cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-            kept: what keeps the state of parameters that differ.
+            keep_advice: what keeps the state of parameters that differ.
             cast: how state of another dtype is loaded.
         """
         # Where dtypes are all that is wrong, one advice on casting is enough for all of them.
         if self.faults and all(NO_CAST in fault for fault in (*self.faults, *self.differences.values())):
             sentence = describe_differences(self.differences, self.names) if self.differences else ""
             return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), sentence)))}. {CAST_ADVICE}"
-        differences = explain_differences(self.differences, self.names, cure, kept, cast) if self.differences else ""
+        differences = (
+            explain_differences(self.differences, self.names, cure, keep_advice, cast) if self.differences else ""
+        )
         return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
+
+
+def _join(values: Sequence[Any]) -> Any:
+    """Join the values of one field, whose kind says how: sets unite, mappings merge, tuples keep the first of each."""
+    if isinstance(values[0], tuple):
+        return tuple(dict.fromkeys(chain.from_iterable(values)))
+    # Mostly one part alone says something, which is as it is then.
+    values = [value for value in values if value] or values[:1]
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], frozenset):
+        return frozenset().union(*values)
+    merged: dict[Any, Any] = {}
+    for value in values:
+        merged |= value
+    return merged
 
 
 def joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:

@@ -25,9 +25,13 @@ GONE = "only in the checkpoint"
 UNGROUPED = "in no parameter group of the checkpoint, so that nothing says their rates and decay"
 
 
+_MEANING = (ALGORITHM, CONVENTION)
+_FUSED_MEANING = (*_MEANING, *FUSION)
+
+
 def meaning_options(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
-    return (ALGORITHM, CONVENTION, *(FUSION if any(map(depends_on_fusion, slots)) else ()))
+    return _FUSED_MEANING if any(map(depends_on_fusion, slots)) else _MEANING
 
 
 @dataclass(frozen=True, slots=True)
