@@ -13,17 +13,21 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from xxhash import xxh3_64_intdigest
 
+from ..algebra.box import Index
+from ..algebra.fingerprint import box_shares
 from ..names.errors import ArgumentError, DestinationError
 from ..names.version import PROGRAM
 from ..record import json_fields
@@ -32,12 +36,12 @@ from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import lock, publish
-from ..store.io.checksums import Sums, xxh3_128
+from ..store.io.checksums import Sums, crc32_of, xxh3_128
 from ..store.io.limits import gc_paused
 from ..store.io.location import Location, location
-from ..store.io.new_file import create_file
+from ..store.io.new_file import Writing, create_file
 from .all_ranks import decide_on_first, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
-from .bits import bits_of, dtype_name
+from .bits import bits_of, dtype_name, integer_view
 from .live_state import Digests, Item, LiveState, RankState
 from .storable import refuse_unstorable
 from .whole_plan import AlikeItems, RankItems, WholePlan, rank_file, receipt_row
@@ -345,46 +349,116 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
     if not items:
         return []
     # Lengths are known before a byte is written, so the file gets its full size at once.
-    blobs = [_pickled(live, key) for key, lo in items if lo is None]
-    tensors = [(live.parts[key][lo], lo) for key, lo in items if lo is not None]
-    frames = [tensor_item.frame(dtype_name(part.dtype), tuple(part.shape)) for part, _ in tensors]
-    starts, end = [], 0
-    for length in (*map(len, blobs), *(frame.length for frame in frames)):
-        starts.append(aligned(end))
-        end = starts[-1] + length
+    blobs, boxes, end = list[tuple[memoryview, int]](), list[_BoxItem](), 0
+    for key, lo in items:
+        start = aligned(end)
+        if lo is None:
+            blobs.append((_pickled(live, key), start))
+            end = start + len(blobs[-1][0])
+        else:
+            part = live.parts[key][lo]
+            boxes.append(_BoxItem(part, lo, tensor_item.frame(dtype_name(part.dtype), tuple(part.shape)), start))
+            end = boxes[-1].end
     progress.total = end
 
     # Each element is read once: digests, share and checksum are taken in the pass that writes it.
     rows = []
     try:
         with create_file(file, end) as output:
-            for blob, start in zip(blobs, starts, strict=False):
+            for blob, start in blobs:
                 progress.written = output.write(blob, start)
                 rows.append(receipt_row(xxh3_128([blob]), length=len(blob)))
-            for (part, lo), frame, start in zip(tensors, frames, starts[len(blobs) :], strict=True):
-                sums, end = Sums(), output.write(frame.head, start)
-                for band in sums.add_chunk(bits_of(_on_host(part)), lo):
-                    end = progress.written = output.write(band, end)
-                progress.written = output.write(frame.tail(sums.checksum), end)
-                rows.append(receipt_row(sums.digest, sums.share, frame.length, sums.checksum))
+            for run in _runs(boxes):
+                rows += _write_small(run, output) if run[0].is_small else [_write_bands(run[0], output, progress)]
+                progress.written = run[-1].end
     except OSError as error:
         raise DestinationError(f"cannot write {file}: {error}") from error
     return rows
 
 
+_SMALL_BYTES = 1 << 14
+"""Bytes of the largest item that is written together with others: of such, calls cost more than bytes."""
+
+_RUN_BYTES = 1 << 20
+"""Most bytes of small items that are written at once: they stay in cache until then."""
+
+
+class _BoxItem(NamedTuple):
+    """A box of a tensor, and its item in a rank's file from byte ``start`` on."""
+
+    part: torch.Tensor
+    lo: Index
+    frame: tensor_item.ItemFrame
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.frame.length
+
+    @property
+    def is_small(self) -> bool:
+        return self.frame.length <= _SMALL_BYTES
+
+
+def _runs(items: Sequence[_BoxItem]) -> Iterator[list[_BoxItem]]:
+    """Yield items in the order of a file: small ones that lie beside each other together, every other one alone."""
+    run: list[_BoxItem] = []
+    for item in items:
+        if run and not (item.is_small and run[0].is_small and item.end - run[0].start <= _RUN_BYTES):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _write_small(items: Sequence[_BoxItem], output: Writing) -> list[bytes]:
+    """Write small items by one call, and return their rows of the receipt."""
+    start = items[0].start
+    buffer, rows = memoryview(bytearray(items[-1].end - start)), [b""] * len(items)
+    # Boxes that are cut alike are one array, so torch and numpy are called once for all of them.
+    numbers_by_cut: defaultdict[object, list[int]] = defaultdict(list)
+    for number, item in enumerate(items):
+        numbers_by_cut[item.frame.head, item.lo, item.part.device].append(number)
+    for numbers in numbers_by_cut.values():
+        _, lo, frame, _ = items[numbers[0]]
+        parts = [integer_view(_resolved(items[number].part)) for number in numbers]
+        words = bits_of(torch.stack(parts).cpu())
+        shares = box_shares(words, lo + (0,) * (words.ndim - 1 - len(lo)))  # halves of 16 bytes have a dim
+        for number, share, payload in zip(numbers, shares, words.reshape(len(numbers), -1), strict=True):
+            raw = payload.view(np.uint8).data
+            checksum, place = crc32_of(raw, 0), items[number].start - start
+            buffer[place : place + frame.length] = b"".join((frame.head, raw, frame.tail(checksum)))
+            rows[number] = receipt_row(xxh3_128([raw]), share, frame.length, checksum)
+    output.write(buffer, start)
+    return rows
+
+
+def _write_bands(item: _BoxItem, output: Writing, progress: SaveProgress) -> bytes:
+    """Write an item band by band, and return its row of the receipt."""
+    part, lo, frame, start = item
+    sums, end = Sums(), output.write(frame.head, start)
+    for band in sums.add_chunk(bits_of(_on_host(part)), lo):
+        end = progress.written = output.write(band, end)
+    output.write(frame.tail(sums.checksum), end)
+    return receipt_row(sums.digest, sums.share, frame.length, sums.checksum)
+
+
 def _witness(live: LiveState, item: Item) -> bytes:
-    """Return the row for this rank's replica of a tensor's box that another rank writes."""
+    """Return the row for this rank's replica of a tensor's box that another rank writes: its digest alone."""
     key, lo = item
     assert lo is not None, "objects were compared before"
-    # The same digest as of what is stored, without writing it.
-    sums = Sums()
-    for _ in sums.add_chunk(bits_of(_on_host(live.parts[key][lo])), lo):
-        pass
-    return receipt_row(sums.digest)
+    words = bits_of(_on_host(live.parts[key][lo]))
+    return receipt_row(xxh3_128([words.reshape(-1).view(np.uint8).data]))
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    return part.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return _resolved(part).cpu().contiguous()
+
+
+def _resolved(part: torch.Tensor) -> torch.Tensor:
+    """Return a part whose memory has the values that it shows."""
+    return part.detach().resolve_conj().resolve_neg()
 
 
 def _pickled(live: LiveState, key: str) -> memoryview:
