@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -27,22 +28,40 @@ class Elements(NamedTuple):
 
     device: torch.device
     start: int
-    shape: Index
-    strides: Index
-    dtype: torch.dtype
-    is_conj: bool
-    is_neg: bool
+    form: ElementForm
 
     @classmethod
     def of(cls, part: Tensor) -> Elements:
-        # The stride of a dim of one element moves nothing, so equal elements would differ by it.
-        strides = tuple(stride if size > 1 else 0 for size, stride in zip(part.shape, part.stride(), strict=True))
-        shape = tuple(part.shape)
-        return cls(part.device, part.data_ptr(), shape, strides, part.dtype, part.is_conj(), part.is_neg())
+        form = _form(part.shape, part.stride(), part.dtype, part.is_conj(), part.is_neg())
+        return cls(part.device, part.data_ptr(), form)
 
     @property
+    def stop(self) -> int:
+        """The address after the last element."""
+        return self.start + self.form.geometry.extent
+
+
+@dataclass(frozen=True, eq=False)
+class ElementForm:
+    """The way in which elements lie from the first one on; parts in memory of one form share it, as layers repeat."""
+
+    shape: Index
+    strides: Index
+    itemsize: int
+    is_lazy: bool
+
+    @cached_property
     def geometry(self) -> Geometry:
-        return _geometry(self.shape, self.strides, self.dtype.itemsize)
+        return _geometry(self.shape, self.strides, self.itemsize)
+
+
+@cache
+def _form(shape: Index, strides: Index, dtype: torch.dtype, is_conj: bool, is_neg: bool) -> ElementForm:
+    # The stride of a dim of one element moves nothing, so equal elements would differ by it.
+    plain = tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+    if plain != strides:
+        return _form(shape, plain, dtype, is_conj, is_neg)
+    return ElementForm(tuple(shape), strides, dtype.itemsize, is_conj or is_neg)
 
 
 class Geometry(NamedTuple):
@@ -68,9 +87,8 @@ class Geometry(NamedTuple):
         return starts
 
 
-@lru_cache(maxsize=4096)
 def _geometry(shape: Index, strides: Index, itemsize: int) -> Geometry:
-    """Merge dims into runs.  Cached: a model has many tensors of equal geometry."""
+    """Merge dims into runs."""
     # From the smallest step up: dims that continue a run without a gap become one run.
     run, steps = itemsize, list[tuple[int, int]]()
     for step, count in sorted((stride * itemsize, size) for size, stride in zip(shape, strides, strict=True)):
@@ -105,14 +123,15 @@ def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collectio
     for key in (*origins, *zeros):
         for lo, part in target.parts.get(key, {}).items():
             # The first tensor in a place stands for it; another one there has to be the same whole tensor.
-            elements = Elements.of(part)
+            elements, place = Elements.of(part), (key, lo)
             if not part.numel() or not elements.start:  # of a class that has no memory of its own
                 continue
-            _refuse_losing(key, elements)
-            first_key, first_lo = places.setdefault(elements, (key, lo))
-            origin, other_origin = origins.get(key), origins.get(first_key)
-            if (first_key, first_lo) == (key, lo):
+            if elements.form.is_lazy or elements.form.geometry.overlaps:
+                raise _losing(key, elements.form)
+            first_key, first_lo = places.setdefault(elements, place)
+            if (first_key, first_lo) == place:
                 continue
+            origin, other_origin = origins.get(key), origins.get(first_key)
             whole = whole_shape(target.flat[key]) == whole_shape(target.flat[first_key])
             if first_key == key or lo != first_lo or not whole or (origin is None) != (other_origin is None):
                 raise _losing_both(first_key, key)
@@ -125,17 +144,16 @@ def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collectio
     return frozenset(tied)
 
 
-def _refuse_losing(key: str, elements: Elements) -> None:
-    if elements.is_conj or elements.is_neg:
-        raise LayoutError(
+def _losing(key: str, form: ElementForm) -> LayoutError:
+    if form.is_lazy:
+        return LayoutError(
             f"tensor {key!r} is a conjugate or negative view, whose memory has other values than it shows: give a "
             "tensor with memory of its own (tensor.resolve_conj().resolve_neg()), and copy from it afterwards"
         )
-    if elements.geometry.overlaps:
-        raise LayoutError(
-            f"elements of tensor {key!r} share memory with each other, as those of an expanded tensor do, so that one "
-            "value would be left of several: give a tensor with memory for each (tensor.contiguous())"
-        )
+    return LayoutError(
+        f"elements of tensor {key!r} share memory with each other, as those of an expanded tensor do, so that one "
+        "value would be left of several: give a tensor with memory for each (tensor.contiguous())"
+    )
 
 
 def _losing_both(key: str, other_key: str) -> LayoutError:
@@ -193,7 +211,7 @@ def _first_clash(places: Sequence[Elements], is_target: Sequence[bool]) -> tuple
     """
     # Almost all places are alone in their span, so runs are made only of those that are not.
     for cluster in _clusters(places):
-        geometries = [places[number].geometry for number in cluster]
+        geometries = [places[number].form.geometry for number in cluster]
         runs = [places[number].start + of.runs() for number, of in zip(cluster, geometries, strict=True)]
         counts, start = [len(starts) for starts in runs], np.concatenate(runs)
         order = np.argsort(start, kind="stable")
@@ -216,8 +234,8 @@ def _clusters(places: Sequence[Elements]) -> Iterator[list[int]]:
     """Yield the numbers of places whose spans overlap, several at a time: almost all places are alone."""
     spans: defaultdict[torch.device, list[tuple[int, int, int]]] = defaultdict(list)
     for number, place in enumerate(places):
-        if place.start and 0 not in place.shape:
-            spans[place.device].append((place.start, place.start + place.geometry.extent, number))
+        if place.start and 0 not in place.form.shape:
+            spans[place.device].append((place.start, place.stop, number))
     # In the order of their beginnings, a span that begins behind all before it begins a cluster.
     for of_device in spans.values():
         cluster, reach = list[int](), 0
