@@ -34,7 +34,7 @@ from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
 from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
 from ..names.state_forms import stored_slot
 from ..names.vocabulary import MOMENTUM, Convention, KeyPath
-from ..record.chunks import no_chunks
+from ..record.chunks import Chunks, no_chunks
 from ..record.record import StateRecord
 from .bits import dtype_name
 from .storable import digest_of_object
@@ -132,12 +132,19 @@ class RankState:
         return [0, *np.cumsum(counts[np.array(self.numbers, np.int64)]).tolist()]
 
 
-def record_of(key: str, path: KeyPath, name: str | None, kind: ShardSpec) -> StateRecord:
-    note = kind.note
-    chunks = no_chunks(len(kind.shape))
-    return StateRecord(
-        key, path, kind.shape, kind.dtype, chunks, name, note.slot, note.convention, note.pieces, kind.layout
-    )
+def record_of(
+    key: str,
+    path: KeyPath,
+    name: str | None,
+    kind: ShardSpec,
+    chunks: Chunks | None = None,
+    fingerprint: str | None = None,
+) -> StateRecord:
+    """Return the record of a tensor, without chunks if none are given."""
+    note, shape = kind.note, kind.shape
+    chunks = no_chunks(len(shape)) if chunks is None else chunks
+    annotations = name, note.slot, note.convention, note.pieces, kind.layout
+    return StateRecord(key, path, shape, kind.dtype, chunks, *annotations, fingerprint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,16 @@ class _Geometry:
     heads: tuple[int, ...]
 
 
+class _PlannedTensor(NamedTuple):
+    """A tensor with the boxes that are stored; its chunks and its fingerprint are known when it is written."""
+
+    key: str
+    path: KeyPath
+    name: str | None
+    kind: ShardSpec
+    boxes: Boxes
+
+
 @dataclass(frozen=True, slots=True)
 class WholePlan:
     """The plan of all ranks, whose tensors have been proved whole; with their receipts it becomes the manifest.
@@ -88,7 +98,6 @@ class WholePlan:
         shares: the items that each rank writes, and those that it holds as a witness.
         common_items: objects of each rank that were equal on several ranks when the plan was made, and have to be
             whenever it is used: one of these ranks writes them, and nobody compares what is written.
-        tensors: without chunks and fingerprints, with the boxes that are stored.
         objects: key, path and row.
         rank, row, head, size: for each stored box the rank that writes it, its row, and the bytes of its item before
             its elements, and of these.
@@ -98,7 +107,7 @@ class WholePlan:
 
     shares: tuple[RankItems, ...]
     common_items: tuple[AlikeItems, ...]
-    tensors: tuple[tuple[StateRecord, Boxes], ...]
+    tensors: tuple[_PlannedTensor, ...]
     objects: tuple[tuple[str, KeyPath, int], ...]
     rank: NDArray[np.int32]
     row: Column
@@ -162,11 +171,13 @@ class WholePlan:
             rows["crc32"][self.row].astype(np.int64),
         )
         # Each tensor is a slice of the columns; its fingerprint is the sum of the shares there.
-        ends = np.cumsum([0, *(len(boxes) for _, boxes in self.tensors)])
+        ends = np.cumsum([0, *(len(tensor.boxes) for tensor in self.tensors)])
         sums = np.append(np.uint64(0), np.cumsum(rows["share"][self.row], dtype=np.uint64))
         prints = map(as_hex, np.diff(sums[ends]).tolist())
-        for (record, boxes), start, fingerprint in zip(self.tensors, ends.tolist(), prints, strict=False):
-            yield replace(record, chunks=Chunks(columns, start, boxes), fingerprint=fingerprint)
+        for (key, path, name, kind, boxes), start, fingerprint in zip(
+            self.tensors, ends.tolist(), prints, strict=False
+        ):
+            yield record_of(key, path, name, kind, Chunks(columns, start, boxes), fingerprint)
 
     def _compare(self, digests: NDArray[Any], ranks: NDArray[np.int64]) -> None:
         """Check that replicas of tensors are equal, as only one of them is stored."""
@@ -241,7 +252,7 @@ class _Planning:
                 self._stored_items[rank][1].append(item)
             heads += geometry.heads
             sizes += geometry.sizes
-            tensors.append((record_of(key, path, name, geometry.kind), geometry.boxes))
+            tensors.append(_PlannedTensor(key, path, name, geometry.kind, geometry.boxes))
 
         # Ranks write objects first, then boxes; receipts follow that order, so rows of items are known now.
         shares = tuple(
@@ -342,6 +353,7 @@ def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Box
     boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, holders, strict=True))
     with about(f"tensor {key!r}"):
         layout = layout_on_ranks(first.shape, boxes)
+    record_of(key, (), None, first)  # refuses more dims than a manifest can have, before work is spent
     # Its rows are the holders' boxes in their order; those of equal boxes are replicas.
     items: list[tuple[int, int]] = []
     for number, kind in enumerate(kinds):
