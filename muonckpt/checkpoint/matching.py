@@ -119,8 +119,8 @@ def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
 
 def _find_moved_subtrees(template: LoadTemplate, stored: Stored) -> list[str]:
     """Return a fault if whole parts of the checkpoint stand at other keys than in the template."""
-    template_paths = {path for key, path in template.paths.items() if key not in stored.entries}
-    stored_paths = {entry.path for key, entry in stored.entries.items() if key not in template.values}
+    template_paths = set(map(template.paths.__getitem__, template.paths.keys() - stored.entries.keys()))
+    stored_paths = {stored.entries[key].path for key in stored.entries.keys() - template.values.keys()}
     subtrees = match_subtrees(template_paths, stored_paths)
     if not subtrees:
         return []

@@ -420,14 +420,14 @@ class ParameterMatcher:
         if saved.groups is not None and not saved.groups:
             return UNGROUPED
         origin, *numbers = saved.groups or (0,)
-        if any(self._option_differences(origin, number) for number in numbers):
+        if numbers and any(self._option_differences(origin, number) for number in numbers):
             return "in several parameter groups of the checkpoint, with different options"
         # Its meaning, before its form: state that means something else often has another form as well.
         for option in meaning_options(saved.slots):
             if option in live.options and option in saved.options:
-                saved_value, live_value = as_tuples(saved.options[option]), as_tuples(live.options[option])
-                if saved_value != live_value:
-                    return option_difference(option, saved_value, live_value)
+                saved_value, live_value = saved.options[option], live.options[option]
+                if saved_value != live_value and as_tuples(saved_value) != as_tuples(live_value):
+                    return option_difference(option, as_tuples(saved_value), as_tuples(live_value))
         # Its form: the same slots, each of which fits.
         live_slots, saved_slots = live.slots.keys(), saved.slots.keys()
         if live_slots != saved_slots and not (self.partial and live_slots <= saved_slots):
