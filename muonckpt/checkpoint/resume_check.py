@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -219,14 +220,15 @@ class ResumeProof:
                 options[option, difference.change, difference.group].append(difference.parameter)
             else:
                 keys[difference.change].append(difference.key)
-        return (
-            *(
-                f"{option} {change} in {group or _in_short(names)}"
-                for (option, change, group), names in options.items()
-            ),
-            *(f"{_in_short(members)}: {change}" for change, members in keys.items()),
-            *([listed(disputes, _MAX_GLOBS, "; ")] if disputes else []),
-        )
+        # Options come first, then whole values, then disputes among ranks.
+        phrases = []
+        for (option, change, group), names in options.items():
+            phrases.append(f"{option} {change} in {group or _in_short(names)}")
+        for change, members in keys.items():
+            phrases.append(f"{_in_short(members)}: {change}")
+        if disputes:
+            phrases.append(listed(disputes, _MAX_GLOBS, "; "))
+        return tuple(phrases)
 
     def __str__(self) -> str:
         unchecked = f"; not checked: {', '.join(self.unchecked)}" if self.unchecked else ""
@@ -343,10 +345,7 @@ def _optimizer_places(
     if len(optimizers) == 1:
         return [template.place("the optimizer", joint_forms)]
     forms_of_each = [_optimizer_forms(loaded, model, [optimizer]) for optimizer in optimizers]
-    best_match = 0
-    for forms in forms_of_each:
-        best_match = max([best_match, *(place.matching for place in template.best_places(forms))])
-    if any(place.matching > best_match for place in template.best_places(joint_forms)):
+    if template.best_match(joint_forms) > max(map(template.best_match, forms_of_each)):
         return [template.place("the optimizers", joint_forms)]
     return [template.place(f"optimizer {number}", forms) for number, forms in enumerate(forms_of_each)]
 
@@ -355,14 +354,14 @@ def _optimizer_forms(loaded: LoadedState, model: nn.Module, optimizers: Sequence
     """Return the state of optimizers in the forms that the template has; of others an optimizer may know nothing."""
     forms: list[Mapping[str, Any]] = []
     # Groups that list names are nested, numbers are the optimizer's own form; the flat form has keys of options.
-    members = [value for key, value in loaded.items.items() if loaded.paths[key][-1] == PARAMS and value]
-    if any(isinstance(params[0], str) for params in members):
+    member_types = {type(value[0]) for key, value in loaded.items.items() if loaded.paths[key][-1] == PARAMS and value}
+    if str in member_types:
         forms.append(get_optimizer_state_dict(model, optimizers))
     options = chain.from_iterable(map(OptimizerKey.of_option, loaded.paths.values()))
     if any(key.place.flat for key in options):
         flattened = StateDictOptions(flatten_optimizer_state_dict=True)
         forms.append(get_optimizer_state_dict(model, optimizers, options=flattened))
-    if len(optimizers) == 1 and any(isinstance(params[0], int) for params in members):
+    if len(optimizers) == 1 and int in member_types:
         forms.append(optimizers[0].state_dict())
     return forms
 
@@ -395,10 +394,15 @@ class _Template:
             counts: Counter[KeyPath] = Counter()
             for path in paths.values():
                 counts.update(self._roots(tuple(path)))
-            places += [_Place(root, state, count) for root, count in counts.items()]
-        best_match = max((place.matching for place in places), default=0)
+            places += map(_Place, counts.keys(), repeat(state), counts.values())
+        places.sort(key=attrgetter("matching"))
         # Of two forms that fit one place equally, either will do.
-        return [*{place.root: place for place in places if place.matching == best_match}.values()]
+        best_places = {place.root: place for place in places if place.matching == places[-1].matching}
+        return [*best_places.values()]
+
+    def best_match(self, forms: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many keys of a state one place has at most."""
+        return max(map(attrgetter("matching"), self.best_places(forms)), default=0)
 
     def place(self, name: str, forms: Sequence[Mapping[str, Any]]) -> _Place:
         """Return the one place of a state.
@@ -476,85 +480,98 @@ def compare(
         LayoutError: nobody holds some elements of a tensor.
     """
     refuse_mixed_calls(process_group, "Restored.check")
+    ranks = group_ranks(process_group)
+    return decide_on_first(
+        process_group,
+        AttestError,
+        lambda: _compare_items(loaded, take_parts()),
+        lambda answers: _prove(loaded, step, ranks, answers),
+    )
 
-    def answer() -> _RankAnswer:
-        # What no fingerprint can be taken of is refused by name, before work is spent.
-        parts = take_parts()
-        live = LiveState.of(parts.state_dict, "to check")
-        for key, value in live.flat.items():
-            if isinstance(value, Tensor):
-                refuse_unwritable(key, value)
-        # Tensors are compared by the first rank, all other values here, where both of them are.
-        shares = shares_of(live, live.parts)
-        differences = tuple(_item_differences(loaded, live, parts.covered_keys))
-        items = {key for key, value in loaded.items.items() if not isinstance(value, _Scalar)}
-        equal_items = len(items & live.flat.keys() - {difference.key for difference in differences})
-        # An option that a scheduler writes for itself, as it is made, changes no step.
-        unloaded_items = frozenset(
-            key
-            for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys()
-            if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in HISTORY_OPTIONS
-        )
-        return _RankAnswer(
-            shares,
-            differences,
-            equal_items,
-            frozenset(loaded.paths),
-            parts.covered_keys,
-            frozenset(_parts_beside(loaded.paths, parts.covered_keys)),
-            unloaded_items,
-            frozenset(parts.unrestored),
-        )
 
-    def decide(answers: list[_RankAnswer]) -> ResumeProof:
-        live_tensors = held_together(group_ranks(process_group), [answer.shares for answer in answers])
-        template_keys = frozenset[str]().union(*(answer.template_keys for answer in answers))
-        covered_keys = frozenset[str]().union(*(answer.covered_keys for answer in answers))
-        # Values, of whichever rank has them.
-        of_all = chain.from_iterable(answer.differences for answer in answers)
-        differences = {difference.key: difference for difference in of_all}
-        # Tensors that ranks should hold alike.
-        for key, phrase in live_tensors.disputes:
-            differences.setdefault(
-                key, ResumeDifference(key, loaded.prints.get(key, ABSENT), _Dispute(phrase.lstrip(": ")))
-            )
-        # Tensors: those that were loaded have to be there, with the elements that they had.
-        for key, saved in loaded.prints.items():
-            live = live_tensors.tensors.get(key, ABSENT)
-            if live != saved and (live is not ABSENT or key in covered_keys or key not in template_keys):
-                differences.setdefault(key, ResumeDifference(key, saved, live))
-        # Tensors that were not loaded: they began anew, or are of no state that was restored.
-        new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys()
-        for key in new_keys - template_keys:
-            differences[key] = ResumeDifference(key, ABSENT, live_tensors.tensors[key])
-        # The proof names what it leaves out, so that nobody takes it for more than it is.
-        unloaded_items = frozenset[str]().union(*(answer.unloaded_items for answer in answers)) - differences.keys()
-        unchecked = sorted(frozenset[str]().union(*(answer.unchecked for answer in answers)))
-        if new_items := sorted((new_keys & template_keys) | unloaded_items):
-            unchecked.append(f"{_in_short(new_items)}, which began anew, or have no recorded fingerprint")
-        if names := sorted(frozenset[str]().union(*(answer.unrestored for answer in answers))):
-            unchecked.append(f"{_in_short(names)}, which the checkpoint does not have")
-        if loaded.unloaded_keys:
-            unchecked.append(f"{_in_short(loaded.unloaded_keys)}, which allow_extra left in the checkpoint")
-        return ResumeProof(
-            step,
-            len(loaded.prints.keys() & live_tensors.tensors.keys() - differences.keys()),
-            max(answer.equal_items for answer in answers),
-            tuple(differences[key] for key in sorted(differences)),
-            tuple(unchecked),
-        )
+def _compare_items(loaded: LoadedState, parts: LiveParts) -> _RankAnswer:
+    """Compare on this rank what is no tensor, and take the shares of the fingerprints of its tensors."""
+    # What no fingerprint can be taken of is refused by name, before work is spent.
+    live = LiveState.of(parts.state_dict, "to check")
+    for key, value in live.flat.items():
+        if isinstance(value, Tensor):
+            refuse_unwritable(key, value)
+    # Tensors are compared by the first rank, all other values here, where both of them are.
+    shares = shares_of(live, live.parts)
+    differences = {difference.key: difference for difference in _item_differences(loaded, live, parts.covered_keys)}
+    equal_items = 0
+    for key, saved in loaded.items.items():
+        equal_items += key in live.flat and key not in differences and not isinstance(saved, _Scalar)
+    # An option that a scheduler writes for itself, as it is made, changes no step.
+    unloaded_items = set[str]()
+    for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys():
+        if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in HISTORY_OPTIONS:
+            unloaded_items.add(key)
+    return _RankAnswer(
+        shares,
+        tuple(differences.values()),
+        equal_items,
+        frozenset(loaded.paths),
+        parts.covered_keys,
+        frozenset(_parts_beside(loaded.paths, parts.covered_keys)),
+        frozenset(unloaded_items),
+        frozenset(parts.unrestored),
+    )
 
-    return decide_on_first(process_group, AttestError, answer, decide)
+
+def _prove(loaded: LoadedState, step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> ResumeProof:
+    """Join the answers of all ranks to the proof, on the first one."""
+    # Values differ on whichever rank has them; sets are those of any rank.
+    differences: dict[str, ResumeDifference] = {}
+    template_keys, covered_keys, unloaded_items = set[str](), set[str](), set[str]()
+    unchecked_parts, unrestored_names = set[str](), set[str]()
+    for answer in answers:
+        for difference in answer.differences:
+            differences[difference.key] = difference
+        template_keys |= answer.template_keys
+        covered_keys |= answer.covered_keys
+        unloaded_items |= answer.unloaded_items
+        unchecked_parts |= answer.unchecked
+        unrestored_names |= answer.unrestored
+    # Tensors that ranks should hold alike.
+    live_tensors = held_together(ranks, [answer.shares for answer in answers])
+    for key, phrase in live_tensors.disputes:
+        dispute = _Dispute(phrase.lstrip(": "))
+        differences.setdefault(key, ResumeDifference(key, loaded.prints.get(key, ABSENT), dispute))
+    # Tensors: those that were loaded have to be there, with the elements that they had.
+    for key, saved in loaded.prints.items():
+        live = live_tensors.tensors.get(key, ABSENT)
+        if live != saved and (live is not ABSENT or key in covered_keys or key not in template_keys):
+            differences.setdefault(key, ResumeDifference(key, saved, live))
+    # Tensors that were not loaded: they began anew, or are of no state that was restored.
+    new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys()
+    for key in new_keys - template_keys:
+        differences[key] = ResumeDifference(key, ABSENT, live_tensors.tensors[key])
+    # The proof names what it leaves out, so that nobody takes it for more than it is.
+    unchecked = sorted(unchecked_parts)
+    if new_items := sorted((new_keys & template_keys) | (unloaded_items - differences.keys())):
+        unchecked.append(f"{_in_short(new_items)}, which began anew, or have no recorded fingerprint")
+    if unrestored_names:
+        unchecked.append(f"{_in_short(sorted(unrestored_names))}, which the checkpoint does not have")
+    if loaded.unloaded_keys:
+        unchecked.append(f"{_in_short(loaded.unloaded_keys)}, which allow_extra left in the checkpoint")
+    equal_tensors = loaded.prints.keys() & live_tensors.tensors.keys() - differences.keys()
+    equal_items = max(answer.equal_items for answer in answers)
+    all_differences = tuple(map(differences.__getitem__, sorted(differences)))
+    return ResumeProof(step, len(equal_tensors), equal_items, all_differences, tuple(unchecked))
 
 
 def _parts_beside(paths: Mapping[str, KeyPath], covered_keys: Collection[str]) -> Iterator[str]:
     """Yield the keys of the largest parts of a template that have none of the covered keys."""
-    beginnings: set[KeyPath] = set()
+    covered_roots: set[KeyPath] = set()
     for key in covered_keys:
-        beginnings.update(paths[key][:length] for length in range(len(paths[key]) + 1))
+        covered_roots.update(paths[key][:length] for length in range(len(paths[key]) + 1))
+    # The shortest beginning of a path under which nothing is covered is such a part.
     for key in paths.keys() - covered_keys:
-        path = paths[key]
-        yield key_of(next(path[:length] for length in range(1, len(path) + 1) if path[:length] not in beginnings))
+        path, length = paths[key], 1
+        while path[:length] in covered_roots:
+            length += 1
+        yield key_of(path[:length])
 
 
 def _option_of(path: KeyPath) -> str:
