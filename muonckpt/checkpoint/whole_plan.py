@@ -9,13 +9,13 @@ import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..algebra.box import Index
+from ..algebra.box import Box
 from ..algebra.fingerprint import as_hex
 from ..names.errors import DestinationError, LayoutError, about
 from ..names.keys import KeyPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
@@ -193,6 +193,8 @@ _Placed = tuple[int, int]
 
 
 class _Planning:
+    """The making of a plan: every item is given to a rank, and then looked up by its row in the receipts."""
+
     def __init__(self, ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
         refuse_other_groups(ranks, digests)
         self._ranks, self._digests = with_joint_groups(ranks), digests
@@ -200,113 +202,131 @@ class _Planning:
         """Bytes that each rank writes; an object, whose size is not known, counts for one."""
         self._stored_items: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
         """The objects and the boxes that each rank writes."""
+        self._stored_boxes: list[_Placed] = []
+        """Where each stored box of all tensors is written, in their order."""
         self._witness_items: list[list[int]] = [[] for _ in ranks]
-        self._pairs: list[tuple[_Placed, _Placed, str]] = []
-        """Each replica of a tensor that is not stored, the one that is, and its name."""
-        self._objects: list[tuple[str, KeyPath, _Placed, int]] = []
-        """Key, path, and where the object is written, with the number of copies that its rank writes right after it."""
+        self._witnesses: list[_Placed] = []
+        self._witnessed: list[_Placed] = []
+        self._witness_names: list[str] = []
+        """Each replica of a box that is not stored, the one that is, and its name."""
+        self._objects: list[tuple[str, KeyPath, int]] = []
+        """Key, path, and the number of copies that the rank writes right after the object."""
+        self._stored_objects: list[_Placed] = []
         self._common_items: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
+        self._numbers_of_holders: dict[tuple[int, ...], int] = {}
 
     def plan(self) -> WholePlan:
-        # Where ranks call one key differently, the first rank's path and name count.
+        # Each tensor or object is given to a rank; layers repeat, so equal geometry is proved whole once.
+        described = self._describe_keys()
+        optimizers = optimizers_of(path for path, _ in described.values())
+        geometries: dict[object, _Geometry | None] = {}
+        shared_boxes: dict[Boxes, Boxes] = {}
+        """One object for equal boxes: what is made of them later is known by it."""
+        tensors, heads, sizes = list[_PlannedTensor](), list[int](), list[int]()
+        for key, holders in holders_by_key(self._ranks).items():
+            path, name = described[key]
+            geometry_key = tuple([(holder.place, holder.number) for holder in holders])
+            if geometry_key not in geometries:
+                geometries[geometry_key] = _geometry(key, holders, shared_boxes)
+            geometry = geometries[geometry_key]
+            if geometry is None:
+                self._store_object(key, path, [(holder.place, holder.item) for holder in holders], optimizers)
+                continue
+            self._store_tensor(key, holders, geometry)
+            tensors.append(_PlannedTensor(key, path, name, geometry.kind, geometry.boxes))
+            heads += geometry.heads
+            sizes += geometry.sizes
+        # Ranks write objects first, then boxes; receipts follow that order, so rows of items are known now.
+        shares: list[RankItems] = []
+        for (objects, boxes), witness_items in zip(self._stored_items, self._witness_items, strict=True):
+            shares.append((sorted(objects) + sorted(boxes), sorted(witness_items)))
+        first_items, row_of_item = self._rows_of_items(shares)
+
+        def rows(items: Sequence[_Placed]) -> Column:
+            ranks, numbers = np.array(items, np.int64).reshape(-1, 2).T
+            numbered_rows: Column = row_of_item[first_items[ranks] + numbers]
+            return numbered_rows
+
+        # All that was given out by rank and item is looked up by row from here on.
+        object_rows, witnesses = rows(self._stored_objects), np.stack([rows(self._witnesses), rows(self._witnessed)])
+        objects_planned = []
+        for (key, path, copies_after), row in zip(self._objects, object_rows.tolist(), strict=True):
+            objects_planned.append((key, path, row - copies_after))
+        return WholePlan(
+            tuple(shares),
+            tuple(map(dict, self._common_items)),
+            tuple(tensors),
+            tuple(objects_planned),
+            np.array([rank for rank, _ in self._stored_boxes], np.int32),
+            rows(self._stored_boxes),
+            np.array(heads, np.int64),
+            np.array(sizes, np.int64),
+            witnesses,
+            dict(zip(witnesses[1].tolist(), self._witness_names, strict=True)),
+        )
+
+    def _describe_keys(self) -> dict[str, tuple[KeyPath, str | None]]:
+        """Return path and parameter of each key; where ranks call one differently, the first rank's count.
+
+        Raises:
+            LayoutError: a user's key stands where a rank's value of another would be written.
+        """
         described: dict[str, tuple[KeyPath, str | None]] = {}
         for state in reversed(self._ranks):
             described |= zip(state.keys, zip(state.paths, state.names, strict=True), strict=True)
-        geometries: dict[Any, _Geometry | None] = {}
-        shared_boxes: dict[Boxes, Boxes] = {}
-        """One object for equal boxes: what is made of them later is known by it."""
-        # A user's key may not stand where a rank's value of another would be written.
         for key, (path, _) in described.items():
             if (value := rank_in(path)) is not None and key_of(value.path) in described:
                 raise LayoutError(
                     f"{key!r} stands where rank {value.rank}'s value of {key_of(value.path)!r} would be: rename "
                     f"{BY_RANK!r} in the state dict"
                 )
+        return described
 
-        # Each tensor or object is given to a rank; layers repeat, so equal geometry is proved whole once.
-        optimizers = optimizers_of(path for path, _ in described.values())
-        tensors, stored, heads, sizes = [], list[_Placed](), list[int](), list[int]()
-        holders_of_objects: dict[tuple[int, ...], int] = {}
-        for key, holders in holders_by_key(self._ranks).items():
-            path, name = described[key]
-            geometry_key = tuple((holder.place, holder.number) for holder in holders)
-            if geometry_key not in geometries:
-                geometries[geometry_key] = _geometry(key, holders, shared_boxes)
-            geometry = geometries[geometry_key]
-            # An object: one copy where ranks have it equal, otherwise one for each rank.
-            if geometry is None:
-                items = [(holder.place, holder.item) for holder in holders]
-                if len({self._digests[rank][item] for rank, item in items}) > 1:
-                    self._store_by_rank(key, path, items, optimizers)
-                else:
-                    places = tuple(rank for rank, _ in items)
-                    self._store_one(key, path, items, holders_of_objects.setdefault(places, len(holders_of_objects)))
-                continue
-            # A tensor: of each box one replica is stored, on the rank with least to write.
-            for number, replicas in enumerate(geometry.replicas):
-                items = [(holders[holder].place, holders[holder].item + box) for holder, box in replicas]
-                lo = geometry.boxes[number].lo if len(items) > 1 else ()
-                rank, item = items[0] if len(items) == 1 else self._chosen(key, lo, items)
-                stored.append((rank, item))
-                self._load[rank] += geometry.sizes[number]
-                self._stored_items[rank][1].append(item)
-            heads += geometry.heads
-            sizes += geometry.sizes
-            tensors.append(_PlannedTensor(key, path, name, geometry.kind, geometry.boxes))
+    def _rows_of_items(self, shares: Sequence[RankItems]) -> tuple[Column, Column]:
+        """Return the first item of each rank, counted through all ranks, and the row of each item; -1 without one."""
+        counts = [state.first_items()[-1] for state in self._ranks]
+        first_items = np.cumsum([0, *counts])
+        receipts = []
+        for first, (stored_items, witness_items) in zip(first_items, shares, strict=False):
+            receipts.append(first + np.array([*stored_items, *witness_items], np.int64))
+        items = np.concatenate(receipts)
+        row_of_item = np.full(first_items[-1], -1, np.int64)
+        row_of_item[items] = np.arange(len(items))  # of copies, the last
+        return first_items, row_of_item
 
-        # Ranks write objects first, then boxes; receipts follow that order, so rows of items are known now.
-        shares = tuple(
-            (sorted(blobs) + sorted(boxes), sorted(witness_items))
-            for (blobs, boxes), witness_items in zip(self._stored_items, self._witness_items, strict=True)
-        )
-        *first_items, items_of_all = accumulate((state.first_items()[-1] for state in self._ranks), initial=0)
-        items_by_rank = []
-        for first, (stored_items, witness_items) in zip(first_items, shares, strict=True):
-            items_by_rank.append(first + np.array([*stored_items, *witness_items], np.int64))
-        in_receipts = np.concatenate(items_by_rank)
-        row_of_item = np.full(items_of_all, -1, np.int64)
-        row_of_item[in_receipts] = np.arange(len(in_receipts))  # of copies, the last
+    def _store_tensor(self, key: str, holders: Sequence[Holder], geometry: _Geometry) -> None:
+        """Give each box of a tensor to the rank with least to write of those that have a replica."""
+        for number, replicas in enumerate(geometry.replicas):
+            items = [(holders[holder].place, holders[holder].item + box) for holder, box in replicas]
+            rank, item = stored_item = self._lightest(items) if len(items) > 1 else items[0]
+            self._stored_boxes.append(stored_item)
+            self._load[rank] += geometry.sizes[number]
+            self._stored_items[rank][1].append(item)
+            # The other replicas are its witnesses.
+            for replica in items if len(items) > 1 else ():
+                if replica != stored_item:
+                    self._witness_items[replica[0]].append(replica[1])
+                    self._witnesses.append(replica)
+                    self._witnessed.append(stored_item)
+                    self._witness_names.append(f"{key!r} at {geometry.boxes[number].lo}")
 
-        def rows(items: Sequence[_Placed]) -> Column:
-            ranks, numbers = np.array(items, np.int64).reshape(-1, 2).T
-            numbered_rows: Column = row_of_item[np.array(first_items)[ranks] + numbers]
-            return numbered_rows
-
-        # All that was given out by rank and item is looked up by row from here on.
-        witnesses = np.stack(
-            [rows([item for item, _, _ in self._pairs]), rows([stored_item for _, stored_item, _ in self._pairs])]
-        )
-        return WholePlan(
-            shares,
-            tuple(map(dict, self._common_items)),
-            tuple(tensors),
-            tuple((key, path, int(rows([item])[0]) - copies_after) for key, path, item, copies_after in self._objects),
-            np.array([rank for rank, _ in stored], np.int32),
-            rows(stored),
-            np.array(heads, np.int64),
-            np.array(sizes, np.int64),
-            witnesses,
-            dict(zip(witnesses[1].tolist(), (name for _, _, name in self._pairs), strict=True)),
-        )
-
-    def _chosen(self, key: str, lo: Index, replicas: Sequence[_Placed]) -> _Placed:
-        """Return the replica of a tensor's box that `_lightest` has; the others become its witnesses."""
-        stored_item = self._lightest(replicas)
-        for replica in replicas:
-            if replica != stored_item:
-                self._witness_items[replica[0]].append(replica[1])
-                self._pairs.append((replica, stored_item, f"{key!r} at {lo}"))
-        return stored_item
+    def _store_object(
+        self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[KeyPlace]
+    ) -> None:
+        """Have one rank write an object where ranks have it equal, otherwise each rank its value."""
+        if len({self._digests[rank][item] for rank, item in replicas}) > 1:
+            self._store_by_rank(key, path, replicas, optimizers)
+            return
+        self._write(key, path, self._lightest(replicas))
+        # Ranks that have an object in common keep it so, or the plan does not serve again.
+        ranks = tuple(rank for rank, _ in replicas)
+        number = self._numbers_of_holders.setdefault(ranks, len(self._numbers_of_holders))
+        for rank, item in replicas if len(replicas) > 1 else ():
+            self._common_items[rank][number].append(item)
 
     def _lightest(self, replicas: Sequence[_Placed]) -> _Placed:
         """Return the replica whose rank has least to write so far."""
         return min(replicas, key=lambda replica: self._load[replica[0]])
-
-    def _store_one(self, key: str, path: KeyPath, replicas: Sequence[_Placed], holders: int) -> None:
-        """Have one rank write an object that some ranks have alike; ``holders`` is a number of all these ranks."""
-        self._write(key, path, self._lightest(replicas))
-        for rank, item in replicas if len(replicas) > 1 else ():
-            self._common_items[rank][holders].append(item)
 
     def _store_by_rank(
         self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[KeyPlace]
@@ -318,9 +338,10 @@ class _Planning:
         """
         # A parameter's option has one value everywhere: with two, a resumed run would depend on who reads it.
         if is_of_optimizer(path, optimizers):
-            (first, item), *other_items = replicas
-            differing_item = next(at for at in other_items if self._digests[at[0]][at[1]] != self._digests[first][item])
-            raise other_options(repr(key), first, differing_item[0])
+            (first, first_item), *other_items = replicas
+            for rank, item in other_items:
+                if self._digests[rank][item] != self._digests[first][first_item]:
+                    raise other_options(repr(key), first, rank)
         self._write(key, path, replicas[0], 1)  # what programs read that know no ranks
         for rank, item in replicas:
             self._write(*rank_key(key, path, rank, len(self._ranks)), (rank, item))
@@ -329,7 +350,8 @@ class _Planning:
         rank, item = place
         self._load[rank] += 1
         self._stored_items[rank][0].append(item)
-        self._objects.append((key, path, place, copies_after))
+        self._objects.append((key, path, copies_after))
+        self._stored_objects.append(place)
 
 
 def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
@@ -350,31 +372,31 @@ def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Box
                 f"{holder.place} {kind.dtype} of shape {kind.shape}; all ranks have to hold parts of one tensor"
             )
     # The layout is the proof: no hole, no overlap in part.
-    boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, holders, strict=True))
+    rank_boxes, items = [], list[tuple[int, int]]()
+    for number, (kind, holder) in enumerate(zip(kinds, holders, strict=True)):
+        rank_boxes.append(RankBoxes(holder.place, kind.boxes))
+        items += zip(repeat(number), range(len(kind.boxes)), strict=False)
     with about(f"tensor {key!r}"):
-        layout = layout_on_ranks(first.shape, boxes)
+        layout = layout_on_ranks(first.shape, tuple(rank_boxes))
     record_of(key, (), None, first)  # refuses more dims than a manifest can have, before work is spent
     # Its rows are the holders' boxes in their order; those of equal boxes are replicas.
-    items: list[tuple[int, int]] = []
-    for number, kind in enumerate(kinds):
-        items += [(number, box) for box in range(len(kind.boxes))]
     rows, begin = layout.by_box
-    stored = []
+    replicas_by_box: dict[Box, tuple[tuple[int, int], ...]] = {}
     for rows_of_box in np.split(rows, begin[1:-1]):
         replicas = tuple(map(items.__getitem__, rows_of_box.tolist()))
         if replicas:
             holder_number, box_number = replicas[0]
-            stored.append((kinds[holder_number].boxes[box_number], replicas))
-    stored.sort(key=lambda pair: pair[0].lo)
-    frames = [tensor_item.frame(first.dtype, box.shape) for box, _ in stored]
-    boxes_stored = Boxes.of_all([box for box, _ in stored], len(first.shape))
-    return _Geometry(
-        first,
-        shared_boxes.setdefault(boxes_stored, boxes_stored),
-        tuple(replicas for _, replicas in stored),
-        tuple(frame.payload_length for frame in frames),
-        tuple(frame.payload_offset for frame in frames),
-    )
+            replicas_by_box[kinds[holder_number].boxes[box_number]] = replicas
+    # Boxes are stored by their first index; the bytes of their items follow from their shapes.
+    ordered_boxes = sorted(replicas_by_box, key=lambda box: box.lo)
+    sizes, heads = [], []
+    for box in ordered_boxes:
+        frame = tensor_item.frame(first.dtype, box.shape)
+        sizes.append(frame.payload_length)
+        heads.append(frame.payload_offset)
+    boxes = Boxes.of_all(ordered_boxes, len(first.shape))
+    replicas_in_order = tuple(map(replicas_by_box.__getitem__, ordered_boxes))
+    return _Geometry(first, shared_boxes.setdefault(boxes, boxes), replicas_in_order, tuple(sizes), tuple(heads))
 
 
 def rank_file(rank: int) -> str:
