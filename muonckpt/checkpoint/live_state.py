@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,14 +91,15 @@ class RankState:
 
     def boxes(self, keys: Collection[str]) -> RankState:
         """Return where the tensors of some keys are, without paths and names."""
-        numbers = {
-            key: number
-            for key, number in zip(self.keys, self.numbers, strict=True)
-            if key in keys and self.kinds[number] is not None
-        }
+        numbers, has_options = {}, False
+        prefixes = tuple(optimizer.options for optimizer in self.optimizers)
+        for key, number in zip(self.keys, self.numbers, strict=True):
+            if self.kinds[number] is not None:
+                has_options |= key.startswith(prefixes)
+                if key in keys:
+                    numbers[key] = number
         # Groups are compared by ranks only where tensors of options go along.
-        options = tuple(optimizer.options for optimizer in self.optimizers)
-        optimizers = self.optimizers if any(key.startswith(options) for key, _ in self.tensors()) else ()
+        optimizers = self.optimizers if has_options else ()
         return RankState(tuple(numbers), tuple(numbers.values()), self.kinds, optimizers=optimizers)
 
     def renumbered(self, numbers: Mapping[str, Sequence[int]]) -> RankState:
@@ -111,7 +112,9 @@ class RankState:
                 number = numbers[options][int(former)]
                 keys[place] = f"{options}{number}.{option}"
                 if path := self.paths and self.paths[place]:
-                    depth = next(depth for depth in range(len(path)) if f"{key_of(path[:depth])}." == options)
+                    depth = options.count(".")
+                    while f"{key_of(path[:depth])}." != options:  # a part of a path may have dots
+                        depth -= 1
                     paths[place] = (*path[:depth], number, *path[depth + 1 :])
         return replace(self, keys=tuple(keys), paths=tuple(paths), optimizers=())
 
@@ -266,17 +269,18 @@ class LiveState:
             number = kinds.setdefault((value.dtype, shape, local_boxes, id(note), id(layout)), len(kinds))
             # A kind that is new: its boxes are checked once for all tensors that have them.
             if number == len(distinct):
-                boxes = tuple(Box.of(tuple(size)).shift(lo) for lo, size, _ in local_boxes)
-                for box, (_, _, dtype) in zip(boxes, local_boxes, strict=True):
+                boxes = []
+                for lo, size, dtype in local_boxes:
+                    boxes.append(Box.of(tuple(size)).shift(lo))
                     if dtype != value.dtype:
-                        raise LayoutError(f"tensor {key!r}: box {box} is {dtype}, the tensor is {value.dtype}")
-                distinct.append(ShardSpec(dtype_name(value.dtype), shape, boxes, note, layout))
+                        raise LayoutError(f"tensor {key!r}: box {boxes[-1]} is {dtype}, the tensor is {value.dtype}")
+                distinct.append(ShardSpec(dtype_name(value.dtype), shape, tuple(boxes), note, layout))
             numbers.append(number)
             names.append(name)
         # Optimizers without groups have nothing that ranks could number differently.
-        paths = tuple(tuple(self.paths[key]) for key in self.flat)
         grouped = tuple(optimizer for optimizer in self.optimizers if optimizer.groups is not None)
-        return RankState(tuple(self.flat), tuple(numbers), tuple(distinct), paths, tuple(names), grouped)
+        keys, paths = tuple(self.flat), tuple(map(self.paths.__getitem__, self.flat))
+        return RankState(keys, tuple(numbers), tuple(distinct), paths, tuple(names), grouped)
 
     def known_as(self, state: RankState) -> LiveState:
         """Return the same with the keys and paths of a state, which is ``described`` with other numbers of groups."""
@@ -289,7 +293,7 @@ class LiveState:
         """The items, by their numbers in ``described``."""
         items: list[Item] = []
         for key in self.flat:
-            items += [(key, lo) for lo in self.parts.get(key, (None,))]
+            items += zip(repeat(key), self.parts.get(key, (None,)), strict=False)
         return items
 
     @cached_property
@@ -312,16 +316,17 @@ class LiveState:
 
     def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
         """Return the global ranks that hold each kind in a part of ``described``, none where no placements say it."""
-        ranks: list[tuple[int, ...]] = [() for _ in state.kinds]
+        ranks: list[tuple[int, ...]] = [()] * len(state.kinds)
         for number, key in dict(zip(state.numbers, state.keys, strict=True)).items():
             tensor = self.flat[key]
             if isinstance(tensor, DTensor) and not declares_boxes(tensor):
-                ranks[number] = tuple(int(rank) for rank in layout_of(tensor).buffers)
+                ranks[number] = tuple(map(int, layout_of(tensor).buffers))
         return ranks
 
     @property
     def devices(self) -> frozenset[str]:
-        return frozenset(part.device.type for parts in self.parts.values() for part in parts.values())
+        parts = chain.from_iterable(parts.values() for parts in self.parts.values())
+        return frozenset(part.device.type for part in parts)
 
     @torch.no_grad()
     def zero(self, keys: Iterable[str]) -> None:
@@ -420,13 +425,13 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
     numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
     joint = []
     for state in ranks:
-        of_rank: defaultdict[str, list[int]] = defaultdict(list)
+        rank_numbers: defaultdict[str, list[int]] = defaultdict(list)
         for optimizer in state.optimizers:
             groups, joint_numbers = optimizer.groups or (), numbers[optimizer.key]
             for place, names in enumerate(groups):
                 identity = names or (groups, place)  # one without parameters is that of ranks with the same groups
-                of_rank[optimizer.options].append(joint_numbers.setdefault(identity, len(joint_numbers)))
-        joint.append(state.renumbered(of_rank))
+                rank_numbers[optimizer.options].append(joint_numbers.setdefault(identity, len(joint_numbers)))
+        joint.append(state.renumbered(rank_numbers))
     return joint
 
 
@@ -521,7 +526,7 @@ def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[Te
     Raises:
         LayoutError: the boxes of one rank overlap, or reach outside the tensor.
     """
-    return tuple(filled_layout(shape, ranks) for ranks in _apart(rank_boxes))
+    return tuple(filled_layout(shape, ranks) for ranks in _group_disjoint(rank_boxes))
 
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
@@ -533,7 +538,7 @@ def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
     return TensorLayout.of(shape, fragments)
 
 
-def _apart(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
+def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     """Distribute ranks to few lists, in each of which boxes are equal or disjoint."""
     # Equal boxes have one number, as replicas do not stand against each other.
     numbers: dict[Box, int] = {}
@@ -543,22 +548,24 @@ def _apart(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     lo = np.array([box.lo or (0,) for box in numbers], np.int64)
     hi = np.array([box.hi or (1,) for box in numbers], np.int64)
     # Boxes that overlap in part can be in no list together.
-    against: defaultdict[int, set[int]] = defaultdict(set)
+    overlapping: defaultdict[int, set[int]] = defaultdict(set)
     for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
         if i != j:
-            against[int(i)].add(int(j))
+            overlapping[int(i)].add(int(j))
     # Each rank goes into the first list where nothing stands against it: mostly there is one.
     lists: list[tuple[list[RankBoxes], set[int]]] = []
-    for asking in rank_boxes:
-        own_numbers = {numbers[box] for box in asking.boxes}
-        barred_numbers = set().union(*(against[number] for number in own_numbers)) - own_numbers if against else set()
+    for request in rank_boxes:
+        box_numbers, barred_numbers = set[int](), set[int]()
+        for box in request.boxes:
+            box_numbers.add(numbers[box])
+            barred_numbers |= overlapping.get(numbers[box], set())
         for members, numbers_in_list in lists:
-            if not barred_numbers & numbers_in_list:
-                members.append(asking)
-                numbers_in_list |= own_numbers
+            if not (barred_numbers - box_numbers) & numbers_in_list:
+                members.append(request)
+                numbers_in_list |= box_numbers
                 break
         else:
-            lists.append(([asking], own_numbers))
+            lists.append(([request], box_numbers))
     return [members for members, _ in lists]
 
 
@@ -594,7 +601,9 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
             assert kind is not None, "what is not a tensor is not asked for so"
             shape, boxes = kind.shape, [*boxes, *kind.boxes]
             has_placements |= bool(holders[number])
-            for rank_without in (holder for holder in holders[number] if holder in ranks and holder not in numbers):
+            for rank_without in holders[number]:
+                if rank_without not in ranks or rank_without in numbers:
+                    continue
                 raise LayoutError(
                     f"tensor {key!r} is in the state dict of rank {rank}, whose placements give a part of it to rank "
                     f"{rank_without}, but not in that of rank {rank_without}, where that part would stay as it was: "
