@@ -64,12 +64,13 @@ class Fingerprints:
 
     def as_json(self) -> str:
         """Return JSON text with one line for each tensor, about 100 bytes."""
-        lines = ",\n  ".join(
-            f'{json.dumps(key)}: {{"shape": {list(tensor.shape)}, "dtype": {json.dumps(tensor.dtype)}, '
-            f'"fingerprint": "{tensor.fingerprint}"}}'
-            for key, tensor in self.tensors.items()
-        )
-        return f'{{"format": "{_FORMAT}", "version": {_VERSION},\n "tensors": {{\n  {lines}\n }}}}\n'
+        lines = []
+        for key, tensor in self.tensors.items():
+            shape, dtype = list(tensor.shape), json.dumps(tensor.dtype)
+            fields = f'{{"shape": {shape}, "dtype": {dtype}, "fingerprint": "{tensor.fingerprint}"}}'
+            lines.append(f"{json.dumps(key)}: {fields}")
+        head, entries = f'{{"format": "{_FORMAT}", "version": {_VERSION},\n', ",\n  ".join(lines)
+        return f'{head} "tensors": {{\n  {entries}\n }}}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprints:
@@ -196,10 +197,13 @@ def attest_loaded(
     """
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
-        expected = {
-            key: _recorded(checkpoint, source) for key, source in sources().items() if source in checkpoint.tensors
-        }
-        return {key: live[key] for key in live.keys() & expected.keys()}, expected
+        loaded, expected = {}, {}
+        for key, source in sources().items():
+            if source in checkpoint.tensors:
+                expected[key] = _recorded(checkpoint, source)
+                if key in live:
+                    loaded[key] = live[key]
+        return loaded, expected
 
     return _attested(
         state_dict, recorded, f" is not that of {checkpoint.path}, from which it was loaded", process_group
@@ -239,10 +243,12 @@ def _recorded(checkpoint: OpenCheckpoint, key: str) -> TensorPrint:
     if recorded is None:
         tensor.chunk_layout()
         [located] = checkpoint.locate([tensor])
-        chunks = [chunk for chunk in located.chunks if chunk.box.numel]
-        for chunk in chunks:
-            check_chunk(checkpoint.payloads, located, chunk)
-        recorded = as_hex(combine(*(chunk_share(checkpoint.payloads, located, chunk) for chunk in chunks)))
+        chunk_shares = []
+        for chunk in located.chunks:
+            if chunk.box.numel:
+                check_chunk(checkpoint.payloads, located, chunk)
+                chunk_shares.append(chunk_share(checkpoint.payloads, located, chunk))
+        recorded = as_hex(combine(*chunk_shares))
     return TensorPrint(tensor.shape, tensor.dtype, recorded)
 
 
@@ -307,30 +313,32 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
     for key, holders in holders_by_key(states).items():
         # Boxes can be compared only where ranks speak of one tensor.
         kinds = [holder.kind for holder in holders if holder.kind is not None]
-        forms = _ranks_by(((kind.dtype, kind.shape), ranks[at.place]) for kind, at in zip(kinds, holders, strict=True))
-        if len(forms) > 1:
-            disputes.append((key, f": {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}"))
+        forms, rank_boxes, shares_of_boxes = [], [], list[int]()
+        for holder, kind in zip(holders, kinds, strict=True):
+            rank, (_, rank_shares) = ranks[holder.place], shares[holder.place]
+            forms.append(((kind.dtype, kind.shape), rank))
+            rank_boxes.append(RankBoxes(rank, kind.boxes))
+            shares_of_boxes += rank_shares[holder.item : holder.item + len(kind.boxes)]
+        ranks_by_form = _ranks_by(forms)
+        if len(ranks_by_form) > 1:
+            disputes.append((key, f": {_says(ranks_by_form, lambda form: f'{form[0]} of shape {form[1]}')}"))
             continue
         # The layout proves that nothing is missing, and its rows are the holders' boxes in their order.
-        rank_boxes = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
         with about(f"tensor {key!r}"):
-            layout = layout_on_ranks(kinds[0].shape, rank_boxes)
-        shares_of_boxes: list[int] = []
-        for at, kind in zip(holders, kinds, strict=True):
-            shares_of_boxes += shares[at.place][1][at.item : at.item + len(kind.boxes)]
+            layout = layout_on_ranks(kinds[0].shape, tuple(rank_boxes))
         # Of each box one share counts, and its replicas have to have the same.
         counted = []
         rows, begin = layout.by_box
         for replicas in np.split(rows, begin[1:-1]) if len(rows) else ():
-            values = _ranks_by(
-                (shares_of_boxes[row], int(layout.buffers[layout.buffer[row]])) for row in replicas.tolist()
-            )
-            if len(values) > 1:
+            holding_ranks = [int(layout.buffers[number]) for number in layout.buffer[replicas].tolist()]
+            replica_shares = [shares_of_boxes[row] for row in replicas.tolist()]
+            ranks_by_share = _ranks_by(zip(replica_shares, holding_ranks, strict=True))
+            if len(ranks_by_share) > 1:
                 box = layout.fragments[replicas[0]].box
-                disputes.append((key, f" box {box}: replicas differ: {_says(values, as_hex)}"))
+                disputes.append((key, f" box {box}: replicas differ: {_says(ranks_by_share, as_hex)}"))
             else:
                 replicated += len(replicas) > 1
-            counted.append(shares_of_boxes[replicas[0]])
+            counted.append(replica_shares[0])
         tensors[key] = TensorPrint(kinds[0].shape, kinds[0].dtype, as_hex(combine(*counted)))
     return HeldTogether(tensors, replicated, tuple(disputes))
 

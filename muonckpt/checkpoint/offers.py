@@ -38,19 +38,20 @@ class Offer:
 
     @classmethod
     def of(cls, live: LiveState, arguments: Mapping[str, object]) -> Offer:
-        options = {
-            key: float(live.flat[key])
-            for key in live.parts
-            if type(live.flat[key]) is Tensor and live.flat[key].numel() == 1 and "param_groups" in key
-        }
-        pickled = {key: pickle.dumps(value) for key, value in live.flat.items() if key not in live.parts}
+        pickled, options = {}, {}
+        for key, value in live.flat.items():
+            if key not in live.parts:
+                pickled[key] = pickle.dumps(value)
+            elif type(value) is Tensor and value.numel() == 1 and "param_groups" in key:
+                options[key] = float(value)
         return cls(arguments, live.described, pickled, options, live.digests, live.devices)
 
     def known_as(self, state: RankState) -> Offer:
         """Return the same with the keys of a state, which is this one with other numbers of groups."""
         keys = dict(zip(self.state.keys, state.keys, strict=True))
         pickled = {keys[key]: value for key, value in self.pickled.items()}
-        return replace(self, state=state, pickled=pickled, options={keys[k]: v for k, v in self.options.items()})
+        options = {keys[key]: value for key, value in self.options.items()}
+        return replace(self, state=state, pickled=pickled, options=options)
 
     def objects(self) -> Iterator[tuple[Blob, bytes]]:
         """Yield the objects, and what tells them apart."""
@@ -83,12 +84,12 @@ def stored_of(ranks: Sequence[int], offers: Sequence[Offer], place: tuple[int, i
     # Of a key that several ranks have, the first one's value counts; all have to say the same kind of thing.
     for number, (rank, offer) in enumerate(zip(ranks, offers, strict=True)):
         objects = [*offer.objects()]
-        blobs: list[StateRecord | Blob] = [blob for blob, _ in objects]
-        for entry in (*offer.state.records(), *blobs):
-            entry_before, first = entries.setdefault(entry.key, (entry, rank))
-            if _kind(entry_before) != _kind(entry):
+        rank_entries: list[StateRecord | Blob] = [*offer.state.records(), *(blob for blob, _ in objects)]
+        for entry in rank_entries:
+            first_entry, first = entries.setdefault(entry.key, (entry, rank))
+            if _kind(first_entry) != _kind(entry):
                 raise LayoutError(
-                    f"{entry.key!r} is {_kind(entry_before)} in the source of rank {first}, and {_kind(entry)} in that "
+                    f"{entry.key!r} is {_kind(first_entry)} in the source of rank {first}, and {_kind(entry)} in that "
                     f"of rank {rank}"
                 )
         for blob, digest in objects:
@@ -97,14 +98,17 @@ def stored_of(ranks: Sequence[int], offers: Sequence[Offer], place: tuple[int, i
         options = {**offer.options, **options}
     # Objects that differ become a value for each rank, but options of parameters have to be the same.
     optimizers = optimizers_of(entry.path for entry, _ in entries.values())
-    for key, of_ranks in digests.items():
-        path, (first, *other_numbers) = entries[key][0].path, of_ranks
-        if other_number := next((number for number in other_numbers if of_ranks[number] != of_ranks[first]), None):
-            if is_of_optimizer(path, optimizers):
-                raise other_options(repr(key), ranks[first], ranks[other_number])
-            for number in of_ranks:
-                value = _blob(*rank_key(key, path, number, len(ranks)), offers[number].pickled[key])
-                entries[value.key], items[value.key] = (value, ranks[number]), offers[number].pickled[key]
+    for key, digest_by_number in digests.items():
+        path, first = entries[key][0].path, next(iter(digest_by_number))
+        differing_numbers = [n for n, digest in digest_by_number.items() if digest != digest_by_number[first]]
+        if not differing_numbers:
+            continue
+        if is_of_optimizer(path, optimizers):
+            raise other_options(repr(key), ranks[first], ranks[differing_numbers[0]])
+        for number in digest_by_number:
+            pickled = offers[number].pickled[key]
+            value = _blob(*rank_key(key, path, number, len(ranks)), pickled)
+            entries[value.key], items[value.key] = (value, ranks[number]), pickled
 
     def read(entry: StateRecord | Blob) -> Any:
         return pickle.loads(items[entry.key]) if isinstance(entry, Blob) else options.get(entry.key, str(entry))
