@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,7 +293,7 @@ class LiveState:
         """The items, by their numbers in ``described``."""
         items: list[Item] = []
         for key in self.flat:
-            items += zip(repeat(key), self.parts.get(key, (None,)), strict=False)
+            items += [(key, lo) for lo in self.parts.get(key, (None,))]
         return items
 
     @cached_property

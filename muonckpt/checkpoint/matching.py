@@ -164,9 +164,7 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
     missing_keys, faults, keys_of_other_ranks = list[str](), list[str](), list[str]()
     # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.  Where ranks
     # saved values of their own under a key, this rank's is its origin; it is a fault if only other ranks have one.
-    for key in sorted(template.values):
-        if key.startswith(prefixes):
-            continue
+    for key in sorted(key for key in template.values if not key.startswith(prefixes)):
         path = template.paths[key]
         if key in stored.entries:
             origin = stored.origin(key)

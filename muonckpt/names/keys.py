@@ -253,12 +253,9 @@ def named_optimizers(state_dict: Any, key: str = "") -> Iterator[NamedOptimizer]
             yield NamedOptimizer(key, tuple(tuple(group[PARAMS]) for group in groups))
         case Mapping() if any(str(part).startswith(f"{PARAM_GROUPS}.") for part in state_dict):
             yield NamedOptimizer(key, None)
-        case Mapping():
-            for part, value in state_dict.items():
-                yield from named_optimizers(value, _child(key, str(part)))
-        case list():  # DCP stores a tuple as one item
-            for index, value in enumerate(state_dict):
-                yield from named_optimizers(value, _child(key, str(index)))
+        case Mapping() | list():
+            for part, value in _containers(state_dict):
+                yield from named_optimizers(value, _child(key, part))
 
 
 def numbered_optimizers(state_dict: Any, key: str = "") -> Iterator[str]:
@@ -269,8 +266,15 @@ def numbered_optimizers(state_dict: Any, key: str = "") -> Iterator[str]:
         ):
             yield key
         case Mapping():
-            for part, value in state_dict.items():
-                yield from numbered_optimizers(value, _child(key, str(part)))
+            for part, value in _containers(state_dict):
+                yield from numbered_optimizers(value, _child(key, part))
+
+
+def _containers(node: Mapping[Any, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a state dict that have parts of their own; DCP stores a tuple as one item."""
+    for part, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        if isinstance(value, Mapping | list):
+            yield str(part), value
 
 
 def _params_are(group: Any, kind: type) -> bool:
