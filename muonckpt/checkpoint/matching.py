@@ -306,11 +306,11 @@ class _OptimizerMatch:
 
     def saved_groups_of(self, name: str) -> Sequence[int] | None:
         """Return the numbers of a parameter's groups in the checkpoint; None if options are by parameter."""
-        raise NotImplementedError
+        return None
 
     def group_options(self, number: int) -> Mapping[str, Any]:
         """Return the options of a saved group in which others may not differ that become one group with it."""
-        raise NotImplementedError
+        return _NONE
 
     def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Decide which options are taken, after the state; ``origins`` has the saved group of each group."""
@@ -351,22 +351,21 @@ class _OptimizerMatch:
         saved_keys = self.optimizer.state_of_names(stored.entries, {*self.options, *self.saved_options})
         live_states, saved_states = {}, {}
         # Parameters of a group share their options and mostly the names of slots, so few are looked at.
-        options_of_group: dict[int, Mapping[str, Any]] = {}
+        live_options: dict[int, Mapping[str, Any]] = {}
         meanings: dict[tuple[object, ...], Mapping[str, Any]] = {}
         for name in dict.fromkeys((*self.options, *keys)):
             slots, saved_slots = keys.get(name, _NONE), saved_keys.get(name, _NONE)
             if saved_slots and not slots:  # as if only the checkpoint had it
                 continue
             option_keys, saved_option_keys = self.options.get(name, _NONE), self.saved_options.get(name, _NONE)
-            if id(option_keys) not in options_of_group:
-                options_of_group[id(option_keys)] = {
-                    option: template.values[key] for option, key in option_keys.items()
-                }
-            meaning = id(option_keys), id(saved_option_keys), meaning_options(saved_slots)
+            group = id(option_keys)
+            if group not in live_options:
+                live_options[group] = {option: template.values[key] for option, key in option_keys.items()}
+            meaning = group, id(saved_option_keys), meaning_options(saved_slots)
             if meaning not in meanings:
                 common_options = option_keys.keys() & saved_option_keys.keys() & {*meaning_options(saved_slots)}
                 meanings[meaning] = {option: stored.option(saved_option_keys[option]) for option in common_options}
-            live_states[name] = ParameterState(slots, options_of_group[id(option_keys)])
+            live_states[name] = ParameterState(slots, live_options[group])
             saved_states[name] = ParameterState(saved_slots, meanings[meaning], self.saved_groups_of(name))
         return live_states, saved_states
 
@@ -558,12 +557,6 @@ class _UngroupedMatch(_OptimizerMatch):
         super().__init__(optimizer, template, stored)
         self.options = optimizer.options_of_names(template.values)
         self.saved_options = optimizer.options_of_names(stored.entries)
-
-    def saved_groups_of(self, name: str) -> None:
-        return None
-
-    def group_options(self, number: int) -> Mapping[str, Any]:
-        return _NONE
 
     def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Give each parameter its own options; a fresh one gets those of its group, which has equal options now."""
