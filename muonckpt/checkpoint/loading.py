@@ -57,7 +57,8 @@ from .bits import dtype_name
 from .checkpoint_files import CheckpointFiles, SharedFiles, raise_first
 from .chunk_reader import ChunkReader, PartialSum, ReadMemory, RoundElements, judge_sums, whole_chunks
 from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
-from .matching import RankRequest, dropped_by_torch, judge, match, selection
+from .matching import RankRequest, judge, match, selection
+from .optimizer_matching import dropped_by_torch
 from .reading_plan import JointRequest, ReadingPlan, ReadingRound
 from .resume_check import LoadedState
 from .shared_memory import differing_ties, tied_origins
