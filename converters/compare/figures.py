@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...algebra.box import Box
+from ...programs.model_view import matrix_sides
 from ...record.record import StateRecord
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import PARTS, itemsize
@@ -138,14 +139,15 @@ def figures_of_alike(
         labels: the name and the role of each tensor.
     """
     shape, dtype = records[0].shape, records[0].dtype
-    matrices = as_float64(words, dtype).reshape(-1, *shape[-2:])
+    sides = matrix_sides(shape)
+    matrices = as_float64(words, dtype).reshape(-1, *sides)
     figures = _figures_of_each(matrices)
     # Spectra are of the matrices without infinite elements or NaN.
     finite = [number for number, of_matrix in enumerate(figures) if of_matrix.finite == of_matrix.elements]
     spectra: dict[int, Spectrum] = {}
     if sketch and len(shape) >= 2 and finite:
         stack = matrices if len(finite) == len(matrices) else matrices[finite]
-        sketches = spectra_of(shape[-1], lambda: iter((stack,)), [figures[number] for number in finite])
+        sketches = spectra_of(sides[-1], lambda: iter((stack,)), [figures[number] for number in finite])
         spectra = dict(zip(finite, sketches, strict=True))
     # A tensor has so many matrices, one after the other.
     count = len(matrices) // len(records)
@@ -157,6 +159,9 @@ def figures_of_alike(
 
 
 def _matrices(shape: tuple[int, ...]) -> Iterator[Box]:
+    if matrix_sides(shape) != shape[-2:]:
+        yield Box.of(shape)
+        return
     for index in np.ndindex(shape[:-2]):
         yield Box((*index, *(0 for _ in shape[-2:])), (*(i + 1 for i in index), *shape[-2:]))
 
@@ -166,10 +171,10 @@ def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values
 
     Where rows are too long for memory, the rows of its transpose, which has the same singular values.
     """
-    rows, columns = matrix.shape[-2:] if len(matrix.shape) > 1 else (matrix.numel, 1)
+    rows, columns = matrix_sides(matrix.shape) if len(matrix.shape) > 1 else (matrix.numel, 1)
     dtype = stored.tensor.record.dtype
-    # A row that has no room is read in columns.
-    if columns > max(max_elements, rows):
+    # A row that has no room is read in columns, where these are one dim.
+    if columns > max(max_elements, rows) and columns == matrix.shape[-1]:
         for box in _columns(matrix, max(max_elements // rows, 1)):
             yield as_float64(stored.words(box), dtype).reshape(rows, -1).T[np.newaxis]
         return

@@ -16,7 +16,7 @@ from typing import Any
 from ...names.errors import SourceError
 from ...names.state_forms import stored_slot
 from ...names.wording import Finding, fields_of, unnumbered
-from ...programs.model_view import Role
+from ...programs.model_view import Role, matrix_sides
 from ...record.record import StateRecord, match_keys, names_of
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
@@ -280,7 +280,7 @@ def _updates(
         per_step = rms / num_steps if num_steps and num_steps > 0 else None
         factor = None
         if parameter and parameter.is_matrix and lr and per_step is not None:
-            factor = per_step / lr * math.sqrt(max(parameter.shape[-2:]))
+            factor = per_step / lr * math.sqrt(max(parameter.sides))
         yield WeightUpdate(key, rms, per_step, lr, factor)
 
 
@@ -346,7 +346,7 @@ def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -
         middle, keys = _far_from_siblings({tensor.key: tensor.stable_rank for tensor in members})
         distance = f"a stable rank more than {APART:g} times off the median {middle:.3g} of {pattern}"
         yield from finding("outlier_stable_rank", keys, f"matrix has {distance}", f"matrices have {distance}", means)
-    spectra = [tensor for tensor in momenta if min(tensor.shape[-2:], default=0) >= 8 and tensor.stable_rank]
+    spectra = [tensor for tensor in momenta if min(matrix_sides(tensor.shape), default=0) >= 8 and tensor.stable_rank]
     keys = [tensor.key for tensor in spectra if (tensor.stable_rank or 2) < _COLLAPSED_RANK]
     if 2 * len(keys) > len(spectra) > 1:  # so are data that somebody made up: no news of one matrix
         keys = []

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...layouts.buffers.parameters import Parameter, newton_schulz
-from ...programs.model_view import ModelView, Role
+from ...programs.model_view import ModelView, Role, matrix_sides
 from ...record.record import Boxes, Manifest, StateRecord
 from ...store.open_checkpoint import StoredPart
 from ...store.reading.dtypes import itemsize
@@ -149,7 +149,8 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
 def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
     """Return the FLOPs of each box; None if a matrix is cut.  Cached as `_cut_text` is."""
     sizes = boxes.hi - boxes.lo
-    if (sizes[:, -2:] != shape[-2:]).any():
+    is_flattened = matrix_sides(shape) != shape[-2:]
+    if is_flattened or (sizes[:, -2:] != shape[-2:]).any():
         return None
     flops = []
     for box_shape in map(tuple, sizes.tolist()):

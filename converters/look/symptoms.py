@@ -9,7 +9,7 @@ from itertools import chain
 from ...algebra.box import Index
 from ...names.errors import LayoutError
 from ...names.wording import LAYER_NUMBER, Finding
-from ...programs.model_view import ModelView, Role, StoredParameter
+from ...programs.model_view import ModelView, Role, StoredParameter, matrix_sides
 from ...store.verify.damage import Damage
 from .contents import FirstLook, HyperParameters
 
@@ -95,7 +95,7 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
     # Averages and masters have an element for each of the parameter.
     for parameter in view.parameters.values():
         for tensor in parameter.shaped():
-            if tensor.shape != parameter.shape:
+            if tensor.shape not in (parameter.shape, matrix_sides(parameter.shape, flatten=True)):
                 message = f"{tensor.key} has shape {tensor.shape}, its parameter {parameter.shape}"
                 yield Finding("shape", message, (parameter.name,))
 

@@ -26,7 +26,7 @@ from ..engine.outputs import unnamed_state
 from .conventions import Overrides, WeightsFrom, agreed_convention
 from .names import NameRules
 from .parse import entries_of, other_items
-from .structure import TranslatedTensor, apply_rules
+from .structure import TranslatedTensor, apply_rules, unflattened
 
 _NO_METHOD = StoredMethod("none", {})
 
@@ -216,7 +216,7 @@ def translate_model(
     if overrides.weights is WeightsFrom.MODEL:
         drop |= dialect.slots_called("master")
     is_unchanged = dialect is target and not rules.rules
-    assembly = _Assembly(view, dialect, values, overrides, drop)
+    assembly = _Assembly(view, dialect, values, overrides, drop, is_rewritten=dialect is not target)
     assembly.choose(entries_of(manifest), drop if is_unchanged else drop | dialect.derived)
     others = [*view.tensors_of(Role.OTHER), *assembly.derived, *other_items(manifest, dialect)]
     for entry in others if dialect.opaque != target.opaque else ():
@@ -263,6 +263,7 @@ class _Assembly:
 
     Attributes:
         dropped: the slots that the user leaves out.
+        is_rewritten: whether another program will read the result.
         records: weights, under None, and state, by slot, each by the name of its parameter.
         counters: where step counters are stored, by name and slot.
         derived: slots that follow from options, and are copied nevertheless.
@@ -274,6 +275,7 @@ class _Assembly:
     values: Values
     overrides: Overrides
     dropped: Collection[str]
+    is_rewritten: bool
     records: dict[tuple[str | None, str], StateRecord] = field(default_factory=dict)
     counters: defaultdict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
     derived: list[Entry] = field(default_factory=list)
@@ -321,6 +323,9 @@ class _Assembly:
         sources_by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
         for (slot, name), record in self.records.items():
             tensor = TranslatedTensor(record.dtype, record.chunk_layout(), (record.chunks,), name, (name,))
+            # Some scripts keep the momentum of a convolution as the matrix; other programs as the parameter.
+            if self.is_rewritten and slot in self.dialect.slots_called("momentum"):
+                tensor = unflattened(tensor, self.view.parameters[name].shape)
             sources_by_slot[slot][name] = tensor
         tensors_by_name: defaultdict[str, dict[str | None, TranslatedTensor]] = defaultdict(dict)
         for slot, stored in sources_by_slot.items():

@@ -6,6 +6,7 @@ shifted.  The result is again a layout, proved to tile its tensor, to which furt
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
-from ...algebra.box import Box, Index
+from ...algebra.box import Box, Index, flat_boxes, row_major
 from ...algebra.layout import Fragment, Piece, TensorLayout, stacked, through
 from ...names.errors import LayoutError, about
 from ...names.wording import listed
@@ -38,6 +39,7 @@ class TranslatedTensor:
         aliases: the names by which the source's parameter groups may know it.
         restructured: whether it has been split or joined.
         fused: the parameters of their own that were joined to it.
+        flattened: whether the source stores it as a matrix, though its parameter has more dims.
     """
 
     dtype: str
@@ -47,10 +49,18 @@ class TranslatedTensor:
     aliases: tuple[str, ...]
     restructured: bool = False
     fused: JoinedRows | None = None
+    flattened: bool = False
 
     @property
     def shape(self) -> Index:
         return self.layout.shape
+
+
+def unflattened(tensor: TranslatedTensor, shape: Index) -> TranslatedTensor:
+    """Return a matrix in the dims of its parameter, of which all but the first are its columns; others unchanged."""
+    if len(shape) < 3 or tensor.shape != (shape[0], math.prod(shape[1:])):
+        return tensor
+    return replace(tensor, layout=_unflattened(tensor.layout, shape), restructured=True, flattened=True)
 
 
 def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> dict[str, TranslatedTensor]:
@@ -225,6 +235,23 @@ def _without_dim(layout: TensorLayout, dim: int) -> TensorLayout:
 def _with_dim(layout: TensorLayout, dim: int) -> TensorLayout:
     """Return the same elements with one more dim, of size 1."""
     return _reshaped(layout, lambda values, value: (*values[:dim], value, *values[dim:]))
+
+
+@lru_cache(maxsize=1024)
+def _unflattened(layout: TensorLayout, shape: Index) -> TensorLayout:
+    """Return the elements of a matrix in a shape whose dims but the first are its columns."""
+    fragments, strides = [], row_major(shape)[1:]
+    for fragment in layout.fragments:
+        # A range of columns is a few boxes of the dims that they become.
+        (top, left), (bottom, right) = fragment.box.lo, fragment.box.hi
+        row_stride, column_stride = fragment.place.strides
+        for columns in flat_boxes(shape[1:], left, right):
+            first = sum(start * stride for start, stride in zip(columns.lo, strides, strict=True))
+            offset = fragment.place.offset + (first - left) * column_stride
+            place_strides = (row_stride, *(stride * column_stride for stride in strides))
+            place = replace(fragment.place, offset=offset, strides=place_strides)
+            fragments.append(Fragment(Box((top, *columns.lo), (bottom, *columns.hi)), place))
+    return TensorLayout.of(shape, tuple(fragments))
 
 
 def _reshaped(layout: TensorLayout, edit: Callable[[Index, int], Index]) -> TensorLayout:

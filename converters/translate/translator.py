@@ -386,11 +386,11 @@ class _Renderer:
                     raise self._unknown_steps(parameter)
                 step = max(steps, default=self.source.overrides.step or 0)
             # Most parameters of a group are of one kind, for which options are translated once.
-            kind = parameter.method.name, method.name, step, shape, is_split, fused_rows, repr(template_options)
+            is_flattened = any(tensor.flattened for tensor in parameter.slots.values())
+            restructuring = is_split, fused_rows, is_flattened
+            kind = parameter.method.name, method.name, step, shape, restructuring, repr(template_options)
             if kind not in options_by_kind:
-                options_by_kind[kind] = self._options(
-                    group, parameter, step, shape, template_options, is_split, fused_rows
-                )
+                options_by_kind[kind] = self._options(group, parameter, step, shape, template_options, *restructuring)
             options = options_by_kind[kind]
             key = repr(sorted(options.items()))
             names_by_options[key].append(name)
@@ -418,6 +418,7 @@ class _Renderer:
         template_options: Mapping[str, object],
         is_split: bool,
         fused_rows: JoinedRows | None,
+        is_flattened: bool,
     ) -> Mapping[str, object]:
         """Return the options of a group in the target's words; the template's count where the source says nothing.
 
@@ -443,6 +444,13 @@ class _Renderer:
         common = dict(stored.common) if step is None else {**stored.common, "step": step}
         if is_split:
             common.pop("pieces", None)
+        # Momentum that is stored as a matrix was flattened, and so was one of more dims than a stack of matrices has.
+        has_kernel_dims = len(shape) > 3 and "flatten" not in common and "momentum" in parameter.method.slots
+        if is_flattened or has_kernel_dims:
+            common["flatten"] = True
+            evidence = "its momentum is stored as a matrix" if is_flattened else f"the parameter has {len(shape)} dims"
+            reason = f"{source.dialect.name} does not say it, but {evidence}"
+            self.findings.check(Action.SET, f"flatten of {method.name} groups", "True", reason=reason)
         if fused_rows is not None and "momentum" in parameter.method.slots and not common.get("pieces"):
             common["pieces"] = fused_rows[0]
             if fused_rows[1] > 1:

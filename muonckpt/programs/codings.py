@@ -173,10 +173,33 @@ SPLITS = Coding(("split_sizes", "num_heads"), ("pieces",), _read_splits, _write_
 FLATTEN = Coding(
     ("flatten",),
     ("flatten",),
-    lambda options, shape: {"flatten": True} if options.get("flatten") and len(shape) > 2 else {},
+    lambda options, shape: {"flatten": bool(options.get("flatten"))} if len(shape) > 2 else {},
     lambda common, shape: {"flatten": common.get("flatten", False)},
 )
 """The coding that says whether a parameter of more than two dims is one matrix, or a stack."""
+
+
+def _write_flatten(common: OptionValues, shape: Index) -> OptionValues | None:
+    is_flattened = common.get("flatten", False)
+    if len(shape) > 3 and not is_flattened:
+        return None if common else {}
+    return {"flatten": True} if is_flattened else {}
+
+
+OPTIONAL_FLATTEN = Coding(("flatten",), ("flatten",), FLATTEN.read, _write_flatten, optional=True)
+"""The same, where only flattened groups have the option, and no stack has more than three dims."""
+
+
+def flattened_kernels(*options: str) -> Coding:
+    """Return the coding of a program that flattens what has four dims, and takes all else for stacks; with the options
+    that are always true of its matrices.
+    """
+
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
+        is_expressible = len(shape) < 3 or common.get("flatten", len(shape) == 4) == (len(shape) == 4)
+        return dict.fromkeys(options, True) if is_expressible else None
+
+    return Coding(options, ("flatten",), lambda _, shape: {"flatten": True} if len(shape) == 4 else {}, write)
 
 
 def _read_form(options: OptionValues, shape: Index) -> OptionValues:
@@ -233,5 +256,7 @@ def lr_ratio(common: OptionValues, shape: Index) -> float | None:
     factor = FACTORS.get(common.get("scale", ""))
     if factor is None or len(shape) < 2:
         return None
+    if common.get("flatten"):
+        return factor(shape[0], math.prod(shape[1:]))
     count = _count({"pieces": common.get("pieces")}, shape)
     return 1.0 if count is None else factor(shape[-2] // count, shape[-1])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..algebra.box import Index
 from ..names.vocabulary import Convention
-from .codings import Coding, OptionValues
+from .codings import Coding, OptionValues, flattened_kernels
 from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
 
@@ -33,14 +33,6 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
     return None
 
 
-_KERNELS = Coding(
-    ("use_muon",),
-    ("flatten",),
-    lambda options, shape: {"flatten": True} if len(shape) == 4 else {},
-    lambda common, shape: {"use_muon": True},
-)
-"""The coding of kernels of convolutions, which are one matrix each; other parameters are stacks of matrices."""
-
 PROGRAM = Dialect(
     "deepspeed",
     "DeepSpeed's Muon and AdamW, in the folders of ZeRO 1, 2 and 3",
@@ -50,7 +42,7 @@ PROGRAM = Dialect(
             "muon",
             {"momentum": "momentum_buffer"},
             {**RATES, "momentum": "momentum"},
-            (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), _KERNELS),
+            (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), flattened_kernels("use_muon")),
             inert_options={"name": "muon-params"},
             default_options={"ns_method": "gram"},
         ),

@@ -19,7 +19,7 @@ from typing import Any
 from ..algebra.box import Index
 from ..names.errors import SourceError
 from ..names.state_forms import stored_slot
-from ..names.vocabulary import CONVENTION
+from ..names.vocabulary import CONVENTION, FLATTEN
 from ..names.wording import unnumbered
 from ..record.record import Blob, Manifest, StateRecord
 from .detection import detect, with_slots_of
@@ -63,6 +63,16 @@ _ROLES: Mapping[str, Role] = MappingProxyType(
 
 _SHAPED = frozenset({"momentum", "first", "second", "master"})
 """Slots, by their common names, that are shaped like their parameter."""
+
+
+def matrix_sides(shape: Index, flatten: bool = False) -> Index:
+    """Return the rows and columns of the matrix in a shape, or of each in a stack; as many as it has, if fewer.
+
+    More than three dims are those of a convolution, of which the first is the rows, and all others are the columns; so
+    are three, if it is known to be flattened.
+    """
+    is_flattened = len(shape) > 3 or (flatten and len(shape) == 3)
+    return (shape[0], math.prod(shape[1:])) if is_flattened else shape[-2:]
 
 
 Entry = StateRecord | Blob
@@ -122,9 +132,14 @@ class StoredParameter:
         return self.name if self.name.isdecimal() else unnumbered(self.name), self.shape
 
     @property
+    def sides(self) -> Index:
+        """Return the rows and columns of its matrices."""
+        return matrix_sides(self.shape, bool(self.options.get(FLATTEN)))
+
+    @property
     def is_matrix(self) -> bool:
         """Return whether there is more than one row and column to orthogonalise."""
-        return len(self.shape) >= 2 and min(self.shape[-2:]) > 1
+        return len(self.shape) >= 2 and min(self.sides) > 1
 
     def shaped(self) -> list[StateRecord]:
         """Return the state that has to be shaped like the parameter."""

@@ -20,7 +20,7 @@ from ..names.vocabulary import (
     SECOND_MOMENT,
     STEP,
 )
-from .codings import betas, scale
+from .codings import OPTIONAL_FLATTEN, betas, scale
 from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
 
 SLOTS = {
@@ -42,12 +42,13 @@ _CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
 def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
     matrices, defaults = "momentum" in SLOTS[name], GROUP_OPTIONS[name]
     # Matrices have the scale of their rate, element-wise methods a pair of decay rates.
-    coding = _SCALE if matrices else betas("betas")
+    codings = (_SCALE, OPTIONAL_FLATTEN) if matrices else (betas("betas"),)
+    coded_options = set[str]().union(*(coding.options for coding in codings))
     return StoredMethod(
         name,
         {**SLOTS[name], **extra},
-        {_COMMON.get(option, option): option for option in defaults if option not in {*coding.options, *_CONVENTION}},
-        (coding,),
+        {_COMMON.get(option, option): option for option in defaults if option not in {*coded_options, *_CONVENTION}},
+        codings,
         _CONVENTION if matrices else {},
         {option: value for option, value in defaults.items() if option not in RUN_OPTIONS | {*_CONVENTION}},
     )

@@ -7,7 +7,7 @@ their groups.
 from __future__ import annotations
 
 from ..names.vocabulary import Convention
-from .codings import betas
+from .codings import betas, flattened_kernels
 from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import PLAIN, RATE_KINDS
 
@@ -19,7 +19,13 @@ KELLER = Dialect(
     "Keller Jordan's script (muon.py)",
     Convention.EMA,
     (
-        StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}, inert_options={"use_muon": True}),
+        StoredMethod(
+            "muon",
+            _MOMENTUM,
+            {**RATES, "momentum": "momentum"},
+            (flattened_kernels(),),
+            inert_options={"use_muon": True},
+        ),
         StoredMethod(
             "adamw",
             {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
@@ -41,7 +47,8 @@ KELLER = Dialect(
     },
     writable=False,
 )
-"""``Muon``, ``SingleDeviceMuon`` and their siblings ``…WithAuxAdam`` of KellerJordan/Muon 857d1ad."""
+"""``Muon``, ``SingleDeviceMuon`` and their siblings ``…WithAuxAdam`` of KellerJordan/Muon 857d1ad, with the scale of
+flattened kernels that it has since January 2026."""
 
 EMERGING = Dialect(
     "emerging",

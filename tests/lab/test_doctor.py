@@ -8,7 +8,14 @@ import pytest
 import torch
 from support.checkouts import checkout
 from support.commands import called
-from support.foreign_optimizers import AlteredMuon, DionMuon, EmergingMuon, SingleDeviceMuonWithAuxAdam, ToyMuon
+from support.foreign_optimizers import (
+    AlteredMuon,
+    DionMuon,
+    EmergingMuon,
+    FormerMuon,
+    SingleDeviceMuonWithAuxAdam,
+    ToyMuon,
+)
 from support.golden import golden
 from torch import nn
 
@@ -86,8 +93,34 @@ def by_emerging_past_the_end():
     return net, [muon, torch.optim.AdamW([net.experts, *net.others()])]
 
 
+class Pictures(nn.Module):
+    """Kernels with more rows than columns, and fewer; and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 40, 3), nn.Conv2d(40, 8, (3, 1))
+        self.norm = nn.GroupNorm(2, 8)
+
+    def kernels(self) -> list[nn.Parameter]:
+        return [self.first.weight, self.second.weight]
+
+    def others(self) -> list[nn.Parameter]:
+        return [self.first.bias, self.second.bias, *self.norm.parameters()]
+
+
+def of_kernels_by_keller(script=SingleDeviceMuonWithAuxAdam):
+    net = Pictures()
+    return net, script([{"params": net.kernels(), "use_muon": True}, {"params": net.others(), "use_muon": False}])
+
+
+def of_kernels_by_dion():
+    net = Pictures()
+    return net, DionMuon([{"params": net.kernels()}, {"params": net.others(), "algorithm": "adamw"}], flatten=True)
+
+
 FOREIGN = [by_torch, by_keller, by_dion, by_dion_with_quintic, by_moonlight, by_emerging, by_emerging_in_rms]
 FOREIGN += [by_emerging_past_the_end]
+FOREIGN += [of_kernels_by_keller, of_kernels_by_dion]
 
 
 @pytest.mark.parametrize("make", FOREIGN)
@@ -391,7 +424,51 @@ def test_a_stack_that_dion_flattens_is_experts_as_one():
 
     found = muonckpt.doctor(make, proof=False)
     assert kinds(found)["experts_as_one"] == ("experts",)
-    assert any("flatten" in note for note in found.replacement.notes)
+    [group] = [group for group in found.replacement.groups if "experts" in {member.name for member in group.members}]
+    assert group.options["flatten"] is True
+
+
+def test_convolutions_that_other_programs_flatten_are_no_finding():
+    for make in (of_kernels_by_keller, of_kernels_by_dion):
+        found = muonckpt.doctor(make, proof=False)
+        assert not found.findings
+        assert {one.name: one.matrices for one in found.parameters if one.by_muon} == {
+            "first.weight": 1, "second.weight": 1,
+        }  # fmt: skip
+        assert [group.options.get("flatten") for group in found.replacement.groups] == [True, None]
+    # A copy of the script with the former scale is not taken for ours.
+    found = muonckpt.doctor(lambda: of_kernels_by_keller(FormerMuon))
+    assert not found.proof.equal and found.proof.exact.worst == "first.weight"
+
+
+def test_convolutions_in_muon_that_nobody_flattens_are_found_and_the_line_flattens_them():
+    def make():
+        net = Pictures()
+        net.line, net.grouped = nn.Conv1d(4, 6, 3, bias=False), nn.Conv2d(4, 6, 3, groups=2, bias=False)
+        whole = {"params": [net.grouped.weight], "flatten": True}
+        stacks = {"params": [net.line.weight]}
+        others = {"params": [*net.kernels(), *net.others()], "algorithm": "adamw", "lr": 1e-3}
+        return net, Muon([whole, stacks, others])
+
+    found = muonckpt.doctor(make, proof=False)
+    assert kinds(found) == {"convolution_in_muon": ("line.weight",), "fused_whole": ("grouped.weight",)}
+    lines = {finding.kind: finding.means.partition("write: ")[2] for finding in found.findings}
+    for line, name in ((lines["convolution_in_muon"], "line.weight"), (lines["fused_whole"], "grouped.weight")):
+        net, _ = make()
+        code = line.replace("MODULE_TYPES], …", "MODULE_TYPES], lr=0.02, adamw_lr=3e-4")
+        optimizer = eval(code, {"Muon": Muon, "Rule": Rule, "Split": Split, "MODULE_TYPES": MODULE_TYPES, "model": net})
+        [group] = [
+            group for group in optimizer.param_groups if any(p is net.get_parameter(name) for p in group["params"])
+        ]
+        assert group["flatten"] is True and group["pieces"] == {"line.weight": None, "grouped.weight": (3, 3)}[name]
+
+    def in_torch():
+        net = Pictures()
+        return net, DionMuon([{"params": net.kernels()}, {"params": net.others(), "algorithm": "adamw"}])
+
+    found = muonckpt.doctor(in_torch, proof=False)
+    assert kinds(found) == {"convolution_in_muon": ("first.weight", "second.weight")}
+    assert {*found.replacement.refused} == {"first.weight", "second.weight"}
 
 
 def llama():
@@ -427,7 +504,7 @@ def test_a_healthy_model_has_no_finding_and_says_why_each_parameter_gets_what_it
 def test_costs_are_those_of_plan_for_a_checkpoint_of_the_same_run(tmp_path):
     def make():
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+        net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), nn.Conv2d(8, 16, 3, groups=2), nn.Conv1d(8, 8, 3))
         return net, Muon.for_model(net, rules=[[NO_HEAD], MODULE_TYPES], lr=0.02, adamw_lr=3e-4)
 
     from torch.distributed.checkpoint.state_dict import get_state_dict

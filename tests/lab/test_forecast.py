@@ -87,20 +87,21 @@ def test_a_config_that_is_not_known_is_refused(tmp_path):
 def test_bytes_are_those_of_all_ranks_wires(placements):
     """With replicas, a rank reads each part from one of them, and returns it to all."""
     mesh, ranks = Mesh.of(3, 2), tuple(range(6))
-    shapes, pieces = [(24, 8), (5, 16), (16, 16), (4, 12, 8), (24, 8)], [(12, 6, 6), None, None, None, None]
+    shapes = [(24, 8), (5, 16), (16, 16), (4, 12, 8), (24, 8), (6, 5, 3, 2)]
+    matrices = [Fused((12, 6, 6)), *[Fused()] * 4, Fused((2, 4), flatten=True)]
     params = [
-        fresh_parameter(f"{number}", shape, "float32", matrix=True, pieces=cut)
-        for number, (shape, cut) in enumerate(zip(shapes, pieces, strict=True))
+        fresh_parameter(f"{number}", shape, "float32", matrix=True, fused=fused)
+        for number, (shape, fused) in enumerate(zip(shapes, matrices, strict=True))
     ]
     layouts = [mesh_layout(shape, mesh, placements) for shape in shapes]
     said = step_plan(params, lambda param, shape: mesh_layout(shape, mesh, placements), 6, MuonOptions(stages=2))
     short = torch.bfloat16
     specs = [
         Spec(
-            (Slot("momentum_buffer", layout, Fused(cut), short, short),),
+            (Slot("momentum_buffer", layout, fused, short, short),),
             lambda m, n: flops(m, n, 5),
         )
-        for layout, cut in zip(layouts, pieces, strict=True)
+        for layout, fused in zip(layouts, matrices, strict=True)
     ]
     for rank in ranks:
         own = make_schedule(specs, ranks, rank, 2)

@@ -36,9 +36,10 @@ def adam(param: Tensor, slots: dict, names: tuple[str, str], count: int, group: 
 
 
 class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
-    """Keller Jordan's script: an average, Nesterov, and rows over columns."""
+    """Keller Jordan's script: an average, Nesterov, and rows over columns; kernels of four dims are flattened."""
 
     NESTEROV = True
+    SCALES_BY_KERNEL = False
 
     def __init__(self, groups: Iterable[dict]) -> None:
         defaults = {True: {"lr": 0.02, "momentum": 0.95}, False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10}}
@@ -57,9 +58,10 @@ class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
                 momentum = slots.setdefault("momentum_buffer", torch.zeros_like(param))
                 momentum.lerp_(param.grad, 1 - group["momentum"])
                 mixed = param.grad.lerp(momentum, group["momentum"]) if self.NESTEROV else momentum
-                rows, columns = param.shape[-2:]
-                update = orthogonalized(mixed, "keller") * max(1, rows / columns) ** 0.5
-                param.add_(update, alpha=-group["lr"])
+                matrix = mixed.flatten(1) if mixed.ndim == 4 else mixed
+                rows, columns = (mixed if self.SCALES_BY_KERNEL else matrix).shape[-2:]
+                update = orthogonalized(matrix, "keller") * max(1, rows / columns) ** 0.5
+                param.add_(update.reshape(param.shape), alpha=-group["lr"])
 
 
 class AlteredMuon(SingleDeviceMuonWithAuxAdam):
@@ -68,7 +70,14 @@ class AlteredMuon(SingleDeviceMuonWithAuxAdam):
     NESTEROV = False
 
 
-AlteredMuon.__name__ = AlteredMuon.__qualname__ = "SingleDeviceMuonWithAuxAdam"
+class FormerMuon(SingleDeviceMuonWithAuxAdam):
+    """A copy of that script from before January 2026, which scales flattened kernels by their last two dims."""
+
+    SCALES_BY_KERNEL = True
+
+
+for copied in (AlteredMuon, FormerMuon):
+    copied.__name__ = copied.__qualname__ = "SingleDeviceMuonWithAuxAdam"
 
 
 def polar_express(matrix: Tensor, epsilon: float) -> Tensor:
@@ -110,8 +119,10 @@ class DionMuon(torch.optim.Optimizer):
                     continue
                 momentum.mul_(group["mu"]).add_(param.grad)
                 mixed = param.grad + group["mu"] * momentum if group["nesterov"] else momentum
-                blocks = group.get("split_sizes") or [param.shape[-2]]
-                update = torch.cat([self._update(part, group) for part in mixed.split(list(blocks), dim=-2)], dim=-2)
+                matrix = mixed.flatten(1) if group["flatten"] else mixed
+                blocks = group.get("split_sizes") or [matrix.shape[-2]]
+                update = torch.cat([self._update(part, group) for part in matrix.split(list(blocks), dim=-2)], dim=-2)
+                update = update.reshape(param.shape)
                 keep = (param * update >= 0) if group["cautious_wd"] else 1.0
                 param.sub_(lr * group["weight_decay"] * param * keep).sub_(lr * update)
 

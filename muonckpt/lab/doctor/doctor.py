@@ -24,8 +24,6 @@ from .replaced import Replacement, find_replacement
 from .suspects import suspicions
 from .treatments import Treatment, find_treatments
 
-_STEPPED_DIMS = (2, 3)
-
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
@@ -162,11 +160,11 @@ def _costs(
 def _model_parameter(built: Built, treatment: Treatment) -> ModelParameter:
     """Describe a parameter for `prospect_of`: as our optimizer has it, or as ours would have another's."""
     name, shape = treatment.name, treatment.shape
-    is_matrix = treatment.by_muon and len(shape) in _STEPPED_DIMS and 0 not in shape
+    is_matrix = treatment.has_matrices and 0 not in shape
     dtype = str(treatment.parameter.dtype).removeprefix("torch.")
     optimizer = None if treatment.optimizer is None else built.optimizers[treatment.optimizer]
     if not isinstance(optimizer, Muon):
-        return fresh_parameter(name, shape, dtype, matrix=is_matrix, pieces=treatment.fused.pieces)
+        return fresh_parameter(name, shape, dtype, matrix=is_matrix, fused=treatment.fused)
     slots = optimizer.state[treatment.parameter].items()
     state = tuple(StateTensor(slot, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for slot, t in slots)
     if not is_matrix:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...names.coefficients import EMERGING_TYPES, emerging_coefficients
 from ...names.errors import SourceError
-from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, ParamGroup
+from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS, ParamGroup
 from ...programs import dion, scripts, torch, veomni
 from ...programs.dialect import Dialect
 
@@ -33,6 +33,7 @@ class KnownOptimizer:
         classes: names of the class, any of them.
         method: returns the method of a parameter, given its group and its state.
         options_in_code: returns the common options of a parameter that the optimizer has, and its groups have not.
+        flattens: whether a parameter of a group, and of this shape, is one matrix of its first dim and all others.
     """
 
     dialect: Dialect
@@ -40,6 +41,9 @@ class KnownOptimizer:
     classes: tuple[str, ...]
     method: Callable[[ParamGroup, Mapping[str, Any]], str]
     options_in_code: Callable[[Optimizer, Tensor], Options] = lambda optimizer, parameter: {}
+    flattens: Callable[[ParamGroup, tuple[int, ...]], bool] = lambda group, shape: (
+        len(shape) > 2 and bool(group.get(FLATTEN))
+    )
 
     def is_of(self, optimizer: Optimizer) -> bool:
         for ancestor in type(optimizer).__mro__:
@@ -147,7 +151,11 @@ KNOWN = (
         lambda optimizer, parameter: {"eps": 1e-7, "ns_dtype": "bfloat16"},
     ),
     KnownOptimizer(
-        scripts.KELLER, "", _SCRIPTS, lambda group, state: "muon" if group.get("use_muon", True) else "adamw"
+        scripts.KELLER,
+        "",
+        _SCRIPTS,
+        lambda group, state: "muon" if group.get("use_muon", True) else "adamw",
+        flattens=lambda group, shape: len(shape) == 4,
     ),
 )
 

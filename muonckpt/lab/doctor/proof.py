@@ -24,6 +24,7 @@ from ...names.vocabulary import EXP_AVG, MOMENTUM, Convention
 from ...names.wording import fields_of
 from ...optimizer import Muon
 from ...optimizer.newton_schulz.recipe import flops
+from ...optimizer.planning.matrices import sides_of
 from .programs import known_optimizer
 from .replaced import OurGroup, Replacement
 from .treatments import Treatment
@@ -125,7 +126,7 @@ def _select(groups: Sequence[OurGroup]) -> tuple[Shapes, tuple[str, ...]]:
         shape = _copy_shape(treatment, groups[group_index])
         if treatment.by_muon:
             iterations = int(groups[group_index].options.get("ns_steps", 0))
-            step_flops = flops(shape[-2], shape[-1], iterations) * math.prod(shape[:-2])
+            step_flops = sum(flops(*matrix, iterations) for matrix in sides_of(shape, treatment.fused))
         else:
             step_flops = 1000 * math.prod(shape)
         costs[treatment] = 2 * 2 * STEPS * step_flops, shape
@@ -150,12 +151,15 @@ def _copy_shape(treatment: Treatment, group: OurGroup) -> tuple[int, ...]:
         return tuple(shape)
     if any(group.options.get(option) for option in ("pieces", "columns")) or group.method.derived:
         return treatment.shape
-    # A few matrices of a stack, then factors that rows and columns share: the ratio sets the rate.
+    # A few matrices of a stack, then factors that rows and columns share: the ratio sets the rate.  Those of a kernel
+    # are its channels.
+    row_dim = treatment.fused.row_dim(treatment.shape)
     if math.prod(shape) > MAX_ELEMENTS:
-        shape[:-2] = [min(size, 2) for size in shape[:-2]]
+        shape[:row_dim] = [min(size, 2) for size in shape[:row_dim]]
+    sides = slice(row_dim, row_dim + 2)
     for factor in (5, 3, 2, 2, 2, 2, 2, 2, 2, 2):
-        if math.prod(shape) > MAX_ELEMENTS and not shape[-2] % factor and not shape[-1] % factor:
-            shape[-2:] = [size // factor for size in shape[-2:]]
+        if math.prod(shape) > MAX_ELEMENTS and not any(size % factor for size in shape[sides]):
+            shape[sides] = [size // factor for size in shape[sides]]
     return tuple(shape)
 
 

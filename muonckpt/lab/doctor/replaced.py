@@ -29,8 +29,6 @@ _SCALES = {"none": "1.0", "original": "max(1.0, rows / columns) ** 0.5", "spectr
            "rms": "0.2 * max(rows, columns) ** 0.5"}  # fmt: skip
 """The code of each common scale (`FACTORS`)."""
 
-_MAX_DIMS = 3
-
 SAME, IDLE, LOST = "as here", "does not change the update", "no counterpart"
 """The fates of another program's option for which we have no word."""
 
@@ -141,9 +139,10 @@ def find_replacement(model: nn.Module, optimizers: Sequence[Optimizer], treatmen
     for treatment in treatments:
         if treatment.optimizer is None:
             continue
-        num_dims = len(treatment.shape)
-        if treatment.by_muon and not 2 <= num_dims <= _MAX_DIMS:
-            refusals[treatment.name] = f"{num_dims} dims in Muon: give it to AdamW, or reshape it in the model"
+        if treatment.by_muon and not treatment.has_matrices:
+            num_dims = len(treatment.shape)
+            cure = "flatten it" if num_dims > 3 else "reshape it in the model"
+            refusals[treatment.name] = f"{num_dims} dims in Muon: give it to AdamW, or {cure}"
             continue
         group = _translate(optimizers[treatment.optimizer], treatment, findings, scales)
         key = (*group.source, treatment.algorithm, repr(sorted(group.options.items(), key=str)))

@@ -14,7 +14,20 @@ from torch import Tensor, nn
 
 from ...names.resumption import in_globs
 from ...names.wording import Finding, counted, listed
-from ...optimizer.groups import DEEPSEEK, FROZEN, LLAMA, LORA, MIXTRAL, QWEN, TORCHTITAN, WHOLE, Split, sort_parameters
+from ...optimizer.groups import (
+    CONVOLUTIONS,
+    DEEPSEEK,
+    FROZEN,
+    LLAMA,
+    LORA,
+    MIXTRAL,
+    QWEN,
+    TORCHTITAN,
+    WHOLE,
+    Split,
+    sort_parameters,
+    split_by_groups,
+)
 from .treatments import NOBODY, Treatment
 
 FAMILIES = {
@@ -91,6 +104,10 @@ def _expect_by_structure(model: nn.Module) -> dict[Tensor, ExpectedKind]:
                 expected[parameter] = ExpectedKind("head", "it has as many rows as an embedding")
             else:
                 expected[parameter] = ExpectedKind("matrix", "its module is an nn.Linear")
+        elif is_in(parameter, *CONVOLUTIONS):
+            convolution = next(m for m in modules_by_parameter[parameter] if isinstance(m, CONVOLUTIONS))
+            reason = f"its module is a convolution of {counted(convolution.groups, 'group')}"
+            expected[parameter] = ExpectedKind("convolution", reason, split_by_groups(convolution))
         elif is_in(parameter, nn.MultiheadAttention) and parameter.dim() == 2:
             split = Split(3) if parameter.shape[0] == 3 * parameter.shape[1] else WHOLE
             expected[parameter] = ExpectedKind("matrix", "it is of nn.MultiheadAttention", split)
@@ -205,14 +222,20 @@ def _check_dims(case: _Case) -> Iterator[Finding]:
             "there is nothing to orthogonalise in it: its step fails, or is the gradient's direction at a rate far too "
             f"large{case.line('vector', vectors)}",
         )
-    kernels = [treatment for treatment in case.treatments if treatment.by_muon and len(treatment.shape) > 3]
+    kernels = []
+    for treatment in case.treatments:
+        expected = case.expected.get(treatment.parameter)
+        is_kernel = len(treatment.shape) > 3 or (expected is not None and expected.kind == "convolution")
+        if treatment.by_muon and is_kernel and len(treatment.shape) > 2 and not treatment.fused.flatten:
+            kernels.append(treatment)
     if kernels:
         yield case.finding(
             "convolution_in_muon",
-            f"{counted(len(kernels), 'parameter')} of more than three dims in Muon",
+            f"{counted(len(kernels), 'convolution')} in Muon, not flattened",
             kernels,
-            "some programs flatten it to one matrix, muonckpt does not: keep the weight in two dims in the model and "
-            f"view it in the forward pass, or give it to AdamW{case.line('other', kernels)}",
+            "each kernel is orthogonalised by itself, if that is possible at all, and the rate is scaled by its sides; "
+            "a convolution mixes channels by the matrix of its first dim and all others (flatten=True)"
+            f"{case.line('convolution', kernels)}",
         )
 
 
@@ -273,6 +296,7 @@ def _check_fused(case: _Case) -> Iterator[Finding]:
     for (split, reason), members in groups.items():
         if not _splits_rows(members[0].options):
             kind = "experts" if len(members[0].shape) == 3 else "matrix"
+            kind = "convolution" if members[0].fused.flatten else kind
             yield case.finding(
                 "fused_whole",
                 f"{counted(len(members), 'parameter')} with fused matrices, orthogonalised as one ({reason})",
@@ -337,7 +361,7 @@ def _check_experts(case: _Case) -> Iterator[Finding]:
         options = treatment.options
         if not treatment.by_muon:
             continue
-        if len(treatment.shape) == 3 and options.get("flatten"):
+        if len(treatment.shape) == 3 and treatment.fused.flatten and treatment.parameter not in case.expected:
             flattened.append(treatment)
         # A matrix that nothing else explains may be experts in its rows, if a router counts them.
         is_whole = not treatment.fused.pieces and not _splits_rows(options) and options.get("num_experts") in (None, 1)
@@ -350,8 +374,8 @@ def _check_experts(case: _Case) -> Iterator[Finding]:
             "experts_as_one",
             f"{counted(len(flattened), 'stack')} of experts flattened to one matrix (flatten=True)",
             flattened,
-            "experts are mixed with each other; muonckpt orthogonalises each matrix of three dims by itself, so leave "
-            "flatten out",
+            "experts are mixed with each other; without flatten each matrix of three dims is orthogonalised by itself"
+            f"{case.line('experts', flattened)}",
         )
     if count_by_matrix:
         members, count = [*count_by_matrix], next(iter(count_by_matrix.values()))

@@ -57,6 +57,11 @@ class Treatment:
     def by_muon(self) -> bool:
         return self.algorithm in MATRICES
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether Muon steps it, and ours could: matrices, stacks of them, and kernels that are flattened."""
+        return self.by_muon and (2 <= len(self.shape) <= 3 or (len(self.shape) > 3 and self.fused.flatten))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "names": self.names,
@@ -148,7 +153,9 @@ def _method(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     if program is None:
         return class_of(optimizer).rpartition(".")[2], ONE_MATRIX
     # `get`, because the state of a parameter without state is made when it is asked for.
-    return program.method(group, optimizer.state.get(parameter, {})), ONE_MATRIX
+    algorithm = program.method(group, optimizer.state.get(parameter, {}))
+    is_flattened = algorithm in MATRICES and program.flattens(group, tuple(parameter.shape))
+    return algorithm, Fused(flatten=is_flattened)
 
 
 HEADERS = ("parameter", "count", "shape", "gets", "matrices", "because")

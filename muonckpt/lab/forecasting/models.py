@@ -19,12 +19,12 @@ from ...algebra.box import Index
 from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
 from ...names.state_forms import STATE_DTYPES, NumberForm, state_form
-from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON as DEFAULTS, STEP
+from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, FLATTEN, MOMENTUM, MUON as DEFAULTS, STEP
 from ...optimizer.methods.form import MatrixMethod, MethodSlot
 from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, method_slots
 from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
-from ...programs.model_view import Role
+from ...programs.model_view import Role, matrix_sides
 from ...store.io.location import Location
 from ...store.io.regular import read_text_file
 from ...store.reading.dtypes import itemsize
@@ -77,13 +77,16 @@ def complete_options(method: MatrixMethod, options: Mapping[str, Any]) -> dict[s
     return {**method.defaults(asdict(DEFAULTS)), **options}
 
 
+_ONE_MATRIX = Fused()
+
+
 def fresh_parameter(
     name: str,
     shape: Index,
     dtype: str,
     *,
     matrix: bool,
-    pieces: tuple[int, ...] | None = None,
+    fused: Fused = _ONE_MATRIX,
     used: float | None = None,
     method: MatrixMethod = MUON,
 ) -> ModelParameter:
@@ -91,7 +94,7 @@ def fresh_parameter(
     if not matrix:
         moments = (StateTensor(slot, shape, dtype) for slot in (EXP_AVG, EXP_AVG_SQ))
         return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")), used)
-    options = complete_options(method, {"pieces": pieces})
+    options = complete_options(method, asdict(fused))
     state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
     for name, (slot, reduced) in method_slots(shape, options, method).items():
         state.append(StateTensor(name, reduced.shape, slot.dtype_name or dtype))
@@ -142,6 +145,8 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
         momentum = next((tensor for tensor in state.values() if view.role(tensor) is Role.MOMENTUM), None)
         # Only the groups of our optimizer have our options, and may name a method that nobody here knows.
         options: dict[str, Any] = {"pieces": momentum.pieces if momentum else None}
+        # More than three dims are those of kernels, which every program flattens; three may be a stack.
+        options[FLATTEN] = len(shape) > 3 or bool(parameter.options.get(FLATTEN))
         algorithm = parameter.options.get(dialect.method_option or "") if dialect else None
         method = methods.get(str(algorithm), MUON)
         if dialect is not None and dialect.takes_methods:
@@ -151,8 +156,8 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
                 fused = fused_of(complete_options(MUON, options))
                 method = as_stored(algorithm, shape, fused, slots, averages=momentum is not None)
         # A method that averages has momentum of each of its matrices, so what has none is stepped by another.
-        has_momentum = momentum is not None and momentum.shape == shape
-        is_matrix = len(shape) in (2, 3) and 0 not in shape and (has_momentum or not method.averages)
+        has_momentum = momentum is not None and momentum.shape in (shape, matrix_sides(shape, flatten=True))
+        is_matrix = len(shape) >= 2 and 0 not in shape and (has_momentum or not method.averages)
         tensors = [*([parameter.weight] if parameter.weight else []), *state.values()]
         dtype = next((tensor.dtype for tensor in tensors if tensor.shape == shape), tensors[0].dtype)
         parameters.append(
@@ -435,7 +440,7 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
     parameters = (
-        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces, used=p.used, method=method)
+        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), used=p.used, method=method)
         for p in _parameters(settings, _family(settings))
     )
     return ModelTensors(str(file), tuple(parameters))
