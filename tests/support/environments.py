@@ -45,6 +45,6 @@ def installed(python: str, folder: Path, dependencies: Iterable[str]) -> list[st
     subprocess.run([*pip, *dependencies], check=True, timeout=1800, stderr=subprocess.PIPE, text=True)
     package = folder / "package/muonckpt"
     package.mkdir(parents=True)
-    for entry in [*(ROOT / "muonckpt").iterdir(), *(ROOT / name for name in ("optimizer", "converters", "cli"))]:
+    for entry in (ROOT / "muonckpt").iterdir():  # the optimizer, the converters and the commands are links in it
         (package / entry.name).symlink_to(entry)
     return ["env", f"PYTHONPATH={folder / 'package'}", "PYTHONSAFEPATH=1", str(folder / "bin/python")]
