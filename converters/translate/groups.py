@@ -254,7 +254,7 @@ class _OptionWriter:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
         names: dict[str, str] = {}
         for coding in self.method.codings:
-            names |= dict.fromkeys(coding.options, coding.common[0])
+            names |= dict.fromkeys(coding.options, next(iter(coding.common), ""))
         names |= {option: name for name, option in self.method.options.items()} | {"ns_coefficients": "ns"}
         hint = self.source.hints.get(names.get(option, ""), "")
         return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"

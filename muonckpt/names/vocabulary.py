@@ -129,6 +129,9 @@ class MuonDefaults:
 
 MUON = MuonDefaults()
 
+MAX_STEPS_ON_ONE_GRAM = 3
+"""The most steps of Newton-Schulz on one Gram matrix in 16 bits; `docs/design/newton_schulz.md` has errors of more."""
+
 ParamGroup = Mapping[str, Any]
 """A parameter group of an optimizer: its parameters and their options."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ..algebra.box import Index
 from ..names.coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set, plain_coefficients
+from ..names.vocabulary import MAX_STEPS_ON_ONE_GRAM
 
 OptionValues = Mapping[str, Any]
 
@@ -222,6 +224,36 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues:
 
 GRAM = Coding(("ns_implementation", "gram_ns_reset_iterations"), ("gram",), _read_form, _write_form)
 """The coding of VeOmni's form of Newton-Schulz."""
+
+
+def _read_algorithm(options: OptionValues, shape: Index) -> OptionValues:
+    """Return the form and the coefficients of torch's ``ns_algorithm``: those of squares are the standard ones."""
+    if options.get("ns_algorithm") != "gram":
+        return {}
+    if len(set(shape[-2:])) == 1:
+        return {"gram": None, "ns_dtype": "bfloat16"}
+    configured = {**options, **(options.get("gram_newton_schulz_config") or {})}
+    triples = configured.get("gram_ns_coefficients") or [COEFFICIENTS["keller"].tail] * 5
+    rows = tuple((float(a), float(b), float(c)) for a, b, c in triples)
+    restarts = sorted({step for step in configured.get("gram_ns_reset_iterations") or () if 0 < step < len(rows)})
+    longest = max(stop - start for start, stop in pairwise((0, *restarts, len(rows))))
+    common = {"ns": _set_name(rows), "ns_steps": len(rows), "ns_dtype": "float16", "gram": tuple(restarts)}
+    # More steps on one Gram matrix are refused here: the plain form has the same polynomials, and other rounding.
+    return common if longest <= MAX_STEPS_ON_ONE_GRAM else {**common, "gram": None, STEPS_ON_ONE_GRAM: longest}
+
+
+STEPS_ON_ONE_GRAM = "steps on one Gram matrix"
+"""The common option of a form whose rounding nothing here has: so many steps in float16 without a restart."""
+
+ALGORITHM = Coding(
+    ("ns_algorithm", "gram_newton_schulz_config", "gram_ns_coefficients", "gram_ns_reset_iterations"),
+    (),
+    _read_algorithm,
+    lambda common, shape: {},
+    optional=True,
+)
+"""The coding of the form of Newton-Schulz that torch's Muon may have from #187132 on.  No released torch had it in
+November 2026, so it is read and not written."""
 
 
 def _read_coupled(options: OptionValues, shape: Index) -> OptionValues:

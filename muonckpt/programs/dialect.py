@@ -247,6 +247,7 @@ class Kinds:
     PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
     TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
     TRIPLES = OptionKind("three numbers, or three for each step", lambda v: _are_numbers(v, 3) or _are_rows(v))
+    TABLE = OptionKind("a dict", lambda value: isinstance(value, Mapping))
     COUNTS = OptionKind("whole numbers", lambda v: isinstance(v, list | tuple) and all(map(Kinds.COUNT.includes, v)))
 
 

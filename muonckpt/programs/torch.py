@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..names.coefficients import COEFFICIENTS
 from ..names.vocabulary import Convention
-from .codings import COUPLED, betas, coefficients, scale
+from .codings import ALGORITHM, COUPLED, betas, coefficients, scale
 from .dialect import (
     FLAT,
     FLAT_OPTIONS,
@@ -35,7 +35,8 @@ def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
         "muon",
         {"momentum": "momentum_buffer"},
         MUON_OPTIONS,
-        (coefficients(of_steps=False), scale("adjust_lr_fn", scales)),
+        (coefficients(of_steps=False), ALGORITHM, scale("adjust_lr_fn", scales)),
+        inert_options={"use_cuda_graph": False},
         default_options=MUON_DEFAULTS,
         family="torch",
     )
@@ -76,7 +77,16 @@ ADAMW_KINDS: Mapping[str, OptionKind] = {
     "fused": Kinds.FLAG.or_none(),
     **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), Kinds.FLAG),
 }
-OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": Kinds.TRIPLE}, ADAMW_KINDS, closed=True)
+NEXT_KINDS: Mapping[str, OptionKind] = {
+    "ns_algorithm": OptionKind('"standard" or "gram"', lambda value: value in ("standard", "gram")),
+    "gram_newton_schulz_config": Kinds.TABLE.or_none(),
+    "gram_ns_coefficients": Kinds.TRIPLES,
+    "gram_ns_reset_iterations": Kinds.COUNTS,
+    "use_cuda_graph": Kinds.FLAG,
+}
+"""Options that a later torch.optim.Muon may have (PyTorch #187132, open in November 2026)."""
+
+OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": Kinds.TRIPLE}, {**ADAMW_KINDS, **NEXT_KINDS}, closed=True)
 """Options of torch.optim.Muon; beside them those of AdamW, some of which torchtitan gives to both."""
 
 PROGRAM = Dialect(
@@ -106,7 +116,7 @@ TITAN = Dialect(
 # torch's keys and slots, of an unknown program.
 
 _NEVER_ADDED = frozenset({"ns_coefficients"})
-_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, "ns_coefficients": Kinds.TRIPLES})
+_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, **NEXT_KINDS, "ns_coefficients": Kinds.TRIPLES})
 BY_NUMBER = Dialect(
     "fully_shard",
     "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 
 from ...names.coefficients import COEFFICIENTS, CoefficientSet, Triple
+from ...names.vocabulary import MAX_STEPS_ON_ONE_GRAM
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -69,10 +70,6 @@ class Recipe:
         return self.coefficients.norm_scale / HOLD
 
 
-_LONGEST = 3
-"""The most steps on one Gram matrix in 16 bits; `docs/design/newton_schulz.md` has the errors of more."""
-
-
 def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return the runs of steps ``[start, stop)`` that share a Gram matrix, when it is rebuilt after the steps ``gram``.
 
@@ -84,10 +81,10 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
         raise ValueError(f"gram={tuple(gram)}: want rising restarts, each between 1 and {steps - 1} for {steps} steps")
     runs = tuple(pairwise(edges))
     longest = max(stop - start for start, stop in runs)
-    if dtype.itemsize == 2 and longest > _LONGEST:
+    if dtype.itemsize == 2 and longest > MAX_STEPS_ON_ONE_GRAM:
         raise ValueError(
-            f"gram={tuple(gram)} takes {longest} of {steps} steps on one Gram matrix; beyond {_LONGEST}, errors "
-            f"grow out of hand in {dtype}. Restart after e.g. gram={tuple(range(2, steps, 3))}, or use float32"
+            f"gram={tuple(gram)} takes {longest} of {steps} steps on one Gram matrix; beyond {MAX_STEPS_ON_ONE_GRAM}, "
+            f"errors grow out of hand in {dtype}. Restart after e.g. gram={tuple(range(2, steps, 3))}, or use float32"
         )
     return runs
 

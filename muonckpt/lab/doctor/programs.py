@@ -127,6 +127,12 @@ def _bfloat16(optimizer: Optimizer, parameter: Tensor) -> Options:
     return {"ns_dtype": "bfloat16"}
 
 
+def _by_algorithm(optimizer: Optimizer, parameter: Tensor) -> Options:
+    """Return the dtype of torch's standard form; that of its Gram form follows from the group."""
+    groups = (group for group in optimizer.param_groups if any(parameter is member for member in group[PARAMS]))
+    return {} if next(groups).get("ns_algorithm") == "gram" else {"ns_dtype": "bfloat16"}
+
+
 def _muon(group: ParamGroup, state: Options) -> str:
     return "muon"
 
@@ -135,7 +141,7 @@ _SCRIPTS = ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWith
 _MEGATRON = ("TensorParallelMuon",)
 
 KNOWN = (
-    KnownOptimizer(torch.PROGRAM, "torch", ("Muon",), _muon, _bfloat16),
+    KnownOptimizer(torch.PROGRAM, "torch", ("Muon",), _muon, _by_algorithm),
     KnownOptimizer(torch.PROGRAM, "torch", ("AdamW", "Adam"), lambda group, state: "adamw"),
     KnownOptimizer(dion.PROGRAM, "dion", ("Muon", "NorMuon"), _by_option("algorithm"), _by_function),
     KnownOptimizer(dion.XTUNER, "xtuner", ("Muon",), _by_option("algorithm"), _of_xtuner),

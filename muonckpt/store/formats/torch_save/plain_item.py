@@ -27,14 +27,17 @@ _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
 _ENCODED, _NO_BYTES = "_codecs encode", "__builtin__ bytes"
 """The calls by which pickles of torch.save's protocol hold bytes: one encodes text, the other has no arguments."""
 
-_PLAIN_NAMES = frozenset((*_NUMBERS, "numpy dtype", _ENCODED, _NO_BYTES))
+_WORDS = frozenset({"torch.optim._muon NewtonSchulzAlgorithm"})
+"""Enumerations of words, whose members are read as the word: PyTorch #187132."""
+
+_PLAIN_NAMES = frozenset((*_NUMBERS, "numpy dtype", _ENCODED, _NO_BYTES, *_WORDS))
 _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 
 
 def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
     """Return the object in the bytes of an item: plain data, and `Record`s of these names.
 
-    numpy's scalars become Python's numbers, and bytes stay bytes.
+    numpy's scalars become Python's numbers, members of an enumeration of words that word, and bytes stay bytes.
 
     Raises:
         SourceError: it is something else, or not an item at all.
@@ -120,6 +123,8 @@ class PlainParts:
                 and len(data) == struct.calcsize(_CODES[code])
             ):
                 return struct.unpack(_CODES[code], data)[0], 1
+            case Record(kind=kind, args=tuple((word,)), state=None, items=None) if kind in _WORDS and type(word) is str:
+                return word, 1 + len(word)
             case Record() | Global() if self._strict:
                 raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
         return value, 1
