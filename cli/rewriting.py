@@ -44,7 +44,7 @@ from .printing import or_dash, print_buffers, print_duration, print_json, print_
 
 
 class RootType(click.ParamType):  # type: ignore[type-arg]
-    """The root of the model or of the optimizer in a state dict, such as optimizer=app.optimizer."""
+    """The root of the model, of the optimizer or of its parameters, such as optimizer=app.optimizer."""
 
     name = "what=path"
 
@@ -128,7 +128,7 @@ _OPTIONS = {
         type=RootType(),
         multiple=True,
         callback=lambda _, __, roots: dict(roots),
-        metavar="model|optimizer=PATH",
+        metavar="model|optimizer|parameters=PATH",
         help="Their places in what --to writes.",
     ),
     "from": click.option(

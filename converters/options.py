@@ -33,7 +33,8 @@ class Translation:
         from_dialect: the program whose keys the source has; None means that the keys tell.
         keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means the target's program decides.
         roots: where the target has its model and its optimizer in the state dict, if not where its program has them:
-            ``{"optimizer": "app.optimizer", "model": "app.model"}``; an empty path is the top.
+            ``{"optimizer": "app.optimizer", "model": "app.model"}``; an empty path is the top.  ``"parameters"`` is
+            what Megatron-FSDP's wrappers put before names in the optimizer, such as ``"module.module"``.
         rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
             ``inverse:`` before a name means the opposite direction.
         convention: the convention of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.

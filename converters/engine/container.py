@@ -182,7 +182,7 @@ def extended_provenance(
     entry = {"program": PROGRAM, "source": request.source, **step}
     entry |= {"notes": list(outputs.notes)} if outputs.notes else {}
     entry |= {"left_out": list(outputs.left_out)} if outputs.left_out else {}
-    extended = dict(request.provenance)
+    extended = {**request.provenance, **outputs.provenance}
     extended.pop("buffers", None)
     extended[name] = entry if earlier is None else [*earlier, entry]
     return {**extended, "buffers": list(buffers)} if buffers else extended

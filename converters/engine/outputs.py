@@ -362,7 +362,7 @@ class Outputs:
     """Everything that a destination holds, and the keys of the source that it does not hold (``left_out``).
 
     ``notes`` are sentences about decisions, ``checklist`` says what became of each thing; ``constants`` are tensors of
-    which outputs are made, and which the source's files do not have.
+    which outputs are made, and which the source's files do not have; ``provenance`` is added to that of the source.
 
     Raises:
         SourceError: two tensors or items have the same key.
@@ -374,6 +374,7 @@ class Outputs:
     notes: tuple[str, ...] = ()
     checklist: tuple[Check, ...] = ()
     constants: tuple[StateRecord, ...] = ()
+    provenance: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         key, count = Counter(self.keys).most_common(1)[0] if self.keys else ("", 0)

@@ -391,9 +391,8 @@ class _Assembly:
             )
         # Slots tell the method; the group may name it, or count the steps that no slot counts.
         method_name = _option(group, self.dialect.method_option)
-        is_counted = self.overrides.step is not None or (group is not None and STEP in group.options)
         stored_slots = frozenset({*slots, *counters})
-        method = self.dialect.method(stored_slots, method_name, name, self.dropped, is_counted)
+        method = self.dialect.method(stored_slots, method_name, name, self.dropped)
         if group and (strange := sorted(method.absent_options & group.options.keys())):
             raise SourceError(
                 f"parameter {name!r} has {', '.join(sorted(stored_slots))} as {method.name} of {self.dialect.name} "
@@ -444,11 +443,17 @@ class _Assembly:
 
         Programs that make state at a parameter's first update save none of those that never had a gradient.
         """
-        # Siblings in a group share a method, unless an option names it for each.
+        # Siblings in a group share a method, unless an option names it for each; groups of one have their optimizer's.
         stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
+        parameters_of_chain: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
+        for parameter in stateful.values() if self.dialect.chained else ():
+            for chain_name in parameter.chains:
+                parameters_of_chain[chain_name].append(parameter)
         stateless: dict[str, TranslatedParameter] = {}
         for group, members in groups:
             siblings = [stateful[name] for name in members if name in stateful]
+            if not siblings and not group.positions:
+                siblings = parameters_of_chain[group.chain]
             missing = [name for name in members if name not in stateful]
             methods = [parameter.method for parameter in siblings]
             if missing and self.dialect.method_option in group.options:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ...names.errors import SourceError
 from ...names.keys import key_of
-from ...programs.detection import detect, locate_dialect, with_slots
+from ...programs.detection import detect, locate_dialect, target_of, with_slots
 from ...programs.dialect import Dialect, Template
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
@@ -70,10 +70,12 @@ class Request:
         # The target names weights, and decides no more.
         outputs = replace(self, target=None, model_only=False).outputs(source)
         model: Template | None = None
+        target_model = self.target.model if self.target else None
         try:
             manifest = source.manifest
             detected = detect(manifest) if self.source is None else locate_dialect(manifest, self.source)
             model = detected.dialect.model
+            target_model = target_of(self.target, detected.dialect, manifest.provenance).model
         except SourceError:
             if self.target is not None:
                 raise
@@ -82,8 +84,7 @@ class Request:
         for tensor in outputs.tensors:
             fields = model.read(tensor.record.path) if model else {}
             if tensor.record.slot is None and fields is not None:
-                template = self.target.model if self.target else model
-                path = template.write(**fields) if template else tensor.record.path
+                path = target_model.write(**fields) if target_model else tensor.record.path
                 tensors.append(replace(tensor, record=replace(tensor.record, key=key_of(path), path=path)))
                 del left_keys[tensor.key]
         if not tensors:

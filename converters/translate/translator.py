@@ -20,11 +20,12 @@ from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
-from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
+from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, STEP, KeyPath
 from ...names.wording import listed
-from ...programs.detection import confirm, detect, locate_dialect
+from ...programs.detection import confirm, detect, locate_dialect, roots_of, target_of
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
+from ...programs.signs import SOURCE_ROOTS
 from ...record.record import Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
@@ -87,7 +88,7 @@ def translate(
         detected = confirm(manifest, detected, (group.options for group in groups))
     else:
         detected = locate_dialect(manifest, source)
-    target = target or detected.dialect
+    target = target_of(target, detected.dialect, manifest.provenance)
     if not target.writable:
         raise SourceError(
             f"checkpoints of {target.name} can be read but not written; choose another program with `to_dialect=`"
@@ -97,6 +98,8 @@ def translate(
     model = translate_model(
         view, manifest, values, detected, target, rules or NameRules(), overrides or Overrides(), drop
     )
+    if target is not detected.dialect:
+        target = target.with_optimizers_of(p.method.name for p in (*model.stateful, *model.stateless))
     findings = Findings()
     renderer = _Renderer(model, target, like, findings)
     tensors, items = renderer.outputs()
@@ -122,7 +125,9 @@ def translate(
     sentences = summary_sentences(tensors, items, constants)
     notes = (*programs, *momenta, *sentences, *(f"note: {note}" for note in sorted(findings.notes)))
     left_out = (*model.left_out, *model.private)
-    return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks), constants)
+    roots = roots_of(detected.dialect) if target.name != detected.dialect.name else {}
+    provenance = {SOURCE_ROOTS: roots} if roots else {}
+    return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks), constants, provenance)
 
 
 @dataclass(slots=True)
@@ -200,7 +205,7 @@ class _Renderer:
             raise SourceError(f"parameter {parameter.name!r} is made of state of more than one optimizer: {chains}")
         has_same_keys = self.target.state == self.source.dialect.state
         source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
-        return {"chain": self.target.chains.get(self.method(parameter).name, source_chain)}
+        return {"chain": source_chain or self.target.chains.get(self.method(parameter).name, "")}
 
     def _path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
         name = parameter.name
@@ -281,8 +286,8 @@ class _Renderer:
 
     def _unknown_steps(self, parameter: TranslatedParameter) -> SourceError:
         return SourceError(
-            f"parameter {parameter.name!r}: {self.target.name} stores the number of steps, which is unknown; give "
-            "`step=`"
+            f"parameter {parameter.name!r}: {self.target.name} stores the number of steps, which neither its "
+            "state nor its group says; give `step=`"
         )
 
     # Parameters without state.
@@ -347,7 +352,7 @@ class _Renderer:
         self._number(groups)
         if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
             self._report_schedules(groups)
-        return [], [*self._option_items(groups), *derived]
+        return [], [*self._option_items(groups, parameters), *derived]
 
     def _split_by_options(
         self,
@@ -525,8 +530,10 @@ class _Renderer:
             if values:
                 self.findings.check(Action.SET, f"{option} of groups", *sorted(values), reason=reason)
 
-    def _option_items(self, groups: list[ParameterGroup]) -> Iterator[OutputItem]:
-        target = self.target
+    def _option_items(
+        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
+    ) -> list[OutputItem]:
+        target, items = self.target, list[OutputItem]()
         assert target.option is not None
         is_list = target.option.listed
         # Of flat keys, torch takes groups with equal values for one.
@@ -540,10 +547,18 @@ class _Renderer:
             if target.names_option:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
                 options[target.names_option] = list(group.parameters) if is_list else same_names
-            for name in ("",) if is_list else self._listed_names(group.parameters):
-                fields = {"group": str(number)} if is_list else {"name": name}
+            places: list[dict[str, str]] = [{"group": str(number)}] if is_list else []
+            # What is listed by name stands in the optimizer of each parameter.
+            names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
+            for name in () if is_list else group.parameters:
+                names_by_chain[self._chain(parameters[name]).get("chain", "")].append(name)
+            for chain_name, names in names_by_chain.items():
+                chain_field = {"chain": chain_name} if target.chained else {}
+                places += [{"name": name, **chain_field} for name in self._listed_names(names)]
+            for place in places:
                 for option, value in options.items():
-                    yield _item(target.option.write(**fields, option=option), value)
+                    items.append(_item(target.option.write(**place, option=option), value))
+        return items
 
     def _listed_names(self, members: Sequence[str]) -> list[str]:
         """Return the names under which the target may look up the options of a group's members; it reads them all."""
@@ -602,26 +617,37 @@ class _Renderer:
         items, tensors, template = list[OutputItem](), list[OutputTensor](), self.target.option
         assert template is not None
         step = self.source.overrides.step
-        step_options = self.target.options_called("step") if step is not None else ()
+        step_options = self.target.options_called("step") | {STEP} if step is not None else ()
+        counted_by_groups = {p.listed for p in self.source.stateful if _is_counted_by_group(p)}
         for group, members in self.source.groups:
+            chain_field = {"chain": group.chain} if template.chained else {}
             # A list of parameters is written anew if their names changed; what is by name is copied for each new name.
             for option, entry in group.entries.items():
                 paths = [entry.path]
-                if group.positions and option in step_options:
-                    items.append(_item(entry.path, step))
-                    continue
                 if group.positions and option == PARAMS and members != group.parameters:
                     items.append(_item(entry.path, self._listing(members)))
                     continue
                 if not group.positions:
-                    chain_field = {"chain": group.chain} if template.chained else {}
                     names = self._listed_names(members)
                     paths = [template.write(name=name, option=option, **chain_field) for name in names]
-                if isinstance(entry, StateRecord):
+                if option in step_options:
+                    items += [_item(path, step) for path in paths]
+                elif isinstance(entry, StateRecord):
                     tensors += [self._moved(entry, path) for path in paths]
                 else:
                     items += [OutputItem(key_of(path), path, entry) for path in paths]
+            # The user's number of steps goes where AdamW looks for it, if it has no counters.
+            counted_members = [name for name in members if name in counted_by_groups]
+            if step is not None and counted_members and STEP not in group.entries:
+                fields = [{"group": str(n)} for n in group.positions] or [
+                    {"name": name} for name in self._listed_names(counted_members)
+                ]
+                items += [_item(template.write(**field, **chain_field, option=STEP), step) for field in fields]
         return tensors, items
+
+
+def _is_counted_by_group(parameter: TranslatedParameter) -> bool:
+    return {"first", "second"} <= parameter.slots.keys() and STEP not in parameter.method.slots
 
 
 def _steps(parameters: Iterable[TranslatedParameter]) -> set[int]:

@@ -4,6 +4,7 @@
   name, or its number in the order in which groups list it.
 * Flat: ``(*root, "state.PARAMETER.SLOT")`` and ``(*root, "param_groups.PARAMETER.OPTION")``; the string may begin with
   a prefix, and parameters have names.
+* Megatron-LM's ``fsdp_dtensor``: nested, with ``(*root, "param_to_group_meta", PARAMETER, OPTION)`` in place of groups.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .vocabulary import BY_RANK, PARAMS, KeyPath
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
+PARAMETER_OPTIONS = "param_to_group_meta"
 NUMBER = re.compile("0|[1-9][0-9]*")
 """The number of a parameter or of a group, as text."""
 
@@ -72,6 +74,11 @@ class OptimizerKey(NamedTuple):
         return (key for key in cls._readings(path, PARAM_GROUPS) if key.place.flat or NUMBER.fullmatch(key.name))
 
     @classmethod
+    def of_parameter_option(cls, path: KeyPath) -> Iterator[OptimizerKey]:
+        """Yield the reading of a path as that of an option in Megatron-LM's form, which has them by parameter."""
+        return (key for key in cls._readings(path, PARAMETER_OPTIONS) if not key.place.flat)
+
+    @classmethod
     def _readings(cls, path: KeyPath, word: str) -> Iterator[OptimizerKey]:
         if len(path) > 2 and path[-3] == word:
             yield cls(KeyPlace(path[:-3]), str(path[-2]), str(path[-1]))
@@ -85,7 +92,7 @@ class OptimizerKey(NamedTuple):
                 yield cls(KeyPlace(path[:-1], prefix, True), name, leaf)
 
 
-_AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PARAM_GROUPS)}
+_AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PARAM_GROUPS, PARAMETER_OPTIONS)}
 
 
 def optimizers_of(paths: Iterable[KeyPath]) -> set[KeyPlace]:

@@ -15,11 +15,24 @@ from itertools import chain
 from typing import Any
 
 from ..names.errors import SourceError, TargetError
-from ..names.keys import NUMBER, PARAM_GROUPS, STATE, KeyPlace, OptimizerKey, key_of
+from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.vocabulary import STEP, KeyPath
 from ..record.record import Manifest, StateRecord
-from .dialect import FLAT, NESTED, NUMBERED, AnyTemplate, Dialect, Template, Templates, option_template, state_template
+from .dialect import (
+    FLAT,
+    NESTED,
+    NUMBERED,
+    WRAPPED,
+    WRAPPERS,
+    AnyTemplate,
+    Dialect,
+    Template,
+    Templates,
+    option_template,
+    state_template,
+)
 from .registry import DIALECTS, with_plugins
+from .signs import SOURCE_ROOTS
 
 _METHODS = tuple(chain.from_iterable(dialect.methods for dialect in DIALECTS.values()))
 KNOWN_SLOTS = frozenset[str]().union(
@@ -37,6 +50,7 @@ class Keys:
         groups: the names of the options of each group.
         slots: the names of the slots of state.
         example: a key of state.
+        wrappers: what stands before the names of parameters in optimizers of Megatron-LM's form; None in torch's.
     """
 
     optimizers: tuple[KeyPlace, ...] = ()
@@ -45,6 +59,7 @@ class Keys:
     groups: tuple[frozenset[str], ...] = ()
     slots: frozenset[str] = frozenset()
     example: str = ""
+    wrappers: str | None = None
 
     @property
     def form(self) -> str:
@@ -53,13 +68,13 @@ class Keys:
         return "numbered" if self.numbered else "nested"
 
 
-_FORMS = (NESTED, NUMBERED, FLAT)
+_FORMS = (NESTED, NUMBERED, FLAT, WRAPPED)
 
 
 def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     """Return the dialect with templates for these places; itself if nothing changes.
 
-    Megatron's keys are not of torch's forms, and have no roots.
+    Only keys of torch's forms, and those of Megatron-FSDP, have roots.
     """
     if dialect.state not in _FORMS:
         return dialect
@@ -72,8 +87,9 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     state: AnyTemplate = dialect.state
     option, model = dialect.option, dialect.model
     if keys.optimizers:
-        state = at_places(state_template(place, place in keys.numbered) for place in keys.optimizers)
-        option = at_places(map(option_template, keys.optimizers))
+        wrappers = keys.wrappers
+        state = at_places(state_template(place, place in keys.numbered, wrappers) for place in keys.optimizers)
+        option = at_places(option_template(place, wrappers) for place in keys.optimizers)
     if keys.model is not None:
         model = Template((f"{keys.model.prefix}{{name}}",), keys.model.root)
     unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
@@ -83,8 +99,8 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
 FORMS = ("nested", "flat")
 """The forms of keys that a target can be given."""
 
-ROOTS = ("model", "optimizer")
-"""Parts of a target that can be given another root."""
+ROOTS = ("model", "optimizer", "parameters")
+"""Parts of a target that can be given another root; that of parameters is in an optimizer of Megatron-LM's form."""
 
 
 def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dialect:
@@ -92,25 +108,71 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
 
     Args:
         form: one of `FORMS`; None means the dialect's own.
-        roots: dotted paths, by a name in `ROOTS`; an empty one is the top.
+        roots: dotted paths, by a name in `ROOTS`; an empty one is the top.  An optimizer that has one is the only one.
 
     Raises:
         TargetError: its keys are not of torch's forms, or have no such form.
     """
-    if dialect.state not in _FORMS or form not in (None, *FORMS):
+    is_wrapped = dialect.state == WRAPPED
+    if dialect.state not in _FORMS or form not in (None, *FORMS) or (is_wrapped and form == "flat"):
         raise TargetError(
             f"`keys=` and `roots=`: expected {' or '.join(FORMS)}, and a program with torch's keys; found {form!r} for "
             f"{dialect.name}"
         )
     if unknown_roots := sorted(roots.keys() - {*ROOTS}):
         raise TargetError(f"`roots=`: expected one of {', '.join(ROOTS)}, found {unknown_roots[0]!r}")
+    if "parameters" in roots and not is_wrapped:
+        raise TargetError(f"`roots=`: optimizers of {dialect.name} have the model's names, so parameters have no root")
     # The target's optimizer lies in one place, in its own form or the one asked for.
     flat = dialect.state == FLAT if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
-    model = KeyPlace(_path(roots["model"])) if "model" in roots else None
+    model = _model_place(_path(roots["model"]), is_wrapped) if "model" in roots else None
     optimizer = KeyPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
-    return dialect_at(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
+    numbered = frozenset({optimizer} if dialect.numbered else ())
+    wrappers = None
+    if is_wrapped:
+        wrappers = "".join(f"{part}." for part in _path(roots["parameters"])) if "parameters" in roots else WRAPPERS
+    located = dialect_at(dialect, Keys((optimizer,), model, numbered, wrappers=wrappers))
+    if not is_wrapped:
+        return located
+    # Roots that are the program's own are still a request: `target_of` takes only the program itself for none.
+    return replace(located, chains={} if "optimizer" in roots else dialect.chains)
+
+
+def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[str, Any]) -> Dialect:
+    """Return the dialect to write, which is that of the source if none is requested.
+
+    How many wrappers a program of Megatron-LM's form has, and whether its optimizers are chained, is decided by its
+    run: what came from one goes back as it was, unless roots are given.
+    """
+    if requested is None or requested.state != WRAPPED or requested is not DIALECTS.get(requested.name):
+        return requested or source
+    if source.name == requested.name:
+        return source
+    match provenance.get(SOURCE_ROOTS):
+        case {requested.name: dict() as roots} if all(isinstance(root, str) for root in roots.values()):
+            return with_target_keys(requested, None, roots)
+    return requested
+
+
+def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
+    """Return the roots with which `with_target_keys` makes this dialect of Megatron-LM's form; none of another form."""
+    templates = dialect.state.by_chain.values() if isinstance(dialect.state, Templates) else (dialect.state,)
+    template = next(iter(templates))
+    if dialect.option is None or f"{PARAMETER_OPTIONS}." not in str(dialect.option):
+        return {}
+    roots = {"model": str(KeyPlace(dialect.model.root, dialect.model.parts[0].removesuffix("{name}")))}
+    roots["parameters"] = template.parts[1].removesuffix("{name}").removesuffix(".")
+    return {dialect.name: roots if dialect.chained else {**roots, "optimizer": key_of(template.root)}}
+
+
+def _model_place(path: KeyPath, is_wrapped: bool) -> KeyPlace:
+    """Return the place of a model under a path, whose wrappers are a part of names in Megatron-LM's form."""
+    depth = len(path)
+    while is_wrapped and depth and path[depth - 1] == WRAPPER:
+        depth -= 1
+    return KeyPlace(path[:depth], "".join(f"{part}." for part in path[depth:]))
 
 
 def _path(root: str) -> KeyPath:
@@ -123,23 +185,29 @@ def _path(root: str) -> KeyPath:
 def looks_like_state(path: KeyPath) -> bool:
     """Return whether a path that no template reads has a part that only optimizers have."""
     parts = key_of(path).split(".")
-    return PARAM_GROUPS in parts or (not KNOWN_SLOTS.isdisjoint(parts[1:]) and STATE in parts)
+    has_slot = STATE in parts and not KNOWN_SLOTS.isdisjoint(parts[1:])
+    return has_slot or not {PARAM_GROUPS, PARAMETER_OPTIONS}.isdisjoint(parts)
 
 
 def keys_of(manifest: Manifest) -> Keys:
     """Return the places of the optimizers and of the model of a checkpoint.
 
     An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
-    model is where most of the parameters that have state are found under their names.
+    model is where most of the parameters that have state are found under their names.  In Megatron-LM's form, the
+    wrappers of optimizers and model are not a part of names.
     """
     # Read every path in all ways: as an option, and as state.
     keys_by_path = {entry.path: entry.key for entry in chain[Any](manifest.tensors, manifest.blobs)}
     groups: defaultdict[KeyPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    names_with_options: set[str] = set()
     slots: defaultdict[KeyPlace, set[str]] = defaultdict(set)
     readings_by_path: dict[KeyPath, list[OptimizerKey]] = {}
     for path in keys_by_path:
         for option in OptimizerKey.of_option(path):
             groups[option.place][option.name].add(option.leaf)
+        for option in OptimizerKey.of_parameter_option(path):
+            groups[option.place][option.name].add(option.leaf)
+            names_with_options.add(option.name)
         if readings := list(OptimizerKey.of_slot(path)):
             readings_by_path[path] = readings
         for reading in readings:
@@ -159,14 +227,58 @@ def keys_of(manifest: Manifest) -> Keys:
     names = set[str]().union(*(names for place, names in names_by_place.items() if place not in numbered))
     # What is no state may be a weight.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path not in state]
+    # Options by parameter are Megatron-LM's form, and so are the names of its wrappers where there are no options.
+    wrappers, model = None, None
+    places = {*names_by_place}
+    if names_with_options or (names and places.isdisjoint(groups) and all(n.startswith(WRAPPERS) for n in names)):
+        wrappers, model = _unwrap(names or names_with_options, weights)
+        places = places or {*groups}
+    else:
+        model = _find_model(weights, names)
     return Keys(
-        tuple(sorted(names_by_place, key=_number_order)),
-        _find_model(weights, names),
+        tuple(sorted(places, key=_number_order)),
+        model,
         frozenset(numbered),
         tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
         frozenset(reading.leaf for reading in state.values()),
         next((keys_by_path[path] for path in state), ""),
+        wrappers,
     )
+
+
+WRAPPER = "module"
+"""The name of what a wrapper wraps."""
+
+
+def _without_wrappers(name: str) -> str:
+    return re.sub(rf"^({WRAPPER}\.)+", "", name)
+
+
+def _common_wrappers(names: Iterable[str]) -> str:
+    """Return the wrappers that all of these names begin with."""
+    counts = ((len(name) - len(_without_wrappers(name))) // len(f"{WRAPPER}.") for name in names)
+    return f"{WRAPPER}." * min(counts, default=0)
+
+
+def _unwrap(names: Collection[str], weights: Iterable[KeyPath]) -> tuple[str, KeyPlace | None]:
+    """Return what wrappers put before the names in optimizers, and the place of the model, by names without any.
+
+    How many wrappers a name has differs between optimizers and model, from run to run.
+    """
+    bare_paths = {(*path[:-1], _without_wrappers(str(path[-1]))): str(path[-1]) for path in weights}
+    bare_names = {_without_wrappers(name): name for name in names}
+    model = _find_model(bare_paths, bare_names)
+    if model is None:
+        return _common_wrappers(names), None
+    # All weights have the model's wrappers; what a parameter has more than its weight is the optimizer's.
+    wrapped_names = [name for path, name in bare_paths.items() if path[:-1] == model.root]
+    prefix = _common_wrappers(wrapped_names) + model.prefix
+    prefixes: Counter[str] = Counter()
+    for path, name in bare_paths.items():
+        bare_name = str(path[-1]).removeprefix(model.prefix)
+        if path[:-1] == model.root and bare_name in bare_names:
+            prefixes[bare_names[bare_name].removesuffix(name.removeprefix(prefix))] += 1
+    return prefixes.most_common(1)[0][0], replace(model, prefix=prefix)
 
 
 def _number_order(place: KeyPlace) -> tuple[object, ...]:
@@ -222,10 +334,14 @@ def detect(manifest: Manifest) -> Detected:
     """
     # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
-        if dialect.unique_keys and (example := _state_key(dialect, manifest)):
+        if dialect.unique_keys and dialect.state not in _FORMS and (example := _state_key(dialect, manifest)):
             return Detected(dialect, (f"its state is under keys such as {example!r}",))
-    # State in torch's forms tells it by slots and options.
+    # Options by parameter tell Megatron-FSDP's, whatever wraps its names.
     keys = keys_of(manifest)
+    if keys.wrappers is not None:
+        reason = f"its state is under keys such as {keys.example!r}" if keys.example else "it has param_to_group_meta"
+        return Detected(dialect_at(DIALECTS["fsdp_dtensor"], keys), (reason,))
+    # State in torch's forms tells it by slots and options.
     if keys.optimizers:
         return _by_marks(keys)
     # A model without an optimizer tells only where it lies.

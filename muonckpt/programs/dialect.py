@@ -11,9 +11,9 @@ from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError
-from ..names.keys import PARAM_GROUPS, STATE, KeyPlace, key_of
+from ..names.keys import PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, key_of
 from ..names.state_forms import stored_slot
-from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, Convention, KeyPath
+from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
 from .codings import Coding
 from .signs import COMMON_FILE
 
@@ -146,13 +146,17 @@ def _pattern(part: str) -> re.Pattern[str]:
 # Keys that many programs have.
 
 
-def state_template(place: KeyPlace, numbered: bool = False) -> Template:
+def state_template(place: KeyPlace, numbered: bool = False, wrappers: str | None = None) -> Template:
+    """Return the template of state; ``wrappers`` is what Megatron-LM's form has before names, None in torch's."""
     if place.flat:
         return Template((f"{place.prefix}{STATE}.{{name}}.{{slot}}",), place.root)
-    return Template((STATE, "{number}" if numbered else "{name}", "{slot}"), place.root)
+    return Template((STATE, "{number}" if numbered else f"{wrappers or ''}{{name}}", "{slot}"), place.root)
 
 
-def option_template(place: KeyPlace) -> Template:
+def option_template(place: KeyPlace, wrappers: str | None = None) -> Template:
+    """Return the template of options; ``wrappers`` is what Megatron-LM's form has before names, None in torch's."""
+    if wrappers is not None:
+        return Template((PARAMETER_OPTIONS, f"{wrappers}{{name}}", "{option}"), place.root)
     if place.flat:
         return Template((f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",), place.root)
     return Template((PARAM_GROUPS, "{group}", "{option}"), place.root)
@@ -163,6 +167,9 @@ MODEL = Template(("{name}",), ("model",))
 NESTED, LISTED = state_template(_NESTED), option_template(_NESTED)
 NUMBERED = state_template(_NESTED, numbered=True)
 FLAT, FLAT_OPTIONS = state_template(_FLAT), option_template(_FLAT)
+WRAPPERS = "module.module.module."
+"""What Megatron-LM's three wrappers put before the names of parameters in its optimizers."""
+WRAPPED, PARAMETER_GROUPS = state_template(_NESTED, wrappers=WRAPPERS), option_template(_NESTED, WRAPPERS)
 
 
 # Programs.
@@ -202,6 +209,11 @@ class StoredMethod:
     def shares_options_with(self, other: StoredMethod) -> bool:
         """Return whether both are of one program, so that group options mean the same."""
         return self.name == other.name and (self is other or (self.family is not None and self.family == other.family))
+
+    def counted_by_groups(self) -> StoredMethod:
+        """Return the method without a slot for the number of steps, as optimizers keep it that count by group."""
+        slots = {common: slot for common, slot in self.slots.items() if common != STEP}
+        return replace(self, slots=slots, options={STEP: STEP, **self.options})
 
 
 FOREIGN: Mapping[str, StoredMethod] = MappingProxyType(
@@ -385,7 +397,7 @@ class Dialect:
         hints: where a user finds common options that the program does not store.
         writable: whether checkpoints of this dialect can be written.
         common: the item that holds all groups and all other non-tensor values; None if there is none.
-        chains: the key prefix for the state of each method, if the source has none.
+        chains: the key prefix for the state of each method, or the number of its optimizer, if the source has none.
         item: makes the key for an item of another program that this one does not know.
         unwritten_options: options that are never added, as they would point to a program, and so to a convention.
         private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
@@ -461,6 +473,19 @@ class Dialect:
     def chained(self) -> bool:
         return self.state.chained
 
+    def with_optimizers_of(self, methods: Iterable[str]) -> Dialect:
+        """Return the dialect with an optimizer for each of these methods, if `chains` puts them into several."""
+        chains = sorted({*map(self.chains.get, methods)} - {None}, key=str)
+        if self.chained or len(chains) < 2 or not isinstance(self.state, Template):
+            return self
+        state, option = self.state, self.option
+        assert isinstance(option, Template)
+
+        def below(template: Template) -> Templates:
+            return Templates({str(chain): replace(template, root=(*template.root, str(chain))) for chain in chains})
+
+        return replace(self, state=below(state), option=below(option))
+
     def writes(self, method: StoredMethod) -> StoredMethod:
         """Return the method of this dialect for state that another dialect stores as ``method``.
 
@@ -491,13 +516,9 @@ class Dialect:
             common_names |= {slot: common for common, slot in method.slots.items() if common in _SHARED_SLOTS}
         return StoredMethod(name, {common_names.get(s, f"own {s}"): s for s in sorted(slots)}, family=self.name)
 
-    def _methods_with(self, slots: frozenset[str], may_lack_step: bool = True) -> list[StoredMethod]:
+    def _methods_with(self, slots: frozenset[str]) -> list[StoredMethod]:
         """Return the methods that keep these slots, perhaps besides one for the number of steps."""
-
-        def keeps(method: StoredMethod) -> bool:
-            return {*method.slots.values()} in (slots, slots | {method.slots.get("step")} if may_lack_step else slots)
-
-        return list(filter(keeps, self.methods))
+        return [m for m in self.methods if {*m.slots.values()} in (slots, slots | {m.slots.get("step")})]
 
     def likely_method(self, slots: frozenset[str], name: str | None) -> StoredMethod | None:
         """Return the method that keeps these slots, preferably the one that the group names; None if there is none."""
@@ -520,14 +541,12 @@ class Dialect:
         name: str | None,
         parameter: str,
         dropped_slots: Collection[str] = (),
-        may_lack_step: bool = False,
     ) -> StoredMethod:
         """Return the method of a parameter with these slots.
 
         Args:
             name: of the method, if the parameter's group says it.
             dropped_slots: slots left out by the user: NorMuon without its row variances is Muon.
-            may_lack_step: the number of steps is stored elsewhere than in state.
 
         Raises:
             SourceError: no method has these slots, or more than one.
@@ -540,11 +559,12 @@ class Dialect:
         reduced_slots = [{c: s for c, s in method.slots.items() if s not in dropped_slots} for method in namesakes]
         candidates = [
             method
-            for method in self._methods_with(stored, may_lack_step)
+            for method in self._methods_with(stored)
             if name in (None, method.name) or ("momentum" in method.slots and method.slots in reduced_slots)
         ]
         if len({method.name for method in candidates}) == 1:
-            return candidates[0]
+            exact_methods = [method for method in candidates if {*method.slots.values()} == stored]
+            return exact_methods[0] if exact_methods else candidates[0].counted_by_groups()
         if coded_slots := sorted(slot for slot in stored if stored_slot(slot).is_coded):
             raise SourceError(
                 f"parameter {parameter!r} has {coded_slots[0]}: state in 8 bits, which other programs cannot read; "

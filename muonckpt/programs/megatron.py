@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..algebra.box import Index
 from ..names.vocabulary import MASTER
-from .codings import betas
-from .dialect import RATES, Dialect, Kinds, OptionName, OptionTable, StoredMethod, Template
+from .codings import Coding, OptionValues, betas
+from .dialect import PARAMETER_GROUPS, WRAPPED, Dialect, Kinds, OptionName, OptionTable, StoredMethod, Template
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 from .torch import RATE_KINDS
 
@@ -19,21 +20,40 @@ _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parall
 _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
 
-def _methods(*slot_sets: Mapping[str, str]) -> tuple[StoredMethod, ...]:
+def _decay(by_parameter: bool) -> Coding:
+    """Return the coding of decay, which the scheduler of a Megatron run sets to its own times `wd_mult` before a step.
+
+    Options ``by_parameter`` replace those of the run that loads them; groups are only found by their `wd_mult`.
+    """
+
+    def read(options: OptionValues, shape: Index) -> OptionValues:
+        # A multiplier that the decay has in it already says nothing new.
+        is_applied = options.get("wd_mult") != 0 or options.get("weight_decay") == 0
+        return {option: value for option, value in options.items() if option == "weight_decay" or not is_applied}
+
+    def write(common: OptionValues, shape: Index) -> OptionValues:
+        return {**common, "wd_mult": 0.0} if by_parameter and common.get("weight_decay") == 0 else common
+
+    return Coding(("weight_decay", "wd_mult"), ("weight_decay", "wd_mult"), read, write)
+
+
+def _methods(*slot_sets: Mapping[str, str], by_parameter: bool = False) -> tuple[StoredMethod, ...]:
     """Return Muon, AdamW and Lion, each with every one of these sets of additional slots."""
     methods: list[StoredMethod] = []
+    decay = _decay(by_parameter)
     for slots in slot_sets:
         momentum, moments = {"momentum": "momentum_buffer"}, {"first": "exp_avg", "second": "exp_avg_sq"}
-        muon_options, adamw_options = {**RATES, "momentum": "momentum"}, {**RATES, "eps": "eps", "step": "step"}
+        muon_options, adamw_options = {"lr": "lr", "momentum": "momentum"}, {"lr": "lr", "eps": "eps", "step": "step"}
+        codings = decay, betas("betas")
         # AdamW's step is an option of its group, or one of the additional slots.
         methods += [
-            StoredMethod("muon", {**momentum, **slots}, muon_options, (), _IDLE, family="megatron"),
-            StoredMethod("adamw", {**moments, **slots}, adamw_options, (betas("betas"),), _IDLE, family="megatron"),
+            StoredMethod("muon", {**momentum, **slots}, muon_options, (decay,), _IDLE, family="megatron"),
+            StoredMethod("adamw", {**moments, **slots}, adamw_options, codings, _IDLE, family="megatron"),
             StoredMethod(
                 "lion",
                 {"first": "exp_avg", **slots},
-                RATES,
-                (betas("betas"),),
+                {"lr": "lr"},
+                codings,
                 _IDLE,
                 family="megatron",
                 absent_options=frozenset({"eps"}),
@@ -129,15 +149,17 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
 
 FSDP_DTENSOR = Dialect(
     "fsdp_dtensor",
-    "dialect A: Megatron-LM with Megatron-FSDP v1",
+    "dialect A: Megatron-LM with Megatron-FSDP",
     None,
-    _methods({}, _STEP),
+    _methods({}, _STEP, by_parameter=True),
     _OPTIONS,
-    Template(("model", "module.{name}")),
-    Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
-    Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
+    Template(("module.{name}",), ("model",)),
+    WRAPPED,
+    PARAMETER_GROUPS,
     option_names=_OPTION_NAMES,
     unique_keys=True,
+    hints=_HINTS,
+    chains={"muon": "0", "adamw": "1", "lion": "1"},
     private=_ITEMS,
     arguments=_code_settings,
 )

@@ -45,6 +45,9 @@ NAMES_FILE = "parameter_names.json"
 NUMBERED = "numbered_parameters"
 """The key in the provenance that lists the optimizers whose parameters have no names."""
 
+SOURCE_ROOTS = "source_roots"
+"""The key in the provenance of the roots that a source of Megatron-FSDP had, by its program: it gets them back."""
+
 NOT_READ = "not_read"
 """The key in the provenance that lists the files of a folder that were left alone."""
 

@@ -180,6 +180,7 @@ _PROVENANCE: Mapping[str, Callable[[Any], object]] = {
     "numbered_parameters": list_of(string),
     "resharded": list_of(free_form),
     "salvaged": list_of(free_form),
+    "source_roots": free_form,
 }
 
 _LAYOUT: Mapping[str, Callable[[Any], object]] = {
