@@ -6,6 +6,7 @@ ranks read parts, with its CRC-32, which follows from those of the parts.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..algebra.box import Box, Index
 from ..names.errors import DamageError, SourceError
-from ..record.columns import UNKNOWN
+from ..record.columns import UNKNOWN, Columns
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
 from ..store.open_checkpoint import OpenCheckpoint
@@ -153,6 +154,7 @@ class ChunkReader:
     Args:
         rounds: of the plan.
         place: this rank's in the process group.
+        has_closed_items: True if items have to be opened to know where their elements are.
 
     Attributes:
         faults: the first fault of each damaged file, by name.
@@ -163,20 +165,25 @@ class ChunkReader:
         SourceError: an item is damaged, or not what the metadata promise.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int) -> None:
+    def __init__(
+        self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int, has_closed_items: bool
+    ) -> None:
         self.faults: dict[str, SourceError] = {}
         self.sums: list[PartialSum] = []
         self.bytes_read = 0
         self._checkpoint = checkpoint
         self._payloads = checkpoint.payloads
         self._checked_items: set[Extent] = set()
+        self._has_closed_items = has_closed_items
         self._rounds = [self._reads_of(each, place) for each in rounds]
 
     def _reads_of(self, of_all: ReadingRound, place: int) -> list[_Read]:
         """Open the items of this rank's chunks, and no others, and list its reads in the order of files."""
         readings = [pair for pair in of_all.readings if place in pair[1].numbers_by_reader]
-        chunks = [reading.chunks_of(place) for _, reading in readings]
-        located = self._checkpoint.locate(with_chunks([tensor for tensor, _ in readings], chunks))
+        located: Sequence[StateRecord] = [tensor for tensor, _ in readings]
+        if self._has_closed_items:
+            chunks = [reading.chunks_of(place) for _, reading in readings]
+            located = self._checkpoint.locate(with_chunks(located, chunks))
         # Tensors mostly share their columns, of which all rows are looked at together.
         by_columns: defaultdict[int, list[int]] = defaultdict(list)
         for number, tensor in enumerate(located):
@@ -186,10 +193,10 @@ class ChunkReader:
             ranges = []
             for number in numbers:
                 _, reading = readings[number]
-                index_of = {chunk: index for index, chunk in enumerate(chunks[number])}
                 for of_range in reading.numbers_by_reader[place]:
                     part, boxes = reading.ranges[of_range], reading.boxes[of_range]
-                    ranges.append((located[number], index_of[part.chunk], part, boxes))
+                    index = bisect_left(chunks[number], part.chunk) if self._has_closed_items else part.chunk
+                    ranges.append((located[number], index, part, boxes))
             reads += _located_reads(self._payloads, ranges)
         return sorted(reads, key=_order)
 
@@ -323,10 +330,9 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:
         raise DamageError(f"tensor {key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has")
 
 
-def whole_chunks(checkpoint: OpenCheckpoint) -> dict[str, dict[int, Extent | None]]:
-    """Return the chunks of which no part can be checked by itself, as far as the metadata tell it."""
+def whole_chunks(checkpoint: OpenCheckpoint, columns: Columns) -> dict[str, dict[int, Extent | None]]:
+    """Return the chunks of which no part can be checked by itself, as far as the metadata, in columns, tell it."""
     # Chunks may share an item, as tensors of one storage do; or have no checksum of which those of parts are a part.
-    columns, tensors = checkpoint.outline.columns, checkpoint.outline.tensors
     is_open = columns.payload_length() != UNKNOWN
     order = np.lexsort((columns.item, columns.file))
     is_same = (np.diff(columns.file[order]) == 0) & (np.diff(columns.item[order]) == 0)
@@ -338,7 +344,7 @@ def whole_chunks(checkpoint: OpenCheckpoint) -> dict[str, dict[int, Extent | Non
     # Few chunks are like that, but in formats of other programs.
     whole: dict[str, dict[int, Extent | None]] = {}
     row = 0
-    for tensor in tensors:
+    for tensor in checkpoint.outline.tensors:
         for number, chunk in enumerate(tensor.chunks if has_some or tensor.chunks.strides else ()):
             has_no_sum = lacks_crc32[row + number] and chunk.digest is None
             is_item = is_shared[row + number] or (has_no_sum and checkpoint.payloads.has_checksum(chunk))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -230,8 +230,9 @@ class JointLoad:
         self._check_arguments()
         extra, globs = self._selection
         live = self._live = LiveState.of(self.state_dict, "to load into")
-        self._checkpoint, self._whole_chunks = checkpoint, whole_chunks(checkpoint)
-        self._has_closed_items = bool((checkpoint.outline.columns.payload_length() == UNKNOWN).any())
+        columns = checkpoint.outline.columns
+        self._checkpoint, self._whole_chunks = checkpoint, whole_chunks(checkpoint, columns)
+        self._has_closed_items = bool((columns.payload_length() == UNKNOWN).any())
         proved = set[object]()
         for tensor in checkpoint.outline.tensors:
             geometry = tensor.shape, id(tensor.boxes), tensor.chunks.strides
@@ -315,7 +316,7 @@ class JointLoad:
         self._keeps_all = len(self._plan.rounds) <= 1
         if self.check == "while" or not self._keeps_all:
             self._plan = plan(min(agreement.memory, _ROUND_BYTES))
-        self._reader = ChunkReader(self._checkpoint, self._plan.rounds, place)
+        self._reader = ChunkReader(self._checkpoint, self._plan.rounds, place, self._has_closed_items)
         return self._reader
 
     def _read(self, agreement: _Agreement) -> _Checked:
@@ -494,30 +495,36 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: where ``proc`` and ``sys`` are mounted.
     """
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    # Each group on the way to the process's own may have a limit; a container may see its own group alone, as the root.
-    with suppress(OSError, ValueError):
+    [line] = [line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+    available = int(line.split()[1]) << 10
+    for limit, usage, statistics, reclaimable in _limited_cgroups(root):
+        with suppress(OSError, ValueError):  # a limit of "max" is none
+            if (max_bytes := int(limit.read_text())) < 1 << 60:
+                counts = dict(count.split() for count in statistics.read_text().splitlines())
+                used = int(usage.read_text()) - int(counts.get(reclaimable, 0))  # files that nobody needs any more
+                available = min(available, max_bytes - used)
+    return max(available, 0)
+
+
+@lru_cache
+def _limited_cgroups(root: Path) -> Sequence[tuple[Path, Path, Path, str]]:
+    """Return the files with the limit, the use and the statistics of each cgroup that this process is in.
+
+    Each group on the way to the process's own may have a limit; a container may see its own group alone, as the root.
+    """
+    files: list[tuple[Path, Path, Path, str]] = []
+    with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers.split(",").count("memory") or not controllers:
-                mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-                path = mount / group.lstrip("/")
-                for folder in (path, *path.parents[: len(path.parts) - len(mount.parts)]):
-                    available += _available_in_cgroup(folder)
-    return max(min(available), 0)
-
-
-def _available_in_cgroup(folder: Path) -> Iterator[int]:
-    """Yield the bytes that are left in a cgroup, of version 2 or 1, if it has a limit: what files need no more is."""
-    for limit, usage, reclaimable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(statistics.get(reclaimable, 0))
-            yield int((folder / limit).read_text()) - used
+            limit, usage, reclaimable = "memory.max", "memory.current", "inactive_file"
+            folder = root / "sys/fs/cgroup"
+            if controllers:  # version 1
+                limit, usage, reclaimable = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                folder /= "memory"
+            if not controllers or "memory" in controllers.split(","):
+                folders = accumulate(Path(group).parts[1:], Path.joinpath, initial=folder)
+                files += ((each / limit, each / usage, each / "memory.stat", reclaimable) for each in folders)
+    return [each for each in files if each[0].exists()]
 
 
 def _prepare_together(process_group: dist.ProcessGroup | None, prepare: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import overlaps
+from ..record.chunks import Boxes
 from ..record.columns import Columns
 from ..record.record import Blob, Extent, StateRecord
 from ..store.reading.dtypes import itemsize
@@ -303,7 +304,7 @@ class _Planner:
         self, tensors: Sequence[StateRecord], request: JointRequest
     ) -> Iterator[tuple[StateRecord, TensorReading]]:
         """Yield how ranks read the tensors that are asked for: one reading each, or several where memory is short."""
-        periods: dict[object, int] = {}
+        periods: dict[object, tuple[int, Mapping[int, list[_Need]]]] = {}
         geometries: dict[object, tuple[TensorReading, ...]] = {}
         planned_bytes = 0
         for tensor in tensors:
@@ -314,13 +315,15 @@ class _Planner:
             request_ids = tuple(id(asked.ranks) for asked in requests)
             geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, whole, request_ids
             if geometry not in periods:
-                periods[geometry] = _turns(tensor, requests, divisible)
+                needs = _needs_by_chunk(tensor.boxes, requests)
+                periods[geometry] = _turns(needs, divisible), needs
+            period, needs = periods[geometry]
             # Small tensors that follow one another have one reader, which then reads them at once.
-            between_turns = -(-periods[geometry] // MAX_TURNS)
-            turn = planned_bytes // MIN_SHARED_BYTES % periods[geometry] // between_turns * between_turns
+            between_turns = -(-period // MAX_TURNS)
+            turn = planned_bytes // MIN_SHARED_BYTES % period // between_turns * between_turns
             planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
             if (geometry, turn) not in geometries:
-                planned = self._plan_geometry(tensor, requests, able, divisible, whole, turn)
+                planned = self._plan_geometry(tensor, requests, needs, able, divisible, whole, turn)
                 geometries[geometry, turn] = tuple(planned)
             for reading in geometries[geometry, turn]:
                 yield tensor, reading
@@ -360,6 +363,7 @@ class _Planner:
         self,
         tensor: StateRecord,
         requests: Sequence[AskedTensor],
+        needs_by_chunk: Mapping[int, list[_Need]],
         able: Sequence[Sequence[int]],
         divisible: Sequence[bool],
         whole: Collection[int],
@@ -369,7 +373,7 @@ class _Planner:
         # 1. Divide each chunk of which something is asked for among the ranks that need its parts.
         ranges = list[ChunkRange]()
         boxes = [*tensor.boxes]
-        for chunk, needs in sorted(_needs_by_chunk(boxes, requests).items()):
+        for chunk, needs in sorted(needs_by_chunk.items()):
             if divisible[chunk]:
                 ranges += self._divide(chunk, boxes[chunk], needs, able[chunk], itemsize(tensor.dtype), turn + chunk)
             else:
@@ -435,18 +439,19 @@ class _Planner:
                 yield ChunkRange(chunk, low, high, reader, True, high - low == box.numel)
 
 
-def _turns(tensor: StateRecord, requests: Sequence[AskedTensor], divisible: Sequence[bool]) -> int:
+def _turns(needs_by_chunk: Mapping[int, list[_Need]], divisible: Sequence[bool]) -> int:
     """Return among how many ranks the readers of a tensor take turns: 1 if no two of them need the same elements."""
     longest = 1
-    for chunk, needs in _needs_by_chunk([*tensor.boxes], requests).items():
+    for chunk, needs in needs_by_chunk.items():
         in_order = sorted(needs)
         if not divisible[chunk] or any(after.start < before.stop for before, after in pairwise(in_order)):
             longest = max(longest, len({need.place for need in needs}))
     return longest
 
 
-def _needs_by_chunk(boxes: Sequence[Box], requests: Sequence[AskedTensor]) -> Mapping[int, list[_Need]]:
+def _needs_by_chunk(chunks: Boxes, requests: Sequence[AskedTensor]) -> Mapping[int, list[_Need]]:
     """Return the needs of all ranks, by the numbers of chunks."""
+    boxes = [*chunks]
     boxes_asked = [(box, of_rank.rank) for request in requests for of_rank in request.ranks for box in of_rank.boxes]
     corners = (
         np.array([corner or (side,) for corner in side_corners], np.int64)
