@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from muonckpt import LayoutError
 from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.optimizer import COEFFICIENTS, Muon
 
+ROOT = Path(__file__).parents[2]
 STEPS = 3
 KELLER = (3.4445, -4.7750, 2.0315)
 
@@ -315,3 +320,16 @@ def test_momentum_of_convolutions_goes_on_on_another_mesh_as_the_uninterrupted_r
         assert checkpoint.tensors["optimizer.state.first.weight.momentum_buffer"].shape == (6, 4, 3, 3)
     for tensors in run(3, resumed, path):
         assert [torch.equal(*pair) for pair in zip(tensors, expected, strict=True)] == [True] * len(expected)
+
+
+def test_the_example_goes_on_after_a_kill_as_if_there_had_been_none(tmp_path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "pictures.py"), str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    logs = "".join(path.read_text()[-2000:] for path in sorted((tmp_path / "runs").glob("*.log")))
+    assert done.returncode == 0, done.stderr[-2000:] + logs
+    told_apart = [int(percent) for percent in re.findall(r"(\d+)% of unseen pictures", done.stdout)]
+    assert len(told_apart) == 2 and min(told_apart) > 80  # a guess is right for a third
+    # What it prints is what the guide shows, but for these numbers.
+    without_numbers = re.sub(r"\d+%", "N%", done.stdout)
+    guide = (ROOT / "docs" / "guide" / "groups.md").read_text()
+    assert without_numbers in re.sub(r"\d+%", "N%", re.sub("(?m)^    ", "", guide))
