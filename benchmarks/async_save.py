@@ -61,8 +61,8 @@ class Spent(NamedTuple):
         on_core, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
         return cls(on_core / 1e9, time.perf_counter() - waited / 1e9)
 
-    def __sub__(self, other: Spent) -> Spent:
-        return Spent(self.cpu - other.cpu, self.own - other.own)
+    def __sub__(self, subtrahend: Spent) -> Spent:
+        return Spent(self.cpu - subtrahend.cpu, self.own - subtrahend.own)
 
 
 class Round(NamedTuple):
@@ -201,8 +201,8 @@ def show(rounds: dict[str, list[Round]], size: int) -> None:
         ]
         losses = lost(took)
         ratios = [
-            f"{statistics.median(mine) / statistics.median(theirs):.2f}"
-            for mine, theirs in zip(losses, lost(stock), strict=True)
+            f"{statistics.median(our_loss) / statistics.median(stock_loss):.2f}"
+            for our_loss, stock_loss in zip(losses, lost(stock), strict=True)
         ]
         print(f"| {' | '.join([name, *calls, *beside, *map(milliseconds, losses), *ratios])} |")
 

@@ -74,9 +74,9 @@ def check(case: Case, device: torch.device) -> None:
     tensor = torch.randn(shape, device=device).to(case.dtype)
     origin = tuple(range(5, 5 + len(shape)))
     expected = fingerprint(bits_of(tensor.cpu()), origin)
-    for found in (share_of(tensor, origin), share_by_torch(tensor, origin)):
-        if unsigned(int(found)) != expected:
-            raise SystemExit(f"{case.name}: fingerprint {unsigned(int(found)):016x}, expected {expected:016x}")
+    for share in (share_of(tensor, origin), share_by_torch(tensor, origin)):
+        if unsigned(int(share)) != expected:
+            raise SystemExit(f"{case.name}: fingerprint {unsigned(int(share)):016x}, expected {expected:016x}")
 
 
 def row(case: Case, device: torch.device, until: float) -> str:
@@ -96,7 +96,7 @@ def row(case: Case, device: torch.device, until: float) -> str:
         if number and time.monotonic() > until:
             break
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    speed, copied = (nbytes / statistics.median(all_[1:]) / 1e9 for all_ in times.values())
+    speed, copied = (nbytes / statistics.median(all_seconds[1:]) / 1e9 for all_seconds in times.values())
     shape = " x ".join(map(str, tensors[0].shape))
     extra = "not measured"
     if device.type == "cuda":

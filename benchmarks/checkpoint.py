@@ -75,19 +75,19 @@ def saver(rank: int, folder: str, port: int) -> None:
     blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(ROUNDS + 1):
-        for who in alternating(number):
+        for program in alternating(number):
             if rank == 0:
-                shutil.rmtree(Path(folder) / who, ignore_errors=True)
-            seconds[f"save {who}"].append(timed(SAVERS[who], tensors, Path(folder) / who))
-        for who in alternating(number):
-            seconds[f"load {who}"].append(timed(LOADERS[who], blank, Path(folder) / who))
+                shutil.rmtree(Path(folder) / program, ignore_errors=True)
+            seconds[f"save {program}"].append(timed(SAVERS[program], tensors, Path(folder) / program))
+        for program in alternating(number):
+            seconds[f"load {program}"].append(timed(LOADERS[program], blank, Path(folder) / program))
     if rank == 0:
         gigabytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) / 1e9
         print(f"{describe()}; {gigabytes:.2f} GB, {RANKS} ranks, {ROUNDS} alternating rounds\n")
         print("| | DCP s (median) | muonckpt s (median) | ratio (median) | ratios (min - max) | aim |")
         print("|---|---|---|---|---|---|")
-        for what, aim in (("save", 1.10), ("load", 1.25)):
-            report(what, seconds[f"{what} dcp"], seconds[f"{what} ours"], aim)
+        for operation, aim in (("save", 1.10), ("load", 1.25)):
+            report(operation, seconds[f"{operation} dcp"], seconds[f"{operation} ours"], aim)
     dist.destroy_process_group()
 
 
@@ -99,19 +99,18 @@ def loader(rank: int, folder: str, port: int) -> None:
     need = sum(tensor.to_local().numel() * tensor.itemsize for tensor in tensors.values())
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(ROUNDS + 1):
-        for who in alternating(number):
-            seconds[who].append(timed(LOADERS[who], blank, Path(folder) / who))
+        for program in alternating(number):
+            seconds[program].append(timed(LOADERS[program], blank, Path(folder) / program))
     assert all(torch.equal(blank[name].to_local(), tensor.to_local()) for name, tensor in tensors.items())
     read = torch.tensor(
-        [need, *(bytes_read(partial(load, blank, Path(folder) / who), need) for who, load in LOADERS.items())]
+        [need, *(bytes_read(partial(load, blank, Path(folder) / program), need) for program, load in LOADERS.items())]
     )
     dist.all_reduce(read)
     if rank == 0:
         report(f"load {RANKS} -> {MORE_RANKS}", seconds["dcp"], seconds["ours"], 0.80)
-        needed, theirs, ours = read.tolist()
-        print(
-            f"\nBytes read / needed, {RANKS} -> {MORE_RANKS}: DCP {theirs / needed:.3f}, muonckpt {ours / needed:.4f}"
-        )
+        needed_bytes, dcp_values, our_values = read.tolist()
+        shares = f"DCP {dcp_values / needed_bytes:.3f}, muonckpt {our_values / needed_bytes:.4f}"
+        print(f"\nBytes read / needed, {RANKS} -> {MORE_RANKS}: {shares}")
     dist.destroy_process_group()
 
 
@@ -125,12 +124,12 @@ def alternating(number: int) -> list[str]:
     return list(SAVERS) if number % 2 else list(reversed(SAVERS))
 
 
-def report(what: str, theirs: list[float], ours: list[float], aim: float) -> None:
+def report(operation: str, dcp_values: list[float], our_values: list[float], aim: float) -> None:
     """One row; the first round warms up."""
-    theirs, ours = theirs[1:], ours[1:]
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    dcp_values, our_values = dcp_values[1:], our_values[1:]
+    ratios = [our_value / dcp_value for our_value, dcp_value in zip(our_values, dcp_values, strict=True)]
     print(
-        f"| {what} | {statistics.median(theirs):.2f} | {statistics.median(ours):.2f} | "
+        f"| {operation} | {statistics.median(dcp_values):.2f} | {statistics.median(our_values):.2f} | "
         f"{statistics.median(ratios):.2f} | {min(ratios):.2f} - {max(ratios):.2f} | {aim:.2f} |",
         flush=True,
     )

@@ -67,10 +67,10 @@ def driver() -> str:
     """The GPU's name, driver and clocks in MHz, as its tool says."""
     if shutil.which("nvidia-smi") is None:
         return "no NVIDIA GPU"
-    what = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return f"{what}: {done.stdout.strip() or done.stderr.strip()}"
+    query_fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    query_command = ["nvidia-smi", f"--query-gpu={query_fields}", "--format=csv,noheader"]
+    completed = subprocess.run(query_command, capture_output=True, text=True, check=False)
+    return f"{query_fields}: {completed.stdout.strip() or completed.stderr.strip()}"
 
 
 def run(part: Part, out: Path, path: Sequence[Path]) -> str | None:
@@ -113,9 +113,9 @@ def main() -> None:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     path = (linked(ROOT, out / "linked"), ROOT / "tests", ROOT / "benchmarks")
-    chosen = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
-    failures = {part.name: failure for part in chosen if (failure := run(part, out, path))}
-    print(f"\n{len(chosen) - len(failures)} of {len(chosen)} parts ended well")
+    selected_parts = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
+    failures = {part.name: failure for part in selected_parts if (failure := run(part, out, path))}
+    print(f"\n{len(selected_parts) - len(failures)} of {len(selected_parts)} parts ended well")
     for name, failure in failures.items():
         print(f"  {name}: {failure}; see {out / name}.log")
     sys.exit(bool(failures))

@@ -127,21 +127,21 @@ class Sent:
 
 def step_traffic(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, list[Sent]]:
     """By layout, and for one also with one all-reduce a bucket, of each rank.  The group counts traffic."""
-    found = {layout: _traffic(case, layout, True, group) for layout in LAYOUTS}
-    return {**found, ALL_REDUCED: _traffic(case, ALL_REDUCED.split(",")[0], False, group)}
+    traffic_of_layouts = {layout: _traffic(case, layout, True, group) for layout in LAYOUTS}
+    return {**traffic_of_layouts, ALL_REDUCED: _traffic(case, ALL_REDUCED.split(",")[0], False, group)}
 
 
 def _traffic(case: Case, layout: str, exact: bool, group: dist.ProcessGroup | None) -> list[Sent]:
-    seen = traffic.register()
+    counters = traffic.register()
     net, optimizer = trained(case, layout, exact, group)
-    seen.reset()
+    counters.reset()
     net.step(optimizer)
-    return _of_ranks(Sent(dict(seen.collectives), seen.sent, expected_traffic(optimizer.buffers, FLOAT, exact)))
+    return _of_ranks(Sent(dict(counters.collectives), counters.sent, expected_traffic(optimizer.buffers, FLOAT, exact)))
 
 
-def _of_ranks(mine: T) -> list[T]:
-    every: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+def _of_ranks(values: T) -> list[T]:
+    every: list[T] = [values] * dist.get_world_size()
+    dist.all_gather_object(every, values)
     return every
 
 
@@ -152,7 +152,7 @@ def expected_traffic(buffers: Buffers, itemsize: int, exact: bool = True) -> flo
     Args:
         exact: gradients in unequal shards are reduced to their owners; else all-reduced, which is twice around.
     """
-    rounds = [(2 if exact or each.even else 3) for each in buffers]
+    rounds = [(2 if exact or entry.even else 3) for entry in buffers]
     return sum(n * (b.ranks - 1) / b.ranks * b.numel * itemsize for n, b in zip(rounds, buffers, strict=True))
 
 
@@ -160,11 +160,11 @@ def show_measured(case: Case) -> None:
     memories, sent = on_ranks(case, "gloo", memory), on_ranks(case, traffic.BACKEND, step_traffic)
     table("layout", "logical MB", "padding MB", "allocated MB", "over logical", "sent MB, mean", "most", "collectives")
     for layout, ranks in sent.items():
-        most = max(memories[layout.split(",")[0]], key=lambda each: each.allocated)
-        sizes = megabytes(most.logical, most.padding, most.allocated)
-        bytes_sent = [each.bytes for each in ranks]
+        largest = max(memories[layout.split(",")[0]], key=lambda entry: entry.allocated)
+        sizes = megabytes(largest.logical, largest.padding, largest.allocated)
+        bytes_sent = [entry.bytes for entry in ranks]
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(ranks[0].collectives.items()))
-        over = f"{most.allocated / most.logical:.4f}"
+        over = f"{largest.allocated / largest.logical:.4f}"
         row(layout, *sizes, over, *megabytes(sum(bytes_sent) / len(ranks), max(bytes_sent)), kinds)
 
 
@@ -204,25 +204,25 @@ ALL_REDUCED = "decoupled-total-order, all-reduced"
 
 def show_sizes(every: Sequence[Planned]) -> None:
     """Of the unpadded layouts the most that one of them has."""
-    together = ", ".join(UNPADDED)
-    names = ["padded-numel", "padded-nscost", together]
+    layout_names = ", ".join(UNPADDED)
+    names = ["padded-numel", "padded-nscost", layout_names]
     table("model", "dp", "logical GB", *(f"over logical: {name}" for name in names),
           *(f"sent GB: {name}" for name in names), "with all-reduces")  # fmt: skip
-    for each in every:
-        over = [each.over_logical(name) for name in LAYOUTS]
-        sent = [expected_traffic(buffers, HALF) / 1e9 for buffers in each.buffers.values()]
-        reduced = expected_traffic(each.buffers["decoupled-total-order"], HALF, exact=False) / 1e9
+    for entry in every:
+        over = [entry.over_logical(name) for name in LAYOUTS]
+        sent = [expected_traffic(buffers, HALF) / 1e9 for buffers in entry.buffers.values()]
+        reduced = expected_traffic(entry.buffers["decoupled-total-order"], HALF, exact=False) / 1e9
         ratios = [f"{ratio:.3f}" for ratio in (*over[:2], max(over[2:]))]
         gigabytes = [f"{value:.1f}" for value in (*sent[:2], max(sent[2:]), reduced)]
-        row(each.model, each.dp, f"{2 * HALF * numel(each.parameters) / 1e9:.1f}", *ratios, *gigabytes)
+        row(entry.model, entry.dp, f"{2 * HALF * numel(entry.parameters) / 1e9:.1f}", *ratios, *gigabytes)
 
 
 def show_balance(every: Sequence[Planned]) -> None:
     table("model", "dp", *(f"busiest: {name}" for name in LAYOUTS), "bound")
-    for each in every:
-        loads = [each.busiest(name) for name in LAYOUTS]
-        bound = least_busiest(each.parameters, ranks_of(each.dp))
-        row(each.model, each.dp, *(f"{load:.3f}" for load in (*loads, bound)))
+    for entry in every:
+        loads = [entry.busiest(name) for name in LAYOUTS]
+        bound = least_busiest(entry.parameters, ranks_of(entry.dp))
+        row(entry.model, entry.dp, *(f"{load:.3f}" for load in (*loads, bound)))
 
 
 def planned(models: Sequence[Callable[[], Model]] = MODELS, sizes: Sequence[int] = SIZES) -> Iterator[Planned]:

@@ -43,45 +43,53 @@ def measure(
     tensors: int, ranks: int, rounds: int
 ) -> tuple[dict[str, list[dict[int, float]]], dict[str, tuple[float, ...]]]:
     """Of each program in each round, the seconds of each rank; and opened files, reads, KB read, KB exchanged."""
-    found: dict[str, list[dict[int, float]]] = {who: [{} for _ in range(rounds + 1)] for who in PROGRAMS}
+    times_of_rounds: dict[str, list[dict[int, float]]] = {
+        program: [{} for _ in range(rounds + 1)] for program in PROGRAMS
+    }
     counts: dict[str, tuple[float, ...]] = {}
 
     def loader(rank: int, folder: Path, traffic: Traffic) -> None:
-        dcp.save(held := shards(rank, ranks, tensors, 0), checkpoint_id=folder / "stock")
-        muonckpt.save(held, folder / "own")
+        dcp.save(state := shards(rank, ranks, tensors, 0), checkpoint_id=folder / "stock")
+        muonckpt.save(state, folder / "own")
         for number in range(rounds + 2):
             counting = number == rounds + 1
-            for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
-                into = {key: torch.zeros_like(tensor) for key, tensor in held.items()}
-                place = folder / ("own" if who == "own" else "stock")
+            for program in PROGRAMS if number % 2 else reversed(PROGRAMS):
+                into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+                place = folder / ("own" if program == "own" else "stock")
                 dist.barrier()
-                traffic.counted(who if counting else None)
+                traffic.counted(program if counting else None)
                 if rank == 0:
                     opened.clear()
                     before = system_reads()
                 dist.barrier()
                 begin = time.thread_time()
-                if who == "dcp":
+                if program == "dcp":
                     dcp.load(into, checkpoint_id=place)
                 else:
                     muonckpt.load(into, place)
                 seconds = time.thread_time() - begin
                 dist.barrier()
                 if rank == 0 and counting:
-                    reads, read = (now - then for now, then in zip(system_reads(), before, strict=True))
-                    needed = ranks * sum(tensor.to_local().nbytes for tensor in held.values())
+                    reads, read = (
+                        count_now - count_before for count_now, count_before in zip(system_reads(), before, strict=True)
+                    )
+                    state_bytes = ranks * sum(tensor.to_local().nbytes for tensor in state.values())
                     files = at_least(ranks, opened[place.name], "files opened")
-                    counts[who] = files / ranks, reads / ranks, at_least(needed, read, "bytes read") / 1e3 / ranks
+                    counts[program] = (
+                        files / ranks,
+                        reads / ranks,
+                        at_least(state_bytes, read, "bytes read") / 1e3 / ranks,
+                    )
                 traffic.counted(None)
                 if not counting:
-                    found[who][number][rank] = seconds
+                    times_of_rounds[program][number][rank] = seconds
                 for key, tensor in into.items():
-                    assert torch.equal(tensor.to_local(), held[key].to_local())
+                    assert torch.equal(tensor.to_local(), state[key].to_local())
                 dist.barrier()
 
     traffic = in_threads(ranks, loader)
-    every = {who: (*counts[who], traffic.bytes[who] / 1e3) for who in PROGRAMS}
-    return {who: rounds[1:] for who, rounds in found.items()}, every
+    every = {program: (*counts[program], traffic.bytes[program] / 1e3) for program in PROGRAMS}
+    return {program: rounds[1:] for program, rounds in times_of_rounds.items()}, every
 
 
 def main() -> None:
@@ -100,17 +108,17 @@ def main() -> None:
         rounds, counts = measure(tensors, ranks, count)
         gc.collect()
         cells = [str(tensors), str(ranks)]
-        for mine in (True, False):
+        for is_ours in (True, False):
             ms = {
-                who: statistics.median(
-                    1e3 * statistics.mean(seconds for rank, seconds in of.items() if (rank == 0) == mine)
-                    for of in rounds[who]
+                program: statistics.median(
+                    1e3 * statistics.mean(seconds for rank, seconds in of.items() if (rank == 0) == is_ours)
+                    for of in rounds[program]
                 )
-                for who in PROGRAMS
+                for program in PROGRAMS
             }
-            cells.append(" / ".join(f"{ms[who]:.0f}" for who in PROGRAMS))
-            cells.append(" / ".join(f"{ms[who] / ms['dcp']:.2f}" for who in PROGRAMS[1:]))
-        cells += [" / ".join(f"{counts[who][kind]:.0f}" for who in PROGRAMS) for kind in range(4)]
+            cells.append(" / ".join(f"{ms[program]:.0f}" for program in PROGRAMS))
+            cells.append(" / ".join(f"{ms[program] / ms['dcp']:.2f}" for program in PROGRAMS[1:]))
+        cells += [" / ".join(f"{counts[program][kind]:.0f}" for program in PROGRAMS) for kind in range(4)]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

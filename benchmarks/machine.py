@@ -26,7 +26,7 @@ def system_reads() -> tuple[int, int]:
     return int(counts["syscr"]), int(counts["rchar"])
 
 
-def bytes_read(action: Callable[[], object], needed: int) -> int:
+def bytes_read(action: Callable[[], object], needed_bytes: int) -> int:
     """Return how many bytes read calls get during an action.
 
     Raises:
@@ -35,17 +35,17 @@ def bytes_read(action: Callable[[], object], needed: int) -> int:
     _, before = system_reads()
     action()
     _, after = system_reads()
-    return at_least(needed, after - before, "bytes read")
+    return at_least(needed_bytes, after - before, "bytes read")
 
 
-def at_least(bound: int, counted: int, what: str) -> int:
+def at_least(bound: int, counted: int, subject: str) -> int:
     """Return a count.
 
     Raises:
         RuntimeError: it is below what is known to be the least, so what it counts has got past it.
     """
     if counted < bound:
-        raise RuntimeError(f"counted {counted} {what}, which cannot be fewer than {bound}: the counter misses some")
+        raise RuntimeError(f"counted {counted} {subject}, which cannot be fewer than {bound}: the counter misses some")
     return counted
 
 

@@ -57,8 +57,8 @@ def write(folder: Path, tensors: int, ranks: int) -> None:
     stride = aligned(around.length)
     paths = names(tensors)
     values = np.random.default_rng(0).standard_normal((tensors, ranks, ROWS, COLUMNS), np.float32)
-    probe, other = around.tail(0), around.tail(0xFFFFFFFF)
-    places = [i for i in range(len(probe)) if probe[i : i + 4] == bytes(4) and other[i : i + 4] == b"\xff" * 4]
+    probe, other_tail = around.tail(0), around.tail(0xFFFFFFFF)
+    places = [i for i in range(len(probe)) if probe[i : i + 4] == bytes(4) and other_tail[i : i + 4] == b"\xff" * 4]
     item = np.zeros(stride, np.uint8)
     item[: around.length] = np.frombuffer(around.head + bytes(around.payload_length) + probe, np.uint8)
     at, end = around.payload_offset, around.payload_offset + around.payload_length
@@ -75,19 +75,19 @@ def write(folder: Path, tensors: int, ranks: int) -> None:
               "placements": ["Shard(0)"]}  # fmt: skip
 
     def record(number: int) -> StateRecord:
-        path, own = paths[number], values[number]
+        path, value = paths[number], values[number]
         of_optimizer = path[0] == "optimizer"
         chunks = (
             Chunk(
                 boxes[rank],
                 Extent(f"__{rank}_0.distcp", number * stride, around.length),
                 Extent(f"__{rank}_0.distcp", number * stride + at, around.payload_length),
-                xxhash.xxh3_128_hexdigest(own[rank].tobytes()),
+                xxhash.xxh3_128_hexdigest(value[rank].tobytes()),
                 int(sums[rank, number]),
             )
             for rank in range(ranks)
         )
-        whole = fingerprint(own.reshape(ranks * ROWS, COLUMNS).view(np.uint32), (0, 0))
+        whole = fingerprint(value.reshape(ranks * ROWS, COLUMNS).view(np.uint32), (0, 0))
         return StateRecord(
             ".".join(path), path, (ranks * ROWS, COLUMNS), "float32", Chunks.of(chunks, 2),
             name=path[2] if of_optimizer else None, slot=path[3] if of_optimizer else None,
@@ -115,12 +115,12 @@ _COMPILED = tempfile.TemporaryDirectory()
 def measured(*arguments: str) -> tuple[float, float]:
     """CPU seconds and peak MiB of a command in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _TIMED, *arguments], capture_output=True, text=True, check=True,
         env={**environment, "PYTHONPYCACHEPREFIX": _COMPILED.name, "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
-    seconds, peak, code = done.stderr.splitlines()[-1].split()
-    assert code == "0", done.stdout + done.stderr
+    seconds, peak, code = completed.stderr.splitlines()[-1].split()
+    assert code == "0", completed.stdout + completed.stderr
     return float(seconds), int(peak) / 1024
 
 
@@ -131,27 +131,39 @@ def main() -> None:
     )
     parser.add_argument("--folder", help="where checkpoints are kept; without it they are temporary")
     parser.add_argument("--commands", default="inspect,verify,reshard,convert,merge,diff,report")
-    chosen = parser.parse_args()
+    settings = parser.parse_args()
     print(describe())
     base, _ = min(measured("rules", "--layouts") for _ in range(3))
     print(f"\na command that reads nothing: {base:.3f} s of CPU\n")
     print("| tensors x ranks | chunks | command | CPU s | µs a chunk | peak MiB |")
     print("|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as temporary:
-        for size in chosen.sizes:
+    with tempfile.TemporaryDirectory(dir=settings.folder) as temporary:
+        for size in settings.sizes:
             tensors, ranks = map(int, size.split("x"))
-            source = Path(chosen.folder or temporary) / f"many-{size}"
+            source = Path(settings.folder or temporary) / f"many-{size}"
             if not source.exists():
                 write(source, tensors, ranks)
-            for command in chosen.commands.split(","):
+            for command in settings.commands.split(","):
                 out = f"{temporary}/out"
                 rewritten = [out, "--mesh", f"dp={max(ranks // 2, 1)}", "--memory", "64MiB"]
-                more = {"reshard": rewritten, "merge": [str(source), *rewritten], "convert": [out, "--memory", "64MiB"],
-                        "diff": [str(source)], "report": ["-o", f"{temporary}/page.html"]}.get(command, [])  # fmt: skip
-                seconds, peak = measured(command, str(source), *more)
+                command_arguments = {
+                    "reshard": rewritten,
+                    "merge": [str(source), *rewritten],
+                    "convert": [out, "--memory", "64MiB"],
+                    "diff": [str(source)],
+                    "report": ["-o", f"{temporary}/page.html"],
+                }
+                seconds, peak = measured(command, str(source), *command_arguments.get(command, []))
                 shutil.rmtree(out, ignore_errors=True)
-                each = seconds / (tensors * ranks) * 1e6
-                row = (f"{tensors} x {ranks}", tensors * ranks, command, f"{seconds:.2f}", f"{each:.1f}", f"{peak:.0f}")
+                seconds_per_chunk = seconds / (tensors * ranks) * 1e6
+                row = (
+                    f"{tensors} x {ranks}",
+                    tensors * ranks,
+                    command,
+                    f"{seconds:.2f}",
+                    f"{seconds_per_chunk:.1f}",
+                    f"{peak:.0f}",
+                )
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 

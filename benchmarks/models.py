@@ -105,13 +105,13 @@ class Model:
         """The same with every expert as three parameters of its own."""
         layers = []
         for layer in self.layers:
-            each = ([weight] if len(weight.shape) == 2 else _apart(weight) for weight in layer)
-            layers.append(tuple(chain.from_iterable(each)))
+            matrices_of_layer = ([weight] if len(weight.shape) == 2 else _apart(weight) for weight in layer)
+            layers.append(tuple(chain.from_iterable(matrices_of_layer)))
         return replace(self, name=f"{self.name}, 2-D experts", layers=tuple(layers))
 
-    def _part(self, what: str, belongs: Callable[[Weight], bool]) -> Model:
+    def _part(self, part_name: str, belongs: Callable[[Weight], bool]) -> Model:
         layers = tuple(tuple(filter(belongs, layer)) for layer in self.layers)
-        return replace(self, name=f"{self.name}, {what}", layers=layers)
+        return replace(self, name=f"{self.name}, {part_name}", layers=layers)
 
 
 def _apart(weight: Weight) -> list[Weight]:

@@ -85,8 +85,8 @@ def one_by_one(function: Callable[..., Tensor]) -> Method:
     """torch.optim.Muon's function, or what is made of it, matrix by matrix."""
 
     def method(memory: Tensor, places: Places) -> Tensor:
-        done = [function(matrix, KELLER[0], STEPS, 1e-7) for matrix in places.split_matrices(memory)]
-        return done[0].reshape(-1) if len(done) == 1 else torch.cat([matrix.reshape(-1) for matrix in done])
+        products = [function(matrix, KELLER[0], STEPS, 1e-7) for matrix in places.split_matrices(memory)]
+        return products[0].reshape(-1) if len(products) == 1 else torch.cat([matrix.reshape(-1) for matrix in products])
 
     return method
 
@@ -102,7 +102,7 @@ def compiled() -> Method:
 
 def batched(memory: Tensor, places: Places) -> Tensor:
     """What a stack of one shape allows in plain torch: batched products in bf16."""
-    done = []
+    products = []
     for stack in stacks(memory, places):
         tall = stack.shape[1] > stack.shape[2]
         x = (stack.mT if tall else stack).bfloat16()
@@ -110,8 +110,8 @@ def batched(memory: Tensor, places: Places) -> Tensor:
         for a, b, c in KELLER:
             r = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(r, r, r, beta=b, alpha=c), x, beta=a)
-        done.append((x.mT if tall else x).reshape(-1))
-    return torch.cat(done)
+        products.append((x.mT if tall else x).reshape(-1))
+    return torch.cat(products)
 
 
 def ours(dtype: torch.dtype, gram: tuple[int, ...] | None = None, choice: Choice = prefer_kernels) -> Method:
@@ -128,8 +128,8 @@ def ours(dtype: torch.dtype, gram: tuple[int, ...] | None = None, choice: Choice
 
 def by_peer(peer: Peer) -> Method:
     """A peer's, stack by stack; imported when it is called first, as it may lack something."""
-    theirs = cache(peer.made)
-    return lambda memory, places: torch.cat([theirs()(stack).reshape(-1) for stack in stacks(memory, places)])
+    peer_method = cache(peer.made)
+    return lambda memory, places: torch.cat([peer_method()(stack).reshape(-1) for stack in stacks(memory, places)])
 
 
 def stacks(memory: Tensor, places: Places) -> list[Tensor]:
@@ -140,22 +140,22 @@ def stacks(memory: Tensor, places: Places) -> list[Tensor]:
 
 def methods(device: torch.device, compile_too: bool) -> dict[str, Method]:
     """By name; plain torch first."""
-    made: dict[str, Method] = {"torch.optim.Muon": by_torch, "ours": ours(torch.bfloat16)}
+    methods_by_name: dict[str, Method] = {"torch.optim.Muon": by_torch, "ours": ours(torch.bfloat16)}
     if device.type == "cuda":
-        made |= {
+        methods_by_name |= {
             **({"torch.compile": compiled()} if compile_too else {}),
             "torch, batched": batched,
             "ours, Gram": ours(torch.bfloat16, (2,)),
             "ours, fp16": ours(torch.float16),
             "ours, by torch": ours(torch.bfloat16, choice=lambda *facts: Form(kernels=False, gram=False)),
         }
-        made |= {name: by_peer(peer) for name, peer in found().items()}
-    return made
+        methods_by_name |= {name: by_peer(peer) for name, peer in found().items()}
+    return methods_by_name
 
 
 def reference(memory: Tensor, places: Places, polynomials: Polynomials) -> Tensor:
     """The same polynomials in float64."""
-    done = []
+    products = []
     for stack in stacks(memory, places):
         tall = stack.shape[1] > stack.shape[2]
         x = stack.mT.double() if tall else stack.double()
@@ -163,17 +163,17 @@ def reference(memory: Tensor, places: Places, polynomials: Polynomials) -> Tenso
         for a, b, c in polynomials:
             r = x @ x.mT
             x = a * x + (b * r + c * r @ r) @ x
-        done.append((x.mT if tall else x).reshape(-1))
-    return torch.cat(done)
+        products.append((x.mT if tall else x).reshape(-1))
+    return torch.cat(products)
 
 
-def errors(chosen: Mapping[str, Method], places: Places, device: torch.device) -> dict[str, float | str]:
+def errors(methods_to_test: Mapping[str, Method], places: Places, device: torch.device) -> dict[str, float | str]:
     """Relative distance of each method from float64 on fresh matrices, or why it does not run."""
     memory = torch.randn(places.numel, device=device)
     of_name = {name: peer.polynomials for name, peer in PEERS.items()}
     exact = {polynomials: reference(memory, places, polynomials) for polynomials in {KELLER, *of_name.values()}}
     distances: dict[str, float | str] = {}
-    for name, method in chosen.items():
+    for name, method in methods_to_test.items():
         expected = exact[of_name.get(name, KELLER)]
         try:
             distances[name] = ((method(memory, places).double() - expected).norm() / expected.norm()).item()
@@ -213,17 +213,17 @@ def row(
     places: Places, device: torch.device, runs: int, until: float, *, compile_too: bool = False
 ) -> dict[str, object]:
     """Check all methods, and time them in turn, with no new round after ``until``."""
-    chosen = methods(device, compile_too)
-    error = errors(chosen, places, device)
+    methods_to_test = methods(device, compile_too)
+    error = errors(methods_to_test, places, device)
     far = {name: e for name, e in error.items() if isinstance(e, float) and not e <= FAR}
     if any(name.startswith(("ours", "torch.optim")) for name in far):
         raise SystemExit(f"{places}: too far from float64: {far}")
     error |= {name: f"too far from float64: {e:.3f}" for name, e in far.items()}
-    running = {name: method for name, method in chosen.items() if isinstance(error[name], float)}
+    running = {name: method for name, method in methods_to_test.items() if isinstance(error[name], float)}
     memory = torch.randn(places.numel, device=device)
     times: dict[str, list[float]] = {name: [] for name in running}
-    once = max(seconds(by_torch, memory, places, 1) for _ in range(2))
-    in_a_row = max(1, min(50, int(SAMPLE / once)))
+    seconds_of_one = max(seconds(by_torch, memory, places, 1) for _ in range(2))
+    in_a_row = max(1, min(50, int(SAMPLE / seconds_of_one)))
     for count in range(runs + 2):
         for name, method in running.items():
             took = seconds(method, memory, places, in_a_row)
@@ -241,26 +241,27 @@ def row(
         "shapes": places.runs,
         "floor": floor(places, torch.cuda.get_device_name(device) if device.type == "cuda" else ""),
         "error": error,
-        "median": {name: statistics.median(all_) for name, all_ in times.items()},
+        "median": {name: statistics.median(all_seconds) for name, all_seconds in times.items()},
         "faster": {
-            name: statistics.median(p / t for p, t in zip(plain, all_, strict=True)) for name, all_ in times.items()
+            name: statistics.median(p / t for p, t in zip(plain, all_seconds, strict=True))
+            for name, all_seconds in times.items()
         },
         "replayed": graphs,
     }
 
 
-def show(found: Mapping[str, object]) -> None:
+def show(results: Mapping[str, object]) -> None:
     """One case as lines."""
-    shapes, lowest = found["shapes"], found["floor"]
+    shapes, lowest = results["shapes"], results["floor"]
     gflop = sum(count * flops(m, n, STEPS) for count, m, n in shapes) / 1e9  # type: ignore[attr-defined]
     named = " and ".join(f"{count} x {m} x {n}" for count, m, n in shapes)  # type: ignore[attr-defined]
     print(f"\n{named}, {gflop:.3g} GFLOP" + (f", floor {lowest * 1e3:.4g} ms" if lowest else ""))  # type: ignore[operator]
-    replays = found["replayed"]
-    for name, error in found["error"].items():  # type: ignore[attr-defined]
+    replays = results["replayed"]
+    for name, error in results["error"].items():  # type: ignore[attr-defined]
         if isinstance(error, str):
             print(f"  {name:20} does not run: {error}")
             continue
-        median, faster = found["median"][name], found["faster"][name]  # type: ignore[index]
+        median, faster = results["median"][name], results["faster"][name]  # type: ignore[index]
         line = f"  {name:20} {median * 1e3:9.4g} ms  {faster:5.2f} x torch"
         if replay := replays.get(name):  # type: ignore[attr-defined]
             times = replays["torch.optim.Muon"] / replay  # type: ignore[index]
@@ -292,26 +293,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the figures, JSON")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = describe() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ", no GPU")
-    print(where)
+    machine = describe() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ", no GPU")
+    print(machine)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     rows: list[dict[str, object]] = []
-    written: dict[str, object] = {"machine": where, "rows": rows}
+    report: dict[str, object] = {"machine": machine, "rows": rows}
 
     def write() -> None:
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(written, indent=1))
+            arguments.out.write_text(json.dumps(report, indent=1))
 
-    chosen = shapes[:QUICK] if arguments.quick else shapes
+    methods_to_test = shapes[:QUICK] if arguments.quick else shapes
     begin = time.monotonic()
-    for number, places in enumerate(chosen, 1):
-        until = begin + arguments.limit * number / len(chosen)
+    for number, places in enumerate(methods_to_test, 1):
+        until = begin + arguments.limit * number / len(methods_to_test)
         rows.append(row(places, device, 5 if arguments.quick else 15, until, compile_too=number <= COMPILED))
         show(rows[-1])
         write()
     table = gates(device, GATES if device.type == "cuda" else GATES[:2])
-    written["table"] = json.loads(table.as_json())
+    report["table"] = json.loads(table.as_json())
     write()
 
 

@@ -67,7 +67,7 @@ def rank_of(rank: int, folder: str, memory: str, port: int) -> None:
     }
     size = sum(tensor.nbytes for tensor in state.values())
     disk = Series(Path(folder) / "disk", keep_last=1)
-    both = Series(Path(folder) / "both", keep_last=1, memory=Path(memory) / f"node{rank // 2}")
+    series_in_memory = Series(Path(folder) / "both", keep_last=1, memory=Path(memory) / f"node{rank // 2}")
     sent, honest = [0], dist.all_to_all_single
 
     def counted(receive: torch.Tensor, send: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -75,7 +75,7 @@ def rank_of(rank: int, folder: str, memory: str, port: int) -> None:
         return honest(receive, send, *args, **kwargs)
 
     def copied(step: int) -> Callable[[], object]:
-        copy = both.async_copy(step, state)
+        copy = series_in_memory.async_copy(step, state)
         assert copy is not None, "the one before has ended"
         return copy.result
 
@@ -86,7 +86,7 @@ def rank_of(rank: int, folder: str, memory: str, port: int) -> None:
     ways: dict[str, Callable[[int], Callable[[], object]]] = {
         "async_copy": copied,
         "async_save": lambda step: disk.async_save(step, state).result,
-        "restore, memory": lambda step: restored(both),
+        "restore, memory": lambda step: restored(series_in_memory),
         "restore, disk": lambda step: restored(disk),
         "restore, disk, attested": lambda step: (disk.restore(state, attest=True), lambda: None)[1],
     }
@@ -121,7 +121,10 @@ def show(took: dict[str, list[Seconds]], size: int, sent: int) -> None:
     for name, seconds in took.items():
         floor = took[floors.get(name, "restore, disk")]
         ratios = (
-            statistics.median(mine[kind] / other[kind] for mine, other in zip(seconds, floor, strict=True))
+            statistics.median(
+                our_seconds[kind] / floor_seconds[kind]
+                for our_seconds, floor_seconds in zip(seconds, floor, strict=True)
+            )
             for kind in (2, 3)
         )
         columns = [f"{statistics.median(column) * 1e3:.0f}" for column in zip(*seconds, strict=True)]

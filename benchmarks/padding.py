@@ -83,8 +83,8 @@ def least_busiest(parameters: Sequence[Parameter], ranks: GroupSizes) -> float:
 def moved(parameters: Sequence[Parameter], before: Buffers, after: Buffers) -> float:
     """Share of the elements that were there before and have another owner now."""
     old, new = owners_of(before), owners_of(after)
-    both = [parameter for parameter in parameters if parameter.name in old]
-    return numel(p for p in both if old[p.name] != new[p.name]) / numel(both)
+    shared_parameters = [parameter for parameter in parameters if parameter.name in old]
+    return numel(p for p in shared_parameters if old[p.name] != new[p.name]) / numel(shared_parameters)
 
 
 def print_padding() -> None:
@@ -96,12 +96,12 @@ def print_padding() -> None:
         parameters = parameters_of(model)
         for dp in SIZES:
             ranks = ranks_of(dp)
-            found = [layout(parameters, ranks, bucket_size(dp)) for layout in LAYOUTS]
+            buffers_of_layouts = [layout(parameters, ranks, bucket_size(dp)) for layout in LAYOUTS]
             row = [
-                *(f"{100 * padding(parameters, buffers):.1f}" for buffers in found),
-                *(f"{busiest(parameters, ranks, buffers, newton_schulz):.3f}" for buffers in found),
+                *(f"{100 * padding(parameters, buffers):.1f}" for buffers in buffers_of_layouts),
+                *(f"{busiest(parameters, ranks, buffers, newton_schulz):.3f}" for buffers in buffers_of_layouts),
                 f"{least_busiest(parameters, ranks):.3f}",
-                *(f"{busiest(parameters, ranks, buffers, lambda p: p.numel):.3f}" for buffers in found),
+                *(f"{busiest(parameters, ranks, buffers, lambda p: p.numel):.3f}" for buffers in buffers_of_layouts),
             ]
             print(f"| {model.name} | {dp} | {' | '.join(row)} |", flush=True)
 
@@ -111,12 +111,12 @@ def print_moves(dp: int = 64) -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for make in MODELS:
         model = make()
-        more, fewer = (
+        more_padding, fewer = (
             replace(model, layers=layers) for layers in (model.layers + model.layers[-1:], model.layers[:-1])
         )
         size = bucket_size(dp)
         changes = {
-            "a layer more": (more, dp, size),
+            "a layer more": (more_padding, dp, size),
             "a layer fewer": (fewer, dp, size),
             "8 ranks more": (model, dp + 8, size),
             "8 ranks fewer": (model, dp - 8, size),

@@ -42,8 +42,10 @@ class Peer:
 def _gram_newton_schulz() -> Orthogonalize:
     from gram_newton_schulz import GramNewtonSchulz
 
-    theirs: Orthogonalize = GramNewtonSchulz(ns_coefficients=list(KELLER), gram_newton_schulz_reset_iterations=[2])
-    return theirs
+    peer_function: Orthogonalize = GramNewtonSchulz(
+        ns_coefficients=list(KELLER), gram_newton_schulz_reset_iterations=[2]
+    )
+    return peer_function
 
 
 def _flash_muon() -> Orthogonalize:
@@ -56,8 +58,8 @@ def _flash_muon() -> Orthogonalize:
 def _dion() -> Orthogonalize:
     from dion.newton_schulz_triton import newton_schulz_triton
 
-    theirs: Orthogonalize = newton_schulz_triton
-    return theirs
+    peer_function: Orthogonalize = newton_schulz_triton
+    return peer_function
 
 
 PEERS: Mapping[str, Peer] = {

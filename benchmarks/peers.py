@@ -43,8 +43,8 @@ class Cost:
     sent: float = 0.0
     calls: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.sent + other.sent, self.calls + other.calls)
+    def __add__(self, other_cost: Cost) -> Cost:
+        return Cost(self.flops + other_cost.flops, self.sent + other_cost.sent, self.calls + other_cost.calls)
 
 
 class Block(NamedTuple):
@@ -68,8 +68,8 @@ def lower_bound(layers: Layers, ranks: int, ep: int = 1) -> Cost:
     """
     work = sum(matrix.copies * matrix.flops for layer in layers for matrix in layer)
     largest = max(matrix.flops for layer in layers for matrix in layer)
-    moved = sum(matrix.copies * _must_move(matrix, ranks, ep) for layer in layers for matrix in layer)
-    return Cost(max(math.ceil(work / ranks), largest), 2 * HALF * moved / ranks)
+    moved_matrices = sum(matrix.copies * _must_move(matrix, ranks, ep) for layer in layers for matrix in layer)
+    return Cost(max(math.ceil(work / ranks), largest), 2 * HALF * moved_matrices / ranks)
 
 
 def undivided_bound(layers: Layers, ranks: int) -> int:
@@ -96,8 +96,8 @@ def busiest_bound(layers: Layers, ranks: int, ep: int = 1) -> float:
     if not moving:
         return 0.0
     top = max(moving, key=lambda matrix: _must_move(matrix, ranks, ep))
-    others = sum(matrix.copies * matrix.numel for matrix in moving) - top.numel
-    return max(HALF * (_must_move(top, ranks, ep) + others / ranks), lower_bound(layers, ranks, ep).sent)
+    other_numel = sum(matrix.copies * matrix.numel for matrix in moving) - top.numel
+    return max(HALF * (_must_move(top, ranks, ep) + other_numel / ranks), lower_bound(layers, ranks, ep).sent)
 
 
 def _must_move(matrix: Matrix, ranks: int, ep: int) -> int:
@@ -107,8 +107,8 @@ def _must_move(matrix: Matrix, ranks: int, ep: int) -> int:
     size = math.ceil(matrix.total / (ranks // ep if matrix.copies > 1 else ranks))
     stop = matrix.first + matrix.rows
     chunks = {matrix.first // size, matrix.first // size + 1, (stop - 1) // size}
-    held = max(min(stop, (chunk + 1) * size) - max(matrix.first, chunk * size) for chunk in chunks)
-    return (matrix.rows - held) * matrix.columns
+    held_numel = max(min(stop, (chunk + 1) * size) - max(matrix.first, chunk * size) for chunk in chunks)
+    return (matrix.rows - held_numel) * matrix.columns
 
 
 def xtuner(layers: Layers, ranks: int, ep: int = 1, *, pad: bool = False) -> Cost:
@@ -136,10 +136,10 @@ def xtuner(layers: Layers, ranks: int, ep: int = 1, *, pad: bool = False) -> Cos
 def _xtuner_rounds(blocks: Iterable[Block], ranks: int, pad: bool) -> Cost:
     cost = Cost()
     for block, count in Counter(blocks).items():
-        full, rest = divmod(count, ranks)
+        full, remainder = divmod(count, ranks)
         cost += Cost(full * block.flops, full * _both_ways(_padded(block, ranks), ranks), 2 * full)
-        if rest:
-            numel = _padded(block, ranks) if pad else rest * block.rows * block.columns
+        if remainder:
+            numel = _padded(block, ranks) if pad else remainder * block.rows * block.columns
             cost += Cost(block.flops, _both_ways(numel, ranks), 2)
     return cost
 
@@ -190,8 +190,10 @@ def titan(layers: Layers, ranks: int, ep: int = 1, *, together: int | None = Non
     stacks, group = _experts(layers), ranks // ep
     if not stacks or rest_whole(stacks[0].copies, ranks, ep):
         return cost + _whole_experts(layers, ranks, ep)
-    moved = _exact(stacks, group, FULL) * stacks[0].copies / ep
-    return cost + _whole_experts(layers, ranks, ep) + Cost(0, moved, 2 * sum(bool(_experts(b)) for b in buckets))
+    moved_matrices = _exact(stacks, group, FULL) * stacks[0].copies / ep
+    return (
+        cost + _whole_experts(layers, ranks, ep) + Cost(0, moved_matrices, 2 * sum(bool(_experts(b)) for b in buckets))
+    )
 
 
 def megatron_padded(layers: Layers, ranks: int, ep: int = 1) -> Cost:
@@ -212,13 +214,16 @@ Rule = Callable[[list[Parameter], GroupSizes, int], tuple[BufferLayout, ...]]
 
 def _megatron(layers: Layers, ranks: int, ep: int, rule: Rule, extra: Callable[[BufferLayout], int]) -> Cost:
     """One buffer for dense matrices, one for experts, in buckets of a million elements a rank, at least 40."""
-    own = [*_dense(layers), *(expert for stack in _experts(layers) for expert in [stack] * (stack.copies // ep))]
-    named = [Parameter(f"{n}", (m.rows, m.columns), expert=m.copies > 1) for n, m in enumerate(own)]
+    owned_matrices = [
+        *_dense(layers),
+        *(expert for stack in _experts(layers) for expert in [stack] * (stack.copies // ep)),
+    ]
+    named = [Parameter(f"{n}", (m.rows, m.columns), expert=m.copies > 1) for n, m in enumerate(owned_matrices)]
     loads, sent = np.zeros(ranks, np.int64), 0.0
     for buffer in rule(named, GroupSizes(ranks, ranks // ep), max(40_000_000, 1_000_000 * ranks)):
         work = np.zeros(buffer.ranks, np.int64)
         for name, owner in buffer.owners.items():
-            work[owner] += own[int(name)].flops
+            work[owner] += owned_matrices[int(name)].flops
         loads += work.repeat(ranks // buffer.ranks)
         sent += extra(buffer) * HALF * (buffer.ranks - 1) / buffer.ranks
     return Cost(int(loads.max()), sent)

@@ -131,9 +131,9 @@ def planning_of(case: Case) -> tuple[int, float, int]:
         with paused_collector():
             specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
             make_schedule(specs, tuple(range(case.ranks)), 0)
-        _, most = tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    return len(schedule.units), seconds, most
+    return len(schedule.units), seconds, peak
 
 
 def _spec(param: DTensor, weight: Weight) -> Spec:
@@ -153,28 +153,30 @@ def plan_of(case: Case) -> Numbers:
         RuntimeError: those ranks plan differently, or their wires carry other bytes than the owners say.
     """
     schedule, specs, planning, building = plan(case, 0)
-    others = sorted({case.ranks // 2, case.ranks - 1} - {0})
-    parts = {0: schedule, **{rank: plan(case, rank)[0] for rank in others}}
+    other_ranks = sorted({case.ranks // 2, case.ranks - 1} - {0})
+    parts = {0: schedule, **{rank: plan(case, rank)[0] for rank in other_ranks}}
     sent = sent_by(schedule, specs)
     for rank, part in parts.items():
-        found, slack = leaving(part.stages, rank), 2 * len(part.stages) * NOTE * case.ranks
-        if part.digest != schedule.digest or not 0 <= found - sent[rank] <= slack:
-            raise RuntimeError(f"rank {rank} of {case} sends {found} bytes, the plan of rank 0 says {sent[rank]}")
+        leaving_count, slack = leaving(part.stages, rank), 2 * len(part.stages) * NOTE * case.ranks
+        if part.digest != schedule.digest or not 0 <= leaving_count - sent[rank] <= slack:
+            raise RuntimeError(
+                f"rank {rank} of {case} sends {leaving_count} bytes, the plan of rank 0 says {sent[rank]}"
+            )
     work: Counter[tuple[int, int]] = Counter()
     for unit in schedule.units:
         work[unit.stage, unit.owner] += Matrix(*unit.rows_columns, 1, 0, 0).flops
     by_stage = np.zeros((len(schedule.stages), case.ranks), np.int64)
     by_stage[tuple(zip(*work, strict=True))] = list(work.values())
     fullest = max(parts, key=lambda rank: most_wires(parts[rank].stages))
-    most, stages = most_wires(parts[fullest].stages), parts[fullest].stages
+    peak, stages = most_wires(parts[fullest].stages), parts[fullest].stages
     return Numbers(
         units=len(schedule.units),
         sent=tuple(sent),
         flops=tuple(by_stage.sum(axis=0).tolist()),
         serial=int(by_stage.max(axis=1).sum()),
         stages=len(schedule.stages),
-        peak=most,
-        share=most / (2 * (leaving(stages, fullest) + entering(stages, fullest)) / len(stages)),
+        peak=peak,
+        share=peak / (2 * (leaving(stages, fullest) + entering(stages, fullest)) / len(stages)),
         planning=planning,
         building=building,
     )
@@ -186,8 +188,8 @@ def sent_by(schedule: Schedule, specs: Sequence[Spec]) -> list[int]:
     sent = np.full(ranks, 2 * len(schedule.stages) * NOTE * (ranks - 1))
     for unit in schedule.units:
         [slot], owner = specs[unit.param].slots, unit.owner
-        holders, held = residence(slot.layout, slot.fused, schedule.ranks)[unit.index]
-        away = np.where(holders == owner, 0, held * HALF)
+        holders, resting_numel = residence(slot.layout, slot.fused, schedule.ranks)[unit.index]
+        away = np.where(holders == owner, 0, resting_numel * HALF)
         sent[holders] += away
         sent[owner] += away.sum()
     return sent.tolist()

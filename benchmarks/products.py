@@ -70,8 +70,8 @@ def main() -> None:
         print("no NVIDIA GPU: not measured")
         return
     device = torch.device("cuda")
-    where = f"{describe()}, {torch.cuda.get_device_name(device)}"
-    print(f"{where}\n\n| stack | product | ours ms | TFLOP/s | torch ms | TFLOP/s | times as fast |")
+    machine = f"{describe()}, {torch.cuda.get_device_name(device)}"
+    print(f"{machine}\n\n| stack | product | ours ms | TFLOP/s | torch ms | TFLOP/s | times as fast |")
     print("|---|---|---|---|---|---|---|")
     rows: list[list[object]] = []
     begin = time.monotonic()
@@ -79,21 +79,21 @@ def main() -> None:
         if time.monotonic() - begin > arguments.limit:
             print(f"{stack} and what follows: not measured, out of time")
             break
-        needed = flops(*stack)
+        needed_flops = flops(*stack)
         for name, pair in works(*stack, device).items():
             for work in pair:
                 work()
-            ours, theirs = (time_replays(work) for work in pair)
-            rows.append([*stack, name, ours, theirs])
-            rates = [needed[name] / seconds / 1e12 for seconds in (ours, theirs)]
+            our_seconds, peer_seconds = (time_replays(work) for work in pair)
+            rows.append([*stack, name, our_seconds, peer_seconds])
+            rates = [needed_flops[name] / seconds / 1e12 for seconds in (our_seconds, peer_seconds)]
             print(
-                f"| {stack[0]} x {stack[1]} x {stack[2]} | {name} | {ours * 1e3:.4f} | {rates[0]:.0f} "
-                f"| {theirs * 1e3:.4f} | {rates[1]:.0f} | {theirs / ours:.2f} |",
+                f"| {stack[0]} x {stack[1]} x {stack[2]} | {name} | {our_seconds * 1e3:.4f} | {rates[0]:.0f} "
+                f"| {peer_seconds * 1e3:.4f} | {rates[1]:.0f} | {peer_seconds / our_seconds:.2f} |",
                 flush=True,
             )
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps({"machine": where, "rows": rows}, indent=1))
+            arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

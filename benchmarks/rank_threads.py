@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 _lock = threading.Lock()
-_mine = threading.local()
+_thread_local = threading.local()
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce", "scatter", "send")
 """How the names begin of what exchanges something; a barrier exchanges nothing."""
@@ -37,9 +37,9 @@ def asked(doc: str | None) -> tuple[list[tuple[int, int]], int]:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="*", default=SIZES, metavar="TENSORSxRANKS")
     parser.add_argument("--rounds", type=int, default=2, help="alternating ones, after one that warms up")
-    chosen = parser.parse_args()
-    sizes = [size.split("x") for size in chosen.sizes]
-    return [(int(tensors), int(ranks)) for tensors, ranks in sizes], chosen.rounds
+    settings = parser.parse_args()
+    sizes = [size.split("x") for size in settings.sizes]
+    return [(int(tensors), int(ranks)) for tensors, ranks in sizes], settings.rounds
 
 
 class Traffic:
@@ -51,7 +51,7 @@ class Traffic:
         self._plain = {name: function for name, function in named.items() if type(function) is FunctionType}
 
         def dealt(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
-            return sum(len(pickle.dumps(each)) for each in scatter_object_input_list or ())
+            return sum(len(pickle.dumps(item)) for item in scatter_object_input_list or ())
 
         def told(object_list, **_) -> int:
             return (dist.get_world_size() - 1) * len(pickle.dumps(object_list[0])) if dist.get_rank() == 0 else 0
@@ -70,18 +70,18 @@ class Traffic:
 
     def _counting(self, function: Callable, sizes: Callable[..., int] | None) -> Callable:
         def call(*args, **kwargs):
-            if who := getattr(_mine, "counted_as", None):
+            if program := getattr(_thread_local, "counted_as", None):
                 if sizes is None:
                     raise RuntimeError(f"{function.__name__} is not counted: say here what it sends")
                 with _lock:
-                    self.bytes[who] += sizes(*args, **kwargs)
+                    self.bytes[program] += sizes(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call
 
-    def counted(self, who: str | None) -> None:
+    def counted(self, program: str | None) -> None:
         """Count what this thread exchanges from now on as ``who``'s; None: do not count."""
-        _mine.counted_as = who
+        _thread_local.counted_as = program
 
     def end(self) -> None:
         for name, function in self._plain.items():
@@ -118,9 +118,9 @@ def in_threads(ranks: int, of_rank: Callable[[int, Path, Traffic], None]) -> Tra
 
     with tempfile.TemporaryDirectory(dir=os.environ.get("MUONCKPT_BENCH_DIR")) as folder:
         threads = [threading.Thread(target=thread, args=(rank, Path(folder)), daemon=True) for rank in range(ranks)]
-        for each in threads:
-            each.start()
-        while any(each.is_alive() for each in threads) and not errors:
+        for item in threads:
+            item.start()
+        while any(item.is_alive() for item in threads) and not errors:
             time.sleep(0.1)
     traffic.end()
     _uninstall_threaded_pg()

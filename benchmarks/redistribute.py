@@ -55,10 +55,14 @@ CASES = (
 )
 
 
-def placed(shape: tuple[int, ...], where: tuple[list[int] | list[list[int]], tuple[Placement, ...]]) -> list[DTensor]:
+def placed(
+    shape: tuple[int, ...], mesh_and_placements: tuple[list[int] | list[list[int]], tuple[Placement, ...]]
+) -> list[DTensor]:
     torch.manual_seed(0)  # replicas are alike
-    mesh = DeviceMesh("cpu", where[0])
-    return [distribute_tensor(torch.randn(shape), mesh, where[1], src_data_rank=None) for _ in range(TENSORS)]
+    mesh = DeviceMesh("cpu", mesh_and_placements[0])
+    return [
+        distribute_tensor(torch.randn(shape), mesh, mesh_and_placements[1], src_data_rank=None) for _ in range(TENSORS)
+    ]
 
 
 def gathered(source: list[DTensor], target: list[DTensor]) -> None:
@@ -93,10 +97,10 @@ def lower_bound(source: list[DTensor], target: list[DTensor]) -> int:
     """Bytes that this rank does not have and is to have."""
     missing = 0
     for old, new in zip(source, target, strict=True):
-        held = torch.zeros(old.shape, dtype=torch.bool)
+        is_local = torch.zeros(old.shape, dtype=torch.bool)
         for mark, tensor in ((True, old), (False, new)):
             for lo, part in parts_of(tensor).items():
-                window = held[tuple(slice(a, a + n) for a, n in zip(lo, part.shape, strict=True))]
+                window = is_local[tuple(slice(a, a + n) for a, n in zip(lo, part.shape, strict=True))]
                 missing += 0 if mark else int((~window).sum()) * tensor.itemsize
                 window.fill_(True)
     return missing
@@ -106,10 +110,10 @@ def measure(case: Case, rows: int, memory: int, until: float) -> str:
     """One line of the table, on rank 0."""
     shape = (case.experts, rows // case.experts, 1024) if case.experts else (rows, 1024)
     source, target = placed(shape, case.source), placed(shape, case.target)
-    done = muonckpt.redistribute(_state(source), _state(target), memory=memory, attest=True)
+    report = muonckpt.redistribute(_state(source), _state(target), memory=memory, attest=True)
     bound = total(lower_bound(source, target))
-    if total(done.received) != bound:
-        raise SystemExit(f"{case.name}: {total(done.received)} bytes moved, the bound is {bound}")
+    if total(report.received) != bound:
+        raise SystemExit(f"{case.name}: {total(report.received)} bytes moved, the bound is {bound}")
     ways: dict[str, Callable[[], object]] = {
         "ours": lambda: muonckpt.redistribute(_state(source), _state(target), memory=memory)
     }
@@ -124,13 +128,15 @@ def measure(case: Case, rows: int, memory: int, until: float) -> str:
             times[way].append(slowest(work))
         if total(number > 0 and time.monotonic() > until):
             break
-    spent = {way: statistics.median(each[1:] or each) for way, each in times.items()}
+    spent = {way: statistics.median(seconds_of_way[1:] or seconds_of_way) for way, seconds_of_way in times.items()}
     whole = sum(tensor.numel() * tensor.itemsize for tensor in source)
     # What a rank of the mesh lacks of the whole.
-    lacking = total(sum((old.numel() - old.to_local().numel()) * old.itemsize for old in source)) if everywhere else 0
-    cells = [case.name, f"{whole / 1e6:.0f}", f"{bound / 1e6:.1f}", f"{lacking / 1e6:.1f}" if everywhere else "–"]
+    lacking_bytes = (
+        total(sum((old.numel() - old.to_local().numel()) * old.itemsize for old in source)) if everywhere else 0
+    )
+    cells = [case.name, f"{whole / 1e6:.0f}", f"{bound / 1e6:.1f}", f"{lacking_bytes / 1e6:.1f}" if everywhere else "–"]
     cells += [f"{spent[way] * 1e3:.0f}" if way in spent else "–" for way in ("ours", "gather", "torch")]
-    cells += [str(done.stages), f"{done.buffers / 1e6:.1f}", f"{whole / TENSORS / 1e6:.1f}" if everywhere else "–"]
+    cells += [str(report.stages), f"{report.buffers / 1e6:.1f}", f"{whole / TENSORS / 1e6:.1f}" if everywhere else "–"]
     return f"| {' | '.join(cells)} |"
 
 

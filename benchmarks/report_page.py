@@ -40,8 +40,8 @@ def main() -> None:
                 size = muonckpt.report(folder / "checkpoint", stats=stats).write(folder / "page.html")
                 seconds.append(time.process_time() - start)
             built = statistics.median(built_after(driver, folder / "page.html") for _ in range(LOADS))
-        made = " | ".join(f"{each:.1f} s" for each in seconds)
-        print(f"| {tensors} | {ranks} | {tensors * ranks} | {made} | {size / 2**20:.1f} MiB | {built:.0f} ms |")
+        page_times = " | ".join(f"{duration:.1f} s" for duration in seconds)
+        print(f"| {tensors} | {ranks} | {tensors * ranks} | {page_times} | {size / 2**20:.1f} MiB | {built:.0f} ms |")
 
 
 def built_after(driver, page: Path) -> float:

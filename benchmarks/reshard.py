@@ -92,22 +92,22 @@ Way = Callable[[Path], Run]
 
 
 def command(*arguments: object) -> Run:
-    before, begin, most = os.times(), time.perf_counter(), 0
+    before, begin, peak = os.times(), time.perf_counter(), 0
     process = subprocess.Popen(list(map(str, arguments)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while True:
         try:
             code = process.wait(0.02)
             break
         except subprocess.TimeoutExpired:
-            found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-            most = max(most, int(found[1]) if found else 0)
+            runs_of_way = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = max(peak, int(runs_of_way[1]) if runs_of_way else 0)
     wall, after = time.perf_counter() - begin, os.times()
     if code:
         raise SystemExit(f"{' '.join(map(str, arguments))} failed with {code}")
-    if not most:
+    if not peak:
         raise SystemExit(f"{' '.join(map(str, arguments))} ended before its memory could be looked at")
     busy = after.children_user + after.children_system - before.children_user - before.children_system
-    return Run(wall, busy, most / 1024)
+    return Run(wall, busy, peak / 1024)
 
 
 def reshard(source: Path, to: Path, *options: str) -> Run:
@@ -136,15 +136,15 @@ def floor(job: Job, to: Path) -> Run:
 def _copy_ranges(job, file, to: Path) -> None:
     handle, at = os.open(to / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
     os.posix_fallocate(handle, 0, file.length)
-    for written in file.chunks:
-        for part in written.plan.terms[0].fragments():
-            chunks, number = written.output.located(part.place.buffer)
+    for output_chunk in file.chunks:
+        for part in output_chunk.plan.terms[0].fragments():
+            chunks, number = output_chunk.output.located(part.place.buffer)
             payload = chunks.payload(number)
             source = os.open(job.source.path / payload.file, os.O_RDONLY)
-            start, left = payload.offset + 4 * part.place.offset, 4 * part.box.numel
-            while left:
-                moved = os.copy_file_range(source, handle, left, start, at)
-                start, at, left = start + moved, at + moved, left - moved
+            start, bytes_left = payload.offset + 4 * part.place.offset, 4 * part.box.numel
+            while bytes_left:
+                moved_bytes = os.copy_file_range(source, handle, bytes_left, start, at)
+                start, at, bytes_left = start + moved_bytes, at + moved_bytes, bytes_left - moved_bytes
             os.close(source)
     os.fsync(handle)
     os.close(handle)
@@ -164,10 +164,10 @@ def measure(way: Way, to: Path, cold: Path | None = None) -> Run:
     os.sync()
     if cold is not None:
         forget(cold)
-    found = way(to)
+    runs_of_way = way(to)
     shutil.rmtree(to)
     to.with_name(to.name + ".meeting").unlink(missing_ok=True)
-    return found
+    return runs_of_way
 
 
 def save(folder: Path, name: str, gigabytes: float, shapes: Sequence[tuple[int, ...]], *options: str) -> Path:
@@ -206,7 +206,7 @@ def ways(folder: Path, gigabytes: float, rounds: int) -> None:
     four = bare(save(folder, "four", gigabytes, SHAPES, *ROWS_4))
     owned = save(folder, "owned", gigabytes, SHAPES, *ROWS_4, "--layout", "balanced")
     padded = save(folder, "padded", gigabytes, SHAPES, *ROWS_4, "--layout", "padded-nscost")
-    ep = [each.format(2, 4) for each in EP_FSDP]
+    ep = [glob.format(2, 4) for glob in EP_FSDP]
     experts = save(folder, "experts", gigabytes, EXPERTS, *ep)
     job = make_job(muonckpt.open(four), Target({"dp": 8}), (), unchanged, container_of("dcp"))
 
@@ -226,7 +226,7 @@ def ways(folder: Path, gigabytes: float, rounds: int) -> None:
         "rows 4 -> columns 8": ours(four, "--mesh", "dp=8", "--shard", "*=dp:1"),
         "owners 4 -> rows 8": ours(owned, "--mesh", "dp=8"),
         "padded 4 -> compact 8": ours(padded, "--mesh", "dp=8", "--layout", "decoupled-total-order"),
-        "experts, EP 4 x FSDP 2 -> EP 2 x FSDP 4": ours(experts, *(each.format(4, 2) for each in EP_FSDP)),
+        "experts, EP 4 x FSDP 2 -> EP 2 x FSDP 4": ours(experts, *(glob.format(4, 2) for glob in EP_FSDP)),
     }
     runs: dict[str, list[Run]] = {name: [] for name in table}
     for _ in range(rounds):
@@ -263,10 +263,10 @@ def _gigabytes(source: Path) -> float:
 def rows(runs: dict[str, list[Run]], before: str) -> None:
     """The first way is what the others are compared with."""
     plain = next(iter(runs.values()))
-    for way, found in runs.items():
-        ratios = [mine.wall / copied.wall for mine, copied in zip(found, plain, strict=True)]
-        wall, busy = (statistics.median(getattr(run, name) for run in found) for name in ("wall", "busy"))
-        memory = max(run.memory for run in found)
+    for way, runs_of_way in runs.items():
+        ratios = [our_run.wall / copied.wall for our_run, copied in zip(runs_of_way, plain, strict=True)]
+        wall, busy = (statistics.median(getattr(run, name) for run in runs_of_way) for name in ("wall", "busy"))
+        memory = max(run.memory for run in runs_of_way)
         print(
             f"| {before}{way} | {wall:.2f} | {statistics.median(ratios):.2f} | {min(ratios):.2f} - {max(ratios):.2f} | "
             f"{busy:.2f} | {f'{memory:.0f}' if memory else ''} |",
@@ -275,12 +275,12 @@ def rows(runs: dict[str, list[Run]], before: str) -> None:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--sizes", default="0.25,1,2", help="of the growth table, in GB")
-    asked.add_argument("--size", type=float, default=1.6, help="of the other tables, in GB")
-    asked.add_argument("--rounds", type=int, default=5)
-    asked.add_argument("--only", choices=("growth", "ways", "others"))
-    options = asked.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", default="0.25,1,2", help="of the growth table, in GB")
+    parser.add_argument("--size", type=float, default=1.6, help="of the other tables, in GB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("growth", "ways", "others"))
+    options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory(dir=os.environ.get("MUONCKPT_BENCH_DIR")) as name:
         folder = Path(name)

@@ -59,32 +59,34 @@ saving.write_items = mark(saving.write_items)
 
 def measure(tensors: int, ranks: int, rounds: int) -> tuple[dict[str, list[dict[int, Seconds]]], dict[str, int]]:
     """Of each program in each round, the seconds of each rank; and the bytes of one save."""
-    found: dict[str, list[dict[int, Seconds]]] = {who: [{} for _ in range(rounds + 1)] for who in PROGRAMS}
+    times_of_rounds: dict[str, list[dict[int, Seconds]]] = {
+        program: [{} for _ in range(rounds + 1)] for program in PROGRAMS
+    }
 
     def saver(rank: int, folder: Path, traffic: Traffic) -> None:
         plans = AgreedPlans()
         for number in range(rounds + 2):
             counting = number == rounds + 1
-            for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
-                held, place = shards(rank, ranks, tensors, number), folder / f"{who}-{number}"
+            for program in PROGRAMS if number % 2 else reversed(PROGRAMS):
+                state, place = shards(rank, ranks, tensors, number), folder / f"{program}-{number}"
                 dist.barrier()
-                traffic.counted(who if counting else None)
+                traffic.counted(program if counting else None)
                 begin = time.thread_time()
-                if who == "dcp":
-                    dcp.save(held, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
+                if program == "dcp":
+                    dcp.save(state, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
                 else:
-                    kept = plans if who == "later" else AgreedPlans()
-                    JointSave(location(place, ValueError), {}, None, kept, SaveProgress()).run(
-                        lambda held=held: LiveState.of(held, "to save")
+                    agreed_plans = plans if program == "later" else AgreedPlans()
+                    JointSave(location(place, ValueError), {}, None, agreed_plans, SaveProgress()).run(
+                        lambda state=state: LiveState.of(state, "to save")
                     )
                 whole = time.thread_time() - begin - marks.writing
                 traffic.counted(None)
                 if not counting:
-                    found[who][number][rank] = marks.planned - begin, whole
+                    times_of_rounds[program][number][rank] = marks.planned - begin, whole
                 dist.barrier()
 
     traffic = in_threads(ranks, saver)
-    return {who: rounds[1:] for who, rounds in found.items()}, dict(traffic.bytes)
+    return {program: rounds[1:] for program, rounds in times_of_rounds.items()}, dict(traffic.bytes)
 
 
 def main() -> None:
@@ -101,16 +103,18 @@ def main() -> None:
     for tensors, ranks in sizes:
         rounds, sent = measure(tensors, ranks, count)
         gc.collect()
-        cells, others = [str(tensors), str(ranks)], {}
+        cells, other_counts = [str(tensors), str(ranks)], {}
         for kind in range(2):
-            ms = {who: statistics.median(1e3 * of[0][kind] for of in rounds[who]) for who in PROGRAMS}
-            cells.append(" / ".join(f"{ms[who]:.0f}" for who in PROGRAMS))
-            cells.append(" / ".join(f"{ms[who] / ms['dcp']:.2f}" for who in PROGRAMS[1:]))
-        for who in PROGRAMS:
-            means = [statistics.mean(whole for rank, (_, whole) in of.items() if rank) for of in rounds[who]]
-            others[who] = 1e3 * statistics.median(means)
-        cells.append(" / ".join(f"{others[who]:.0f}" for who in PROGRAMS))
-        print(f"| {' | '.join([*cells, ' / '.join(f'{sent[who] / 1e3:.0f}' for who in PROGRAMS)])} |", flush=True)
+            ms = {program: statistics.median(1e3 * of[0][kind] for of in rounds[program]) for program in PROGRAMS}
+            cells.append(" / ".join(f"{ms[program]:.0f}" for program in PROGRAMS))
+            cells.append(" / ".join(f"{ms[program] / ms['dcp']:.2f}" for program in PROGRAMS[1:]))
+        for program in PROGRAMS:
+            means = [statistics.mean(whole for rank, (_, whole) in of.items() if rank) for of in rounds[program]]
+            other_counts[program] = 1e3 * statistics.median(means)
+        cells.append(" / ".join(f"{other_counts[program]:.0f}" for program in PROGRAMS))
+        print(
+            f"| {' | '.join([*cells, ' / '.join(f'{sent[program] / 1e3:.0f}' for program in PROGRAMS)])} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ def made(kind: str) -> tuple[nn.Sequential, Muon]:
     options = dict(KINDS[kind])
     dtype = options.pop("dtype", "float32")
     matrices = [layer.weight for layer in hidden if isinstance(layer, nn.Linear)]
-    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    other_params = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     groups = [
         {"params": matrices, "lr": 0.01, "momentum_dtype": dtype, **options},
-        {"params": rest, "algorithm": "adamw", "lr": 3e-3, "state_dtype": dtype, **options},
+        {"params": other_params, "algorithm": "adamw", "lr": 3e-3, "state_dtype": dtype, **options},
     ]
     return model, Muon(groups)
 
@@ -47,7 +47,7 @@ def losses(kind: str) -> list[float]:
     model, optimizer = made(kind)
     generator = torch.Generator().manual_seed(1)
     likely = torch.randn(VOCABULARY, VOCABULARY, generator=generator).mul_(2).softmax(dim=1)
-    found = []
+    table_rows = []
     for _ in range(max(SHOWN)):
         tokens = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
         following = torch.multinomial(likely[tokens], 1, generator=generator).squeeze(1)
@@ -55,8 +55,8 @@ def losses(kind: str) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return [statistics.fmean(found[max(0, step - 20) : step]) for step in SHOWN]
+        table_rows.append(loss.item())
+    return [statistics.fmean(table_rows[max(0, step - 20) : step]) for step in SHOWN]
 
 
 def seconds(optimizer: Muon) -> float:
@@ -88,10 +88,10 @@ def main() -> None:
         optimizers = {kind: stepping(algorithm, kind) for kind in KINDS}
         for turn in range(ROUNDS + 1):
             order = list(KINDS)[:: 1 if turn % 2 else -1]
-            taken = {kind: seconds(optimizers[kind]) for kind in order}
+            seconds_of_kind = {kind: seconds(optimizers[kind]) for kind in order}
             if turn:
                 for kind in KINDS:
-                    ratios.setdefault((algorithm, kind), []).append(taken[kind] / taken["float32"])
+                    ratios.setdefault((algorithm, kind), []).append(seconds_of_kind[kind] / seconds_of_kind["float32"])
     for kind in KINDS:
         print(f"| {kind} | {' | '.join(f'{statistics.median(ratios[a, kind]):.2f}' for a in ('muon', 'adamw'))} |")
 

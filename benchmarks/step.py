@@ -120,13 +120,15 @@ class Sides:
     @classmethod
     def of(cls, case: Case) -> Sides:
         matrices = {side: sharded(case) for side in (OURS, THEIRS)}
-        ours, theirs = Muon(matrices[OURS], ns_coefficients="keller"), torch.optim.Muon(matrices[THEIRS])
-        return cls(matrices, {OURS: ours.step, THEIRS: theirs.step})
+        our_values, their_values = Muon(matrices[OURS], ns_coefficients="keller"), torch.optim.Muon(matrices[THEIRS])
+        return cls(matrices, {OURS: our_values.step, THEIRS: their_values.step})
 
     def disagreement(self) -> float:
         """How far both sums of updates are from each other, relative to torch's."""
-        ours, theirs = (torch.cat([whole(m).flatten() for m in self.matrices[side]]) for side in (OURS, THEIRS))
-        return ((ours - theirs).norm() / theirs.norm()).item()
+        our_values, their_values = (
+            torch.cat([whole(m).flatten() for m in self.matrices[side]]) for side in (OURS, THEIRS)
+        )
+        return ((our_values - their_values).norm() / their_values.norm()).item()
 
 
 def whole(matrix: torch.Tensor) -> torch.Tensor:
@@ -144,15 +146,15 @@ class Count:
 
 def count(case: Case) -> dict[str, Count]:
     """The second step of each side: what is done once has been done."""
-    sides, seen, found = Sides.of(case), traffic.register(), {}
+    sides, counters, counts_of_sides = Sides.of(case), traffic.register(), {}
     for side, step in sides.steps.items():
         step()
-        seen.reset()
+        counters.reset()
         step()
-        kinds, sent = Counter(seen.collectives), [seen.sent] * case.world
-        dist.all_gather_object(sent, seen.sent)
-        found[side] = Count(kinds, max(sent))
-    return found
+        kinds, sent = Counter(counters.collectives), [counters.sent] * case.world
+        dist.all_gather_object(sent, counters.sent)
+        counts_of_sides[side] = Count(kinds, max(sent))
+    return counts_of_sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +227,21 @@ def show_table(case: Case, counts: dict[str, Count], timing: Timing) -> None:
     print(f"\n{case.name}, {case.world} ranks\n")
     print("| | ms a step | collectives | MB sent by the busiest rank | times the least |")
     print("|---|---|---|---|---|")
-    for side, found in counts.items():
-        milliseconds, megabytes = 1000 * statistics.median(timing.seconds[side]), found.sent / 1e6
-        print(f"| {side} | {milliseconds:.0f} | {found.kinds.total()} | {megabytes:.2f} | {found.sent / least:.3f} |")
+    for side, count in counts.items():
+        milliseconds, megabytes = 1000 * statistics.median(timing.seconds[side]), count.sent / 1e6
+        print(f"| {side} | {milliseconds:.0f} | {count.kinds.total()} | {megabytes:.2f} | {count.sent / least:.3f} |")
     for name, (published, collectives, megabytes) in case.elsewhere.items():
         print(f"| {name} | ({published}) | {collectives} | {megabytes:.2f} | {1e6 * megabytes / least:.2f} |")
     print(f"| the least | | 2 a stage | {least / 1e6:.2f} | 1 |\n")
 
 
 def show_ratio(counts: dict[str, Count], timing: Timing) -> None:
-    for side, found in counts.items():
-        print(f"{side}: {', '.join(f'{number} {kind}' for kind, number in found.kinds.items())}.")
-    ratios = [mine / other for mine, other in zip(timing.seconds[OURS], timing.seconds[THEIRS], strict=True)]
+    for side, counts_of_sides in counts.items():
+        print(f"{side}: {', '.join(f'{number} {kind}' for kind, number in counts_of_sides.kinds.items())}.")
+    ratios = [
+        our_seconds / their_seconds
+        for our_seconds, their_seconds in zip(timing.seconds[OURS], timing.seconds[THEIRS], strict=True)
+    ]
     print(
         f"{OURS} takes {statistics.median(ratios):.3f} of the time of {THEIRS} ({min(ratios):.3f} - "
         f"{max(ratios):.3f}); their updates differ by {100 * timing.disagreement:.1f} %."

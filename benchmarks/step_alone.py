@@ -51,14 +51,19 @@ def seconds(step: Callable[[], object]) -> float:
 def show(name: str, count: int, side: int) -> None:
     """One row."""
     steps = [make(matrices_of(count, side)).step for make in KINDS[name]]
-    taken: list[list[float]] = [[], []]
+    seconds_of_programs: list[list[float]] = [[], []]
     for number in range(ROUNDS + 2):  # the first two warm up
-        for which in (0, 1) if number % 2 else (1, 0):
-            taken[which].append(seconds(steps[which]))
-    ours, theirs = (values[2:] for values in taken)
-    ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
-    each = [1e6 * statistics.median(values) / count for values in (ours, theirs)]
-    print(f"| {name} | {count} of {side} x {side} | {each[0]:.1f} | {each[1]:.1f} | {ratio:.2f} |", flush=True)
+        for program in (0, 1) if number % 2 else (1, 0):
+            seconds_of_programs[program].append(seconds(steps[program]))
+    our_seconds, their_seconds = (values[2:] for values in seconds_of_programs)
+    ratio = statistics.median(
+        our_value / their_value for our_value, their_value in zip(our_seconds, their_seconds, strict=True)
+    )
+    microseconds = [1e6 * statistics.median(values) / count for values in (our_seconds, their_seconds)]
+    print(
+        f"| {name} | {count} of {side} x {side} | {microseconds[0]:.1f} | {microseconds[1]:.1f} | {ratio:.2f} |",
+        flush=True,
+    )
 
 
 def main() -> None:

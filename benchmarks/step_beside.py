@@ -171,39 +171,44 @@ class Rounds:
 def alternating(matrices_of: Callable[[], list[nn.Parameter]], rounds: int) -> Rounds:
     """Steps in turns, the order turning with every round; the first two rounds are not counted."""
     steps, missing = steps_of(matrices_of)
-    found = Rounds({name: [] for name in steps}, {name: [] for name in steps}, missing)
+    seconds_of_rounds = Rounds({name: [] for name in steps}, {name: [] for name in steps}, missing)
     order = list(steps)
     for number in range(rounds + 2):
         order.append(order.pop(0))
         for name in order if number % 2 else reversed(order):
             cpu, wall = _timed(steps[name])
             if number >= 2:
-                found.cpu[name].append(cpu)
-                found.wall[name].append(wall)
-    return found
+                seconds_of_rounds.cpu[name].append(cpu)
+                seconds_of_rounds.wall[name].append(wall)
+    return seconds_of_rounds
 
 
 def _timed(step: Step) -> tuple[float, float]:
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
     step()
-    mine = torch.tensor([time.process_time() - used], dtype=torch.float64)
+    cpu_seconds = torch.tensor([time.process_time() - used], dtype=torch.float64)
     dist.barrier()
     wall = time.perf_counter() - begin
-    dist.all_reduce(mine)
-    return float(mine), wall
+    dist.all_reduce(cpu_seconds)
+    return float(cpu_seconds), wall
 
 
 def show(title: str, rounds: Rounds) -> None:
     """A table; ours over each of the others by medians of ratios."""
     print(f"\n{title}\n\n| | CPU ms of all ranks | ms | ours over it: CPU | ours over it: ms |\n|---|---|---|---|---|")
     for name in sorted(rounds.cpu, key=lambda name: statistics.median(rounds.cpu[name])):
-        cpu, wall = (1000 * statistics.median(some[name]) for some in (rounds.cpu, rounds.wall))
-        cells = [f"{_ratio(some[OURS], some[name]):.2f}" for some in (rounds.cpu, rounds.wall)]
+        cpu, wall = (1000 * statistics.median(seconds_of_steps[name]) for seconds_of_steps in (rounds.cpu, rounds.wall))
+        cells = [
+            f"{_ratio(seconds_of_steps[OURS], seconds_of_steps[name]):.2f}"
+            for seconds_of_steps in (rounds.cpu, rounds.wall)
+        ]
         print(f"| {name} | {cpu:.1f} | {wall:.1f} | {' | '.join(cells)} |", flush=True)
     for name, reason in rounds.missing.items():
         print(f"| {name} | {reason} | | | |", flush=True)
 
 
-def _ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+def _ratio(our_values: Iterable[float], their_values: Iterable[float]) -> float:
+    return statistics.median(
+        cpu_seconds / their_value for cpu_seconds, their_value in zip(our_values, their_values, strict=True)
+    )

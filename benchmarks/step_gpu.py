@@ -92,13 +92,13 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def medians(works: dict[str, Callable[[], object]], device: torch.device, until: float) -> dict[str, float]:
     """Of runs in turn, after two that are not counted; fewer rounds than `ROUNDS` if time is up before."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+    seconds_of_works: dict[str, list[float]] = {name: [] for name in works}
     for number in range(ROUNDS + 2):
         for name, work in works.items():
-            found[name].append(seconds(work, device))
+            seconds_of_works[name].append(seconds(work, device))
         if number >= 2 and time.monotonic() > until:
             break
-    return {name: statistics.median(all_[2:]) for name, all_ in found.items()}
+    return {name: statistics.median(all_seconds[2:]) for name, all_seconds in seconds_of_works.items()}
 
 
 def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
@@ -129,11 +129,11 @@ def bandwidth(device: torch.device) -> float:
 
 def bus(device: torch.device) -> float:
     """Bytes a second between pinned host memory and the device, one way after the other."""
-    host, there = torch.empty(1 << 26, pin_memory=True), torch.empty(1 << 26, device=device)
+    host, device_memory = torch.empty(1 << 26, pin_memory=True), torch.empty(1 << 26, device=device)
 
     def both_ways() -> None:
-        there.copy_(host, non_blocking=True)
-        host.copy_(there, non_blocking=True)
+        device_memory.copy_(host, non_blocking=True)
+        host.copy_(device_memory, non_blocking=True)
 
     times = [seconds(both_ways, device) for _ in range(7)][2:]
     return 2 * host.nbytes / statistics.median(times)
@@ -180,13 +180,13 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     params = made(model, device)
     adamw = torch.optim.AdamW(params, lr=1e-6, fused=device.type == "cuda")
     rate = torch.tensor(1e-3, device=device) if device.type == "cuda" else 1e-3
-    opt, theirs = Muon(params, lr=rate), torch.optim.Muon(params)
+    opt, torch_optimizer = Muon(params, lr=rate), torch.optim.Muon(params)
     opt.step()
-    alone = newton_schulz(opt, device)
-    alone()
+    newton_schulz_seconds = newton_schulz(opt, device)
+    newton_schulz_seconds()
     offloaded = Muon(params, lr=rate, offload="cpu")
     works: dict[str, Callable[[], object]] = {
-        "step": opt.step, "Newton-Schulz alone": alone, "torch.optim.Muon": theirs.step,
+        "step": opt.step, "Newton-Schulz alone": newton_schulz_seconds, "torch.optim.Muon": torch_optimizer.step,
         "torch.optim.AdamW": adamw.step, OFFLOAD: offloaded.step,
     }  # fmt: skip
     if device.type != "cuda":
@@ -195,24 +195,27 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     peak, of_offloaded, listed = memory(opt.step), memory(offloaded.step), kernels(opt.step)
     for name, count, milliseconds in listed[:TOP]:
         print(f"  {milliseconds:8.3f} ms  {count:5} x  {name[:100]}")
-    works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(alone)}
-    found = medians(works, device, until)
-    floor, rest = BYTES * model.numel / bandwidth(device), found[GRAPH] - found[GRAPH_ALONE]
+    works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(newton_schulz_seconds)}
+    seconds_of_works = medians(works, device, until)
+    floor, update_seconds = (
+        BYTES * model.numel / bandwidth(device),
+        seconds_of_works[GRAPH] - seconds_of_works[GRAPH_ALONE],
+    )
     return {
-        **found, "rest": rest, "floor": floor, "rest / floor": rest / floor,
+        **seconds_of_works, "rest": update_seconds, "floor": floor, "rest / floor": update_seconds / floor,
         "launches": sum(count for _, count, _ in listed), "memory beyond the state": peak,
         "memory with state in host memory": of_offloaded,
         "copies of state, both ways alone": 2 * 4 * model.numel / bus(device),
     }  # fmt: skip
 
 
-def show(model: Model, found: dict[str, float | None]) -> None:
+def show(model: Model, seconds_of_works: dict[str, float | None]) -> None:
     print(f"{model.name}, {model.numel / 1e6:.4g} million elements in {len(model.shapes)} matrices\n")
     units = {
         "rest / floor": (1, f"times (aim {AIM})"), "launches": (1, "kernels"),
         "memory beyond the state": (1 / 2**20, "MiB"), "memory with state in host memory": (1 / 2**20, "MiB"),
     }  # fmt: skip
-    for name, value in found.items():
+    for name, value in seconds_of_works.items():
         factor, unit = units.get(name, (1e3, "ms"))
         print(f"| {name} | {'not measured' if value is None else f'{factor * value:.4g}'} | {unit} |")
 
@@ -223,14 +226,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the figures, JSON")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = describe() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ", no GPU")
-    print(where)
+    machine = describe() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ", no GPU")
+    print(machine)
     model = LARGE if device.type == "cuda" else SMALL
-    found = measure(model, device, arguments.limit)
-    show(model, found)
+    seconds_of_works = measure(model, device, arguments.limit)
+    show(model, seconds_of_works)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"machine": where, "model": model.name, "seconds": found}, indent=1))
+        arguments.out.write_text(
+            json.dumps({"machine": machine, "model": model.name, "seconds": seconds_of_works}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ EXPERTS: Groups = {512: (1, 8, 64), 4096: (8, 64)}
 QUICK: Groups = {8: (8,), 512: (64,), 4096: (64,)}
 
 
-def cases(model: Model, groups: Groups, alone: Groups) -> Iterator[Case]:
+def cases(model: Model, groups: Groups, expert_groups: Groups) -> Iterator[Case]:
     """All weights; of a model with experts, also these alone where ranks are more than experts, and the rest alone."""
     if model.experts.numel:
         yield from (Case(model, ranks, ep) for ranks, sizes in groups.items() for ep in sizes)
-        few = {ranks: sizes for ranks, sizes in alone.items() if ranks > model.expert_count}
-        yield from (Case(model.experts, ranks, ep) for ranks, sizes in few.items() for ep in sizes)
+        lines_of_experts = {ranks: sizes for ranks, sizes in expert_groups.items() if ranks > model.expert_count}
+        yield from (Case(model.experts, ranks, ep) for ranks, sizes in lines_of_experts.items() for ep in sizes)
         model = model.dense
     yield from (Case(model, ranks, 1) for ranks in groups)
 
@@ -82,11 +82,11 @@ class Line:
 
     def beside_others(self) -> tuple[str, ...]:
         """The cells of `OTHERS`."""
-        case, mine = (
+        case, our_numbers = (
             self.case,
             Cost(max(self.found.flops), sum(self.found.sent) / self.case.ranks, 2 * self.found.stages),
         )
-        costs = (mine, *(peer(case.model.matrices, case.ranks, case.ep) for peer in PEERS.values()))
+        costs = (our_numbers, *(peer(case.model.matrices, case.ranks, case.ep) for peer in PEERS.values()))
         ratios = ((over(cost.flops, self.bound.flops), over(cost.sent, self.bound.sent), cost.calls) for cost in costs)
         return (*self.where, *(f"{digits(work)}, {digits(sent)}, {calls}" for work, sent, calls in ratios))
 
@@ -119,18 +119,20 @@ def digits(ratio: float) -> str:
 def aims(lines: Sequence[Line]) -> Iterator[tuple[str, ...]]:
     """What we set out to reach, and the plan that is farthest from it."""
 
-    def aim(what: str, limit: float, value: Callable[[Line], float], among: Sequence[Line] = lines) -> tuple[str, ...]:
+    def aim(
+        subject: str, limit: float, value: Callable[[Line], float], among: Sequence[Line] = lines
+    ) -> tuple[str, ...]:
         worst = max(among, key=value)
         verdict = "reached" if value(worst) <= limit else "missed"
         missed = sum(value(line) > limit for line in among)
-        return what, f"{value(worst):.3f}", verdict, f"{missed} of {len(among)}", ", ".join(worst.where)
+        return subject, f"{value(worst):.3f}", verdict, f"{missed} of {len(among)}", ", ".join(worst.where)
 
     yield aim("bytes 1.00", 1.005, lambda line: line.sent)
     yield aim("NS <= 1.35", 1.35, lambda line: line.work)
-    many = [line for line in lines if line.found.units >= 4 * line.case.ranks]
-    yield aim("NS <= 1.05 where units >= 4 W", 1.05, lambda line: line.work, many)
-    few = [line for line in lines if not line.case.model.dense.numel]
-    yield aim("NS <= 1.05 for experts alone, W > E", 1.05, lambda line: line.work, few)
+    lines_of_many_units = [line for line in lines if line.found.units >= 4 * line.case.ranks]
+    yield aim("NS <= 1.05 where units >= 4 W", 1.05, lambda line: line.work, lines_of_many_units)
+    lines_of_experts = [line for line in lines if not line.case.model.dense.numel]
+    yield aim("NS <= 1.05 for experts alone, W > E", 1.05, lambda line: line.work, lines_of_experts)
     yield aim("wires of at most 2 stages", 1.0, lambda line: line.found.share)
     yield aim("planned in 2 s", 2.0, lambda line: line.found.planning)
 
@@ -158,19 +160,19 @@ def show_planning() -> None:
     head(("weights", "ranks", "matrices", "s", "MB"))
     for case in (Case(model, ranks, 1) for model in models for ranks in (64, 16384)):
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            units, seconds, most = pool.apply(planning_of, (case,))
-        show(case.model.name, str(case.ranks), str(units), f"{seconds:.2f}", f"{most / 1e6:.0f}")
+            units, seconds, peak = pool.apply(planning_of, (case,))
+        show(case.model.name, str(case.ranks), str(units), f"{seconds:.2f}", f"{peak / 1e6:.0f}")
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--quick", action="store_true", help="three sizes of the world, one number of groups each")
     arguments.add_argument("--planning", action="store_true", help="only what planning takes on 64 and 16384 ranks")
-    chosen = arguments.parse_args()
-    groups, alone = (QUICK, QUICK) if chosen.quick else (ALL, EXPERTS)
+    options = arguments.parse_args()
+    groups, expert_groups = (QUICK, QUICK) if options.quick else (ALL, EXPERTS)
     with fake_world(8, 0):
         parameters(Case(MODELS[0](), 8, 1))  # what torch does once, before any time is taken
-    if chosen.planning:
+    if options.planning:
         print(describe())
         show_planning()
         return
@@ -179,7 +181,7 @@ def main() -> None:
     for make in MODELS:
         head(OURS)
         of_model = []
-        for line in planned(list(cases(make(), groups, alone))):
+        for line in planned(list(cases(make(), groups, expert_groups))):
             show(*line.ours())
             of_model.append(line)
         head(OTHERS)

@@ -37,11 +37,11 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def sent_by_all_to_all(
-    world: int, rank: int, output: Tensor, given: Tensor, output_splits: list[int], splits: list[int], *_: Any
+    world: int, rank: int, output: Tensor, input: Tensor, output_splits: list[int], splits: list[int], *_: Any
 ) -> float:
     """All but a rank's own part; splits are rows of ``given``, none means equal ones."""
-    rows = splits or [len(given) // world] * world
-    return given.nbytes * (1 - rows[rank] / max(len(given), 1))
+    rows = splits or [len(input) // world] * world
+    return input.nbytes * (1 - rows[rank] / max(len(input), 1))
 
 
 Sent = Callable[..., float]
@@ -52,12 +52,12 @@ SENT: dict[str, Sent] = {
     "allreduce": lambda world, rank, tensors, *_: 2 * bytes_of(tensors) * (world - 1) / world,
     "allreduce_coalesced": lambda world, rank, tensors, *_: 2 * bytes_of(tensors) * (world - 1) / world,
     "allgather": lambda world, rank, outputs, inputs, *_: bytes_of(inputs) * (world - 1),
-    "all_gather_single": lambda world, rank, output, given, *_: given.nbytes * (world - 1),
+    "all_gather_single": lambda world, rank, output, input, *_: input.nbytes * (world - 1),
     "all_gather_single_coalesced": lambda world, rank, outputs, inputs, *_: bytes_of(inputs) * (world - 1),
     "reduce": lambda world, rank, tensors, options: bytes_of(tensors) * (rank != options.rootRank),
     "broadcast": lambda world, rank, tensors, options: bytes_of(tensors) * ((rank + 1) % world != options.rootRank),
     "reduce_scatter": lambda world, rank, outputs, inputs, *_: bytes_of(outputs) * (world - 1),
-    "reduce_scatter_single": lambda world, rank, output, given, *_: output.nbytes * (world - 1),
+    "reduce_scatter_single": lambda world, rank, output, input, *_: output.nbytes * (world - 1),
     "reduce_scatter_single_coalesced": lambda world, rank, outputs, inputs, *_: bytes_of(outputs) * (world - 1),
     "all_to_all_single": sent_by_all_to_all,
     "barrier": lambda *_, **__: 0.0,
