@@ -44,6 +44,7 @@ COMMANDS = {
     "doctor": "Say what your program's optimizer does, what is probably not meant, and the same in ours.",
     "audit-step": "Say what the step between two consecutive checkpoints really did.",
     "report": "Write a page for a browser: what is wrong, a map of shards, norms; of a checkpoint or a run.",
+    "preflight": "Say whether a job would resume from a checkpoint, before it is queued.",
     "plan": "Say what a step, memory and checkpoints would cost on meshes of your choice.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",

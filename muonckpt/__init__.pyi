@@ -32,6 +32,7 @@ from .lab.forecasting.iteration import Training as Training
 from .lab.forecasting.prospects import Prospect as Prospect, forecast as forecast
 from .lab.page.checkpoint_page import Page as Page, report as report
 from .lab.page.run_page import RunPage as RunPage, report_run as report_run
+from .lab.preflight.preflight import OptionChange as OptionChange, Preflight as Preflight, preflight as preflight
 from .lab.step_audit.step_audit import (
     ParameterVerdict as ParameterVerdict,
     StepAudit as StepAudit,

@@ -205,6 +205,12 @@ class JointLoad:
         traffic = LoadTraffic(bytes_refused + verdict.bytes_read, self._plan.bytes_sent, self._passes)
         return replace(agreement.report, traffic=traffic)
 
+    def rehearse(self, checkpoint: OpenCheckpoint) -> tuple[Matching, LoadReport, str]:
+        """Match as a load does, on this rank alone, and return the error that a load would raise, or ""."""
+        question = self._ask(checkpoint)
+        matching, report = judge([question.request], self._stored, self._selection[0])
+        return matching, report, "" if matching.fits else self.refusal(matching)
+
     @property
     def loaded_state(self) -> LoadedState:
         """What was loaded, after `run`: the recorded fingerprints of tensors are on the coordinator."""
