@@ -120,7 +120,7 @@ def test_every_chain_under_every_wrapper_is_read_and_kept(case, kind, tmp_path):
                 assert "betas" not in group or ours[f"optimizer.state.{run.names[param]}.step"].view("<f4") == 3
 
 
-@pytest.mark.parametrize(("program", "kind"), zip(["torch", "muonckpt"] * 2, WRAPPERS, strict=True))
+@pytest.mark.parametrize(("program", "kind"), [*zip(["torch", "muonckpt"] * 2, WRAPPERS, strict=True)])
 def test_a_chained_run_goes_on_from_what_was_written_for_it(program, kind, tmp_path):
     """Its strict loader takes every key, and training ends with the bits of the run without interruption."""
     whole = trained(kind, CHAINS["one"], steps=6)
