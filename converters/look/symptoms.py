@@ -81,17 +81,25 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
             if parameter.state:
                 slot_sets[parameter.layer_pattern][frozenset(parameter.state)] += 1
         odd: defaultdict[str, list[str]] = defaultdict(list)
+        vectors, momentum_slots = list[str](), view.dialect.slots_called("momentum")
         for parameter in view.parameters.values():
             slots = frozenset(parameter.state)
             if parameter.method or not slots:
                 continue
-            if slots <= method_slots or slots != slot_sets[parameter.layer_pattern].most_common(1)[0][0]:
+            if len(parameter.shape) < 2 and slots <= momentum_slots:
+                vectors.append(parameter.name)
+            elif slots <= method_slots or slots != slot_sets[parameter.layer_pattern].most_common(1)[0][0]:
                 odd[", ".join(sorted(parameter.state))].append(parameter.name)
         for slot_names, names in odd.items():
             methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in view.dialect.methods)
             count = _count(names, "parameter has", "parameters have")
             message = f"{count} the state {slot_names}, which no method of {view.dialect.name} keeps ({methods})"
             yield Finding("odd_state", message, (*names,))
+        if vectors:
+            count = _count(vectors, "parameter of less than two dims has", "parameters of less than two dims have")
+            yield Finding.listing(
+                "vector_momentum", f"{count} momentum alone, as plain momentum SGD: not Muon", vectors
+            )
     # Averages and masters have an element for each of the parameter.
     for parameter in view.parameters.values():
         for tensor in parameter.shaped():

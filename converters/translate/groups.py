@@ -42,7 +42,9 @@ class GroupOptions:
     expectations: Mapping[str, str] = field(default_factory=dict)
 
 
-EXECUTION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", NAMES, "name"})
+EXECUTION_OPTIONS = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "use_cuda_graph", "clip_grad", NAMES, "name"}
+)
 """Options that say how a program computes, or what a group is called, but not what is computed."""
 
 _ROUNDING = frozenset({"gram", "ns_dtype"})

@@ -234,6 +234,8 @@ def translate_model(
     parameters = assembly.parameters(rules)
     if not target.numbered:
         _refuse_numbers(manifest, view, parameters)
+    if not is_unchanged:
+        _refuse_vectors(parameters.values(), dialect)
     groups = _with_members(view.groups, parameters)
     return TranslatedModel(
         detected,
@@ -465,9 +467,26 @@ class _Assembly:
             chains = siblings[0].chains if siblings else frozenset([group.chain])
             for name in missing if methods else ():
                 parameter = parameters.get(name, TranslatedParameter(name, name, (name,)))
+                if parameter.weight and not methods[0].steps_shape(parameter.weight.shape):
+                    continue  # it is stepped otherwise than its siblings
                 parameter = replace(parameter, method=methods[0], group=group, step=0, chains=chains)
                 stateless[name] = replace(parameter, is_stateless=True)
         return stateless
+
+
+def _refuse_vectors(parameters: Iterable[TranslatedParameter], dialect: Dialect) -> None:
+    """Refuse momentum of parameters that no method of matrices steps, as Megatron-FSDP's Muon keeps it (#6425)."""
+    vectors = []
+    for parameter in parameters:
+        shapes = (tensor.shape for tensor in parameter.tensors)
+        if parameter.is_stateful and not parameter.method.steps_shape(max(shapes, key=math.prod)):
+            vectors.append(parameter.name)
+    if vectors:
+        raise SourceError(
+            f"{listed(sorted(vectors))} of less than two dims has momentum as if {dialect.name}'s Muon stepped it: it "
+            "is plain momentum SGD there, in no Muon group, and no method here; make a copy without that state, by "
+            "`select=` of muonckpt.convert, and let AdamW or Lion begin anew for it, with fresh=[…] of muonckpt.load"
+        )
 
 
 def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str, TranslatedParameter]) -> None:

@@ -206,6 +206,10 @@ class StoredMethod:
     family: str | None = None
     absent_options: frozenset[str] = frozenset()
 
+    def steps_shape(self, shape: Index) -> bool:
+        """Return whether it steps parameters of this shape: what is orthogonalised has two dims or more."""
+        return "momentum" not in self.slots or len(shape) >= 2
+
     def shares_options_with(self, other: StoredMethod) -> bool:
         """Return whether both are of one program, so that group options mean the same."""
         return self.name == other.name and (self is other or (self.family is not None and self.family == other.family))

@@ -262,6 +262,9 @@ def model_view(
         method = program.likely_method(frozenset(slots), _method_name(program, group)) if slots else None
         if method and group and method.absent_options & group.options.keys():
             method = None
+        shape = weights[name].shape if name in weights else max((t.shape for t in slots.values()), key=math.prod)
+        if method in program.methods and not method.steps_shape(shape):
+            method = None
         slot_roles = usual_roles | _roles_of([method] if method else [])
         for slot, tensor in slots.items():
             part = stored_slot(slot)

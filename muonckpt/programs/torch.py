@@ -36,7 +36,6 @@ def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
         {"momentum": "momentum_buffer"},
         MUON_OPTIONS,
         (coefficients(of_steps=False), ALGORITHM, scale("adjust_lr_fn", scales)),
-        inert_options={"use_cuda_graph": False},
         default_options=MUON_DEFAULTS,
         family="torch",
     )
