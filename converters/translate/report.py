@@ -21,8 +21,8 @@ _MASTERS = (
 )
 
 _PARTS = (
-    "it is orthogonalised whole there, and each of its parts by itself here: join them with `rules=`, by the table "
-    "megatron-mla for one"
+    "it is orthogonalised whole there, and each of its parts by itself here: join them with `rules=`, by the tables "
+    "megatron-mla and megatron-swiglu for two"
 )
 
 _ARGUMENTS = "args"

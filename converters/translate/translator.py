@@ -564,7 +564,8 @@ class _Renderer:
         """Return the names under which the target may look up the options of a group's members; it reads them all."""
         if self.other_names is None:
             self.other_names = defaultdict(list)
-            for name, parts in self.target.listed_names(self.source.parameters).items():
+            names_in_groups = (parameter.listed for parameter in self.source.parameters.values())
+            for name, parts in self.target.listed_names((*self.source.parameters, *names_in_groups)).items():
                 self.other_names[parts[0]].append((name, parts))
         names = [*members]
         for member in members:

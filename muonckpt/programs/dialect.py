@@ -466,7 +466,7 @@ class Dialect:
             for name in tuple(stored_names):
                 if (change := form.listed_name(name, stored_names)) is not None:
                     listed_name, parts = change
-                    stored_names[listed_name] = sum((stored_names[part] for part in parts), ())
+                    stored_names.setdefault(listed_name, sum((stored_names[part] for part in parts), ()))
         return {name: parts for name, parts in stored_names.items() if name not in own_names}
 
     def holds_groups(self, path: KeyPath) -> bool:

@@ -80,10 +80,12 @@ _OPTION_NAMES = (
         beside="self_attention.linear_kv_down_proj.weight",
     ),
     OptionName("mtp.layers.{n}.mtp_model_layer", ("mtp.layers.{n}.transformer_layer",)),
+    OptionName("linear_fc1.{x}", ("linear_fc1.{x}_w", "linear_fc1.{x}_v")),
 )
 """The names that a run has of what fsdp_dtensor stores as runs without fused MLA projections, and from before the layer
-of MTP was renamed, have it (`handle_mla_down_proj_in_state_dict` and `handle_mtp_in_state_dict` of Megatron-LM's
-fsdp_dtensor_checkpoint.py, #6271).  Mamba's MTP is stored under its own name."""
+of MTP was renamed, have it, and in halves of a SwiGLU (`handle_mla_down_proj_in_state_dict`, `handle_mtp_in_state_dict`
+and `handle_swiglu_in_state_dict` of Megatron-LM's fsdp_dtensor_checkpoint.py, #6271).  Mamba's MTP is stored under its
+own name."""
 
 _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
 """State of Megatron's distributed optimizer in `dp_reshardable` form: flat buckets without the names in them."""

@@ -146,6 +146,34 @@ def test_names_are_translated_where_state_has_the_others_and_only_there(stored, 
     assert rates(tmp_path / "home") == rates(path)
 
 
+@pytest.mark.parametrize(
+    "listed",
+    ["mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight", "decoder.layers.1.mlp.experts.linear_fc1.weight0",
+     "mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc1.weight3"],
+)  # fmt: skip
+def test_halves_of_a_swiglu_have_the_options_of_the_whole_also_in_mtp(listed, tmp_path):
+    whole = listed.replace("mtp_model_layer", "transformer_layer")
+    halves = [f"{whole}_w", f"{whole}_v"]
+    path = saved(tmp_path / "run", [listed], halves)
+    assert rates(path) == dict.fromkeys(halves, 0.02)
+    report = muonckpt.convert(path, tmp_path / "parts", **grouped(to_dialect="muonckpt", convention="ema"))
+    (check,) = [check for check in report.checklist if "makes one" in check.subject]
+    assert {*check.values} == {*halves}
+    # Joined by the table that the warning names, and split again, the run finds its options.
+    options = grouped(to_dialect="muonckpt", convention="ema", rules=["megatron-swiglu"])
+    muonckpt.convert(path, tmp_path / "ours", **options)
+    assert rates(tmp_path / "ours") == {whole: 0.02}
+    options = grouped(to_dialect="fsdp_dtensor", rules=["inverse:megatron-swiglu"])
+    muonckpt.convert(tmp_path / "ours", tmp_path / "home", **options)
+    muonckpt.convert(tmp_path / "parts", tmp_path / "home of parts", **grouped(to_dialect="fsdp_dtensor"))
+    for folder in ("home", "home of parts"):
+        with muonckpt.open(path) as before, muonckpt.open(tmp_path / folder) as after:
+            for key, tensor in before.tensors.items():
+                np.testing.assert_array_equal(after.tensors[key].bits(), tensor.bits())
+            assert after.items[f"{META}{listed}.lr"] == 0.02
+        assert rates(tmp_path / folder) == rates(path)
+
+
 def test_options_that_are_listed_twice_and_differ_are_refused(tmp_path):
     path = saved(tmp_path / "same", [Q, KV], **{FUSED: {"lr": 0.02, "momentum": 0.95}})
     assert rates(path) == {Q: 0.02, KV: 0.02}
