@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..names.errors import DestinationError, TargetError
+from ..record.record import entry_keys
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import open
@@ -120,7 +121,7 @@ def merge(
             # What is written, and what of the inputs goes into it; its fingerprints are recorded.
             outputs = request.outputs(inputs, list(map(one_request.outputs, inputs)), select)
             source = JoinedCheckpoints(inputs[0].path, inputs[0].payloads, [c.manifest for c in inputs])
-            used_keys = {tensor.key for tensor in outputs.used(source.manifest).tensors}
+            used_keys = {*entry_keys(outputs.used(source.manifest).tensors)}
             fingerprints: list[Mapping[str, str]] = []
             for checkpoint in inputs:
                 no_reading = execution.dry_run

@@ -12,7 +12,7 @@ from functools import partial
 
 from ..names.errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
 from ..programs.signs import METADATA_FILE
-from ..record.record import MANIFEST_FILE, StateRecord
+from ..record.record import MANIFEST_FILE, StateRecord, by_key, entry_keys
 from ..store.formats.registry import DCP, OWN, OWN_LINES, format_of
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
@@ -178,11 +178,11 @@ def _with_unlisted(damaged: OpenCheckpoint, others: Sequence[OpenCheckpoint]) ->
     """
     # A format without paths has keys for paths; tensors of another format get the same.
     has_only_keys = all(tensor.path == (tensor.key,) for tensor in damaged.outline.tensors)
-    keys = {tensor.key for tensor in damaged.outline.tensors}
+    keys = {*entry_keys(damaged.outline.tensors)}
     for fault in (fault for fault in damaged.faults if isinstance(fault, UnlistedError) and fault.count != 0):
         for other in others:
             # It has to be of the same model, and to have exactly as many more as are missed.
-            tensors = {tensor.key: tensor for tensor in other.outline.tensors}
+            tensors = by_key(other.outline.tensors)
             lost = [t for key, t in tensors.items() if key not in keys and key in (fault.keys or (key,))]
             if keys & tensors.keys() and fault.count in (None, len(lost)):
                 if has_only_keys:

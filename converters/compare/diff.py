@@ -18,7 +18,7 @@ from ...names.errors import DamageError, MuonckptError
 from ...names.wording import fields_of, listed
 from ...programs.model_view import Role
 from ...programs.registry import program
-from ...record.record import match_keys, names_of
+from ...record.record import by_key, entry_keys, match_keys, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
@@ -214,7 +214,7 @@ def _difference(
     steps, unmoved = (a.step, b.step), list[str]()
     if None not in steps and steps[0] != steps[1]:
         view = a.look().view
-        moving = {tensor.key for tensor in view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS)}
+        moving = {*entry_keys(view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS))}
         moving |= {p.weight.key for p in view.parameters.values() if p.weight and p.state}
         unmoved = [tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED)]
     unread = sum(tensor.by == "fingerprint" for tensor in tensors) + by_digest
@@ -268,8 +268,8 @@ class _Side:
         return cls(
             opened,
             look,
-            {tensor.key: tensor for tensor in outputs.tensors},
-            {item.key: item for item in outputs.items},
+            by_key(outputs.tensors),
+            by_key(outputs.items),
             to_dialect is not None,
             outputs.notes,
         )

@@ -17,7 +17,7 @@ from ...names.errors import SourceError
 from ...names.state_forms import stored_slot
 from ...names.wording import Finding, fields_of, unnumbered
 from ...programs.model_view import Role, matrix_sides
-from ...record.record import StateRecord, match_keys, names_of
+from ...record.record import StateRecord, by_key, match_keys, names_of
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
@@ -239,7 +239,7 @@ def _weights_in_both(
     look: FirstLook, earlier_look: FirstLook, keys: set[str]
 ) -> Iterator[tuple[StateRecord, StateRecord]]:
     """Yield the weights of one shape that both have, as this checkpoint and as the earlier one has them."""
-    earlier = {tensor.key: tensor for tensor in earlier_look.view.tensors_of(Role.WEIGHTS)}
+    earlier = by_key(earlier_look.view.tensors_of(Role.WEIGHTS))
     for tensor in look.view.tensors_of(Role.WEIGHTS):
         former = earlier.get(tensor.key)
         if tensor.key in keys and former is not None and former.shape == tensor.shape:

@@ -22,7 +22,7 @@ from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
-from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, match_keys, names_of
+from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
 from ...store.io.checksums import xxh3_128
 from ...store.reading.blocks import bands, slices_within
 from ...store.reading.dtypes import dtype, itemsize
@@ -383,7 +383,7 @@ class Outputs:
 
     @property
     def keys(self) -> list[str]:
-        return [tensor.key for tensor in self.tensors] + [item.key for item in self.items]
+        return entry_keys(self.tensors) + entry_keys(self.items)
 
     def selected(self, globs: Sequence[str]) -> Outputs:
         """Return the tensors and items that these keys or shell patterns stand for; everything if there are none.
@@ -403,7 +403,7 @@ class Outputs:
 
     def tensors_only(self) -> Outputs:
         """Return these outputs without items."""
-        return dataclasses.replace(self, items=(), left_out=(*self.left_out, *(item.key for item in self.items)))
+        return dataclasses.replace(self, items=(), left_out=(*self.left_out, *entry_keys(self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:
         """Return the part of the source's manifest that these outputs are made from, and their constants."""

@@ -15,7 +15,7 @@ from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Mesh, Replicate, Shard, mesh_layout
 from ...names.errors import TargetError, did_you_mean
 from ...programs.signs import COMMON_FILE
-from ...record.record import Manifest, StateRecord
+from ...record.record import Manifest, StateRecord, entry_keys
 from ...store.formats import native
 from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
@@ -164,7 +164,7 @@ def lay_out(
     """
     for rule in target.rules:
         if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
-            close = did_you_mean(rule.glob, [tensor.key for tensor in tensors])
+            close = did_you_mean(rule.glob, entry_keys(tensors))
             raise TargetError(f"rule {rule} matches none of {len(tensors)} tensors{close}")
     if target.layout != ROWS:
         from ..target.buffer_layouts import lay_out_in_buffers  # not needed for rows

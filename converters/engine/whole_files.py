@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...algebra.box import Box
-from ...record.record import Manifest, StateRecord
+from ...record.record import Manifest, StateRecord, by_key
 from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
 from ...store.io import publish
@@ -84,10 +84,10 @@ class SafetensorsFolder(WholeFiles):
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         records = _records(tensors)
         safetensors.check_storable(records)
-        by_key = {output.key: output for output in tensors}
+        outputs_by_key = by_key(tensors)
         files = []
         for name, shard in safetensors.shards(records, self.shard_bytes):
-            files.append(_file(name, [by_key[record.key] for record in shard], recorded))
+            files.append(_file(name, [outputs_by_key[record.key] for record in shard], recorded))
         return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -106,14 +106,14 @@ def _records(tensors: Sequence[OutputTensor]) -> list[StateRecord]:
 
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
     # The widest elements come first, so that all are aligned.
-    by_key = {output.key: output for output in tensors}
+    outputs_by_key = by_key(tensors)
     records = safetensors.by_element_size(_records(tensors))
 
     def header(chunk_sums: ChunkSums) -> bytes:
         sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
         return safetensors.encode_front(records, recorded, sums)
 
-    outputs = [by_key[record.key] for record in records]
+    outputs = [outputs_by_key[record.key] for record in records]
     plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in outputs]
     start = len(header(np.empty(0, SUMS)))
     chunks = OutputChunks.end_to_end(name, outputs, plans, start)

@@ -30,7 +30,7 @@ from ...layouts.buffers.parameters import Parameter
 from ...names.errors import DestinationError, SourceError, TargetError
 from ...names.keys import PARAM_GROUPS, STATE, key_of
 from ...names.vocabulary import MOMENTUM, PARAMS, STEP
-from ...record.record import Manifest
+from ...record.record import Manifest, entry_keys
 from ...store.formats.torch_save.inert_pickle import Global, Record
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.formats.torch_save.torch_file import Archive, ordered_dict, torch_size
@@ -211,7 +211,7 @@ class _Archives(Container):
         archives = self.place(self._plan, _Content.of(request), request)
         step = {"mesh": dict(request.target.mesh)} if self.of_ranks else {}
         provenance = extended_provenance(request, "resharded", step, [], ())
-        layouts = dict.fromkeys(output.key for output in request.outputs.tensors)
+        layouts = dict.fromkeys(entry_keys(request.outputs.tensors))
         return Arranged(tuple(map(self._plan.file, archives)), layouts, provenance)
 
     @abstractmethod

@@ -22,7 +22,7 @@ from ...algebra.overlap import overlaps
 from ...names.errors import SourceError
 from ...names.wording import Finding, counted, fields_of, size, unnumbered
 from ...programs.model_view import Role
-from ...record.record import Boxes, StateRecord, says_convention
+from ...record.record import Boxes, StateRecord, entry_keys, says_convention
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
@@ -333,7 +333,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
             "masters",
             f"{counted(len(masters), 'parameter')} with float32 masters in the state, which LayerWise takes; for an "
             "optimizer without masters make the weights of them by `muonckpt convert --weights masters`",
-            [tensor.key for tensor in masters],
+            entry_keys(masters),
         )
     # What the cuts mean for the program that runs there.
     if target.layout == ROWS:

@@ -18,7 +18,7 @@ from ...names.errors import SourceError, TargetError
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
 from ...programs.model_view import ModelView, Role
 from ...record.columns import UNKNOWN
-from ...record.record import Manifest, StateRecord, find_key, match_keys, names_of
+from ...record.record import Manifest, StateRecord, by_key, entry_keys, find_key, match_keys, names_of
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
@@ -112,7 +112,7 @@ class Inspection:
             TargetError: as `match_keys`.
         """
         tensors = self.manifest.tensors
-        keys = match_keys(globs, [tensor.key for tensor in tensors], names_of(tensors))
+        keys = match_keys(globs, entry_keys(tensors), names_of(tensors))
         return tuple(tensor for tensor in tensors if tensor.key in keys)
 
     def tensor(self, word: str) -> StateRecord:
@@ -121,7 +121,7 @@ class Inspection:
         Raises:
             TargetError: it is none, or several; names them.
         """
-        tensors = {tensor.key: tensor for tensor in self.manifest.tensors}
+        tensors = by_key(self.manifest.tensors)
         return tensors[find_key(word, [*tensors], names_of(tensors.values()))]
 
     def selected(self, words: str) -> tuple[StateRecord, tuple[int | slice | EllipsisType, ...]]:

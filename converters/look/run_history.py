@@ -17,7 +17,7 @@ from ...algebra.box import Index
 from ...names.errors import SourceError
 from ...names.wording import counted, fields_of, listed, moment, size
 from ...programs.model_view import ModelView, Role
-from ...record.record import StateRecord, no_chunks
+from ...record.record import StateRecord, by_key, no_chunks
 from ...runs.resumes import Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
@@ -59,7 +59,7 @@ class StepView:
         return self.view.dialect.name if self.view.dialect else ""
 
     def tensors(self) -> dict[str, StateRecord]:
-        return {tensor.key: tensor for tensor in self.view.tensors_of(*self.view.tensors)}
+        return by_key(self.view.tensors_of(*self.view.tensors))
 
     def options(self) -> dict[str, Mapping[str, Any]]:
         """Return the options of each parameter's group, by name."""

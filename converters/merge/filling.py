@@ -24,7 +24,7 @@ from ...names.vocabulary import KeyPath, begins_as_zeros
 from ...names.wording import counted, listed
 from ...programs.model_view import BEGIN_ANEW, ModelView, Role
 from ...record.chunks import Boxes, Chunks, Strides
-from ...record.record import Blob, Manifest, StateRecord, match_keys, names_of
+from ...record.record import Blob, Manifest, StateRecord, by_key, entry_keys, match_keys, names_of
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import payload_of
@@ -113,7 +113,7 @@ class Filling:
     @cached_property
     def tensors(self) -> Mapping[str, StateRecord]:
         """The tensors of the damaged checkpoint by key, with their whole chunks."""
-        return {tensor.key: tensor for tensor in self.part.tensors}
+        return by_key(self.part.tensors)
 
     @property
     def _missing_items(self) -> list[str]:
@@ -347,7 +347,7 @@ class Filling:
         outputs = [self._output(tensor, chunks, zeros[tensor.dtype].chunks) for tensor in self.part.tensors]
         items: dict[str, Blob] = {}
         for manifest in manifests:
-            items |= {blob.key: blob for blob in manifest.blobs}
+            items |= by_key(manifest.blobs)
         output_items = [OutputItem(blob.key, blob.path, items[blob.key]) for blob in self.damaged.outline.blobs]
         for number, output in enumerate(outputs):
             if output.key in misspelt_keys:
@@ -378,7 +378,7 @@ class Filling:
         # A path is right if it says that the tensor is of a parameter that is known otherwise.
         if parameter := self.view.parameters.get(self.view.owners.get(entry.key, "")):
             tensors = (*parameter.state.values(), *((parameter.weight,) if parameter.weight else ()))
-            if parameter.group or {tensor.key for tensor in tensors} - {*misspelt_keys}:
+            if parameter.group or {*entry_keys(tensors)} - {*misspelt_keys}:
                 return keys[1], entry.path
         raise SourceError(
             f"{self.damaged.path}: {self.diagnosis.sentence}: {keys[0]!r} has the path of {keys[1]!r}, and nothing "

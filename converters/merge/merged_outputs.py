@@ -23,7 +23,7 @@ from ...names.state_forms import stored_slot
 from ...names.vocabulary import Convention
 from ...names.wording import listed
 from ...programs.model_view import Role, view_by_keys
-from ...record.record import Blob, Extent, Manifest
+from ...record.record import Blob, Extent, Manifest, by_key
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
@@ -194,7 +194,7 @@ class _Input:
                 )
             else:
                 unaveraged[record.key] = tensor
-        items = {item.key: item for item in selected.items}
+        items = by_key(selected.items)
         return cls(name, averaged, unaveraged, items, selected.left_out, selected.notes)
 
 

@@ -23,7 +23,7 @@ from ...names.errors import ADVICE, LayoutError, MuonckptError, SeveralSavesErro
 from ...names.wording import counted, listed
 from ...programs.model_view import ModelView, Role
 from ...record.chunks import Boxes
-from ...record.record import Blob, Chunk, StateRecord, with_chunks
+from ...record.record import Blob, Chunk, StateRecord, by_key, entry_keys, with_chunks
 from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
 from ...store.reading.payloads import Payloads, check_chunk, chunk_share, payload_of
 from ...store.verify.audit import AuditReport
@@ -60,7 +60,7 @@ class FillingSource:
         for tensor in look.manifest.tensors:
             tensors[look.view.identity(tensor)] = tensor
         tensors |= {tensor.key: tensor for tensor in look.manifest.tensors}
-        return cls(name, opened, look, tensors, {blob.key: blob for blob in opened.outline.blobs})
+        return cls(name, opened, look, tensors, by_key(opened.outline.blobs))
 
     def counterpart(self, tensor: StateRecord, view: ModelView) -> StateRecord | None:
         """Return the tensor of the same key, or of the same parameter and slot; None if there is none."""
@@ -134,7 +134,7 @@ class WholePart:
         wrong_keys: set[str] = set()
         for finding in report.findings:
             wrong_keys |= {*finding.names} if finding.kind in ("digest", "fingerprint") else set()
-        wrong_keys &= part.fingerprints.keys() - {tensor.key for tensor in damage.tensors}
+        wrong_keys &= part.fingerprints.keys() - {*entry_keys(damage.tensors)}
         tensors = []
         for tensor in located:
             if tensor.key in wrong_keys:
@@ -206,7 +206,7 @@ class WholePart:
     @cached_property
     def is_state(self) -> Flags:
         """For each chunk, whether it is of a momentum or a moment, which two moments of training do not share."""
-        return self.chunks_of({tensor.key for tensor in self.look.view.tensors_of(Role.MOMENTUM, Role.MOMENTS)})
+        return self.chunks_of({*entry_keys(self.look.view.tensors_of(Role.MOMENTUM, Role.MOMENTS))})
 
     def chunks_of(self, keys: Collection[str]) -> Flags:
         """Return which chunks are of these tensors."""
@@ -236,7 +236,7 @@ class WholePart:
         numbers = [np.flatnonzero(~is_stray[rows]).tolist() for rows in self.rows]
         tensors = with_chunks(self.tensors, numbers)
         # What the files of another save record of their tensors is not true of these.
-        lost_keys = {tensor.key for tensor in damage.tensors}
+        lost_keys = {*entry_keys(damage.tensors)}
         if not self.has_record.any():
             for number, tensor in enumerate(tensors):
                 if tensor.key in lost_keys:

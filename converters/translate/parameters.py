@@ -20,7 +20,7 @@ from ...names.wording import listed
 from ...programs.detection import Detected
 from ...programs.dialect import FOREIGN, Dialect, StoredMethod
 from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, StoredParameter
-from ...record.record import Blob, Manifest, StateRecord
+from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
 from ..engine.outputs import unnamed_state
 from .conventions import Overrides, WeightsFrom, agreed_convention
@@ -248,7 +248,7 @@ def translate_model(
         tuple(entry for entry in copied if isinstance(entry, StateRecord)),
         tuple(entry for entry in copied if isinstance(entry, Blob)),
         tuple(assembly.left_out),
-        tuple(entry.key for entry in private),
+        tuple(entry_keys(private)),
     )
 
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -144,6 +144,25 @@ class StateRecord:
     @property
     def boxes(self) -> Boxes:
         return self.chunks.boxes
+
+
+class Keyed(Protocol):
+    """A tensor or an item of a checkpoint, stored or to be written."""
+
+    @property
+    def key(self) -> str: ...
+
+
+E = TypeVar("E", bound=Keyed)
+
+
+def entry_keys(entries: Iterable[Keyed]) -> list[str]:
+    return [entry.key for entry in entries]
+
+
+def by_key(entries: Iterable[E]) -> dict[str, E]:
+    """Return tensors or items by their keys; of several with one key the last."""
+    return {entry.key: entry for entry in entries}
 
 
 def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:

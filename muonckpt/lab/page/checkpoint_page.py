@@ -33,7 +33,7 @@ from ...names.version import VERSION
 from ...programs.model_view import ModelView, Role
 from ...record.chunks import Boxes
 from ...record.columns import UNKNOWN
-from ...record.record import Manifest
+from ...record.record import Manifest, entry_keys
 from ...store.io.location import Remote, location
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
@@ -253,7 +253,7 @@ class Reading:
             passed=advance_measurement,
         )
         # The RMS of the change of each weight that both checkpoints have in one shape.
-        weight_keys = {tensor.key for tensor in source.look.view.tensors_of(Role.WEIGHTS)}
+        weight_keys = {*entry_keys(source.look.view.tensors_of(Role.WEIGHTS))}
         changes: dict[str, float] = {}
         for change in difference.tensors if difference else ():
             if change.key in weight_keys and change.by != "shape":
@@ -346,7 +346,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     np.add.at(file_bytes, columns.file, chunk_bytes(manifest))
     return {
         "tensors": {
-            "key": [tensor.key for tensor in manifest.tensors],
+            "key": entry_keys(manifest.tensors),
             "role": [str(view.role(tensor)) for tensor in manifest.tensors],
             "slot": [tensor.slot for tensor in manifest.tensors],
             "shape": [list(tensor.shape) for tensor in manifest.tensors],

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ...converters.look.contents import FirstLook, first_look
 from ...names.errors import LayoutError, SourceError
-from ...record.record import Manifest
+from ...record.record import Manifest, entry_keys
 from ...store.io.location import Location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
@@ -63,7 +63,7 @@ class PageSource:
 
 
 def _damaged_keys(manifest: Manifest, damage: Damage) -> frozenset[str]:
-    keys = {*damage.items, *(tensor.key for tensor in damage.tensors)}
+    keys = {*damage.items, *entry_keys(damage.tensors)}
     for tensor in manifest.tensors:
         try:
             tensor.chunk_layout()

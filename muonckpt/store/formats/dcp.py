@@ -29,7 +29,7 @@ from ...names.wording import listed
 from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE, UNREAD
 from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
-from ...record.record import Blob, Extent, Manifest, StateRecord
+from ...record.record import Blob, Extent, Manifest, StateRecord, entry_keys
 from ..io import limits
 from ..io.location import Location, folders_with, listing
 from ..io.regular import File, extent_faults, open_regular
@@ -335,8 +335,8 @@ def siblings_reader(path: Location) -> Reader:
     # Keys that several folders have are told apart by the folders' names.
     keys = Counter[str]()
     for outline in outlines.values():
-        keys.update(tensor.key for tensor in outline.tensors)
-        keys.update(blob.key for blob in outline.blobs)
+        keys.update(entry_keys(outline.tensors))
+        keys.update(entry_keys(outline.blobs))
     parts = [_outline_above(outline, name, keys.total() > len(keys)) for name, outline in outlines.items()]
     outline = Manifest(
         tuple(chain.from_iterable(part.tensors for part in parts)),

@@ -21,7 +21,7 @@ from ...layouts.buffers.records import GroupBuffer
 from ...names.errors import DamageError, SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
-from ...record.record import Manifest, StateRecord
+from ...record.record import Manifest, StateRecord, by_key, entry_keys
 from ..io.location import Location
 from ..reading.payloads import Payloads, Reader, as_words, chunk_elements
 from . import dcp
@@ -152,14 +152,14 @@ def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Itera
                     f"state of {name!r} is {expected_values} in {folders[0]}, {values} in {part.files[0]}"
                 )
     # Each tensor is joined of its parts.
-    by_key: defaultdict[str, list[StateRecord]] = defaultdict(list)
+    records_by_key: defaultdict[str, list[StateRecord]] = defaultdict(list)
     for folder, part in zip(folders, parts, strict=True):
-        keys = {record.key for record in part.records}
-        if differing := sorted(keys ^ (by_key.keys() or keys)):
+        keys = {*entry_keys(part.records)}
+        if differing := sorted(keys ^ (records_by_key.keys() or keys)):
             raise SourceError(f"only one of {folders[0]} and {folder} has {differing[0]!r}")
         for record in part.records:
-            by_key[record.key].append(record)
-    for key, records in by_key.items():
+            records_by_key[record.key].append(record)
+    for key, records in records_by_key.items():
         yield parallelism.join(records[0].name or key.removeprefix("model."), records)
 
 
@@ -304,7 +304,7 @@ def read_weights(path: Location, place: str) -> ModelWeights:
         for fault in stored.faults:
             raise fault
         tensors = [tensor for tensor in stored.outline.tensors if not _OPTIMIZER_KEY.match(tensor.key)]
-        return ModelWeights(path / place, {tensor.key: tensor for tensor in stored.locate(tensors)})
+        return ModelWeights(path / place, by_key(stored.locate(tensors)))
     file = torch_file.read_torch_file(path, place)
     content = file.content.get("model") if isinstance(file.content, dict) else None
     entries = content.items if isinstance(content, Record) else content

@@ -28,7 +28,7 @@ from ...names.wording import listed
 from ...programs.signs import NOT_READ
 from ...record.chunks import in_columns
 from ...record.json_fields import compact, digest_of
-from ...record.record import Chunk, Extent, Manifest, StateRecord
+from ...record.record import Chunk, Extent, Manifest, StateRecord, by_key
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
 from ..io.location import Location
@@ -308,7 +308,7 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
         has_no_index = main_file in (None, name)
         with about(place / name if has_no_index else name):
             provenances[name], tensors = _read_file(place, name, header_digest, header_of, has_no_index)
-        return {tensor.key: tensor for tensor in tensors}
+        return by_key(tensors)
 
     # The files of a set without an index, those of an index, or one file.
     if main_file is None:
@@ -447,7 +447,7 @@ def _read_file(
     # Our manifest and the header have to say the same.
     text = file_header.metadata.get(MANIFEST_KEY)
     manifest = Manifest(()) if text is None else Manifest.from_json(text)
-    records = {tensor.key: tensor for tensor in manifest.tensors}
+    records = by_key(manifest.tensors)
     missing_keys = sorted(records.keys() - file_header.entries.keys())
     if missing_keys:
         raise DamageError(f"expected tensor {missing_keys[0]!r}, which {METADATA_KEY} describes; found none")

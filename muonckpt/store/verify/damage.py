@@ -24,7 +24,7 @@ from ...names.errors import SeveralSavesError, SourceError, UnlistedError
 from ...names.wording import Finding, counted, listed, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
-from ...record.record import MANIFEST_FILE, Manifest, StateRecord
+from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys
 from ..formats.registry import OWN
 from ..io.checksums import xxh3_128
 from ..io.location import items_beside
@@ -147,7 +147,7 @@ class Damage:
         return {
             "bytes": self.bytes,
             "chunks": int(self.chunks.sum()),
-            "tensors": [tensor.key for tensor in self.tensors],
+            "tensors": entry_keys(self.tensors),
             "boxes": columns,
             "items": sorted(self.items),
             "files": dict(self.files),
@@ -393,7 +393,7 @@ def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
         kinds.add("blob")
     if damage.holes:
         kinds |= {"coverage", "hole", "fingerprint"}
-    keys = {tensor.key for tensor in damage.tensors} | damage.items
+    keys = {*entry_keys(damage.tensors)} | damage.items
     findings = [finding for finding in findings if finding.kind not in kinds]
     return [finding for finding in findings if not (finding.kind == "metadata" and finding.key in keys)]
 
