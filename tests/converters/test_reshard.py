@@ -102,7 +102,7 @@ def test_fingerprints_do_not_depend_on_the_source_mesh_and_survive_there_and_bac
     assert [step["mesh"] for step in back.provenance["resharded"]] == [{"dp": 3}, {"dp": 4}]
 
 
-@pytest.mark.parametrize("name", sharded.GOLDENS)
+@pytest.mark.parametrize("name", sweep(sharded.GOLDENS, *sharded.GOLDENS[::2]))
 def test_checkpoints_of_other_programs_keep_every_element_and_item(name, tmp_path):
     source = golden(name)
     expected = sharded.stock_load(source, muonckpt.open(source).outline)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,10 @@ MANIFESTS = {
     "lost": lambda file: file.unlink(),
     "flipped": lambda file: flip(file, file.stat().st_size // 2),
 }
+STRAYS = [*product(MANIFESTS, (0, 2), "bc")]
 
 
-@pytest.mark.parametrize("other", ["b", "c"])
-@pytest.mark.parametrize("stray", [0, 2])
-@pytest.mark.parametrize("manifest", MANIFESTS)
+@pytest.mark.parametrize(("manifest", "stray", "other"), sweep(STRAYS, *STRAYS[::3], STRAYS[-2]))
 def test_a_file_of_another_save_is_replaced_from_a_source_of_the_save_of_the_others(
     manifest, stray, other, saves, tmp_path
 ):

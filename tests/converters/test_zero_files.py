@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from support import sweep
 from support.golden import golden
 from torch import uint16, uint32
 
@@ -59,7 +60,7 @@ def test_on_as_many_ranks_the_optimizers_files_hold_what_deepspeed_wrote(name, t
             assert ours[key] == theirs[key], key
 
 
-@pytest.mark.parametrize("ranks", [1, 5])
+@pytest.mark.parametrize("ranks", sweep([1, 5], 5))
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_was_trained_elsewhere_is_whole_on_any_number_of_ranks(name, ranks, tmp_path):
     truth = load_file(golden(name) / "truth.safetensors")

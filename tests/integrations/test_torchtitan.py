@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.failing import raised, told_by
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
@@ -81,10 +82,10 @@ def test_two_ranks_train_as_one_process(uninterrupted):
     assert distance(uninterrupted["ours", 1][1], uninterrupted["ours", 2][1]) < 2e-5
 
 
-@pytest.mark.parametrize(
-    ("kind", "saved", "resumed"),
-    [("ours", 1, 1), ("ours", 2, 2), ("ours", 2, 1), ("ours", 1, 2), ("stock", 2, 2), ("stock", 2, 1)],
-)
+RESUMED = [("ours", 1, 1), ("ours", 2, 2), ("ours", 2, 1), ("ours", 1, 2), ("stock", 2, 2), ("stock", 2, 1)]
+
+
+@pytest.mark.parametrize(("kind", "saved", "resumed"), sweep(RESUMED, *RESUMED[1::2]))
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
     folder, _ = uninterrupted[kind, saved]
     result = run(resumed, train, "ours", interrupted(folder, tmp_path))[0]

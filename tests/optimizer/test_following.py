@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.every_kind import local_of
 from support.failing import raised
 from support.workers import run
@@ -292,7 +293,7 @@ def sharded_later(rank: int, world: int, way: str, steps_before: int) -> list[Te
 
 
 @pytest.mark.parametrize(("way", "world"), [("FSDP2", 2), ("FSDP2", 3), ("HSDP", 4), ("columns", 3)])
-@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("steps_before", sweep([0, 2], 2))
 def test_parameters_that_are_sharded_after_the_optimizer_was_built(way, world, steps_before):
     """Every rank has seen the same gradients, so the run is the one of a single process."""
     one = expected(4)

@@ -146,7 +146,7 @@ def checkpoints(tmp_path_factory) -> dict[tuple[str, int], Path]:
     return paths
 
 
-@pytest.mark.parametrize(("kind", "world"), sweep(RUNS, ("padded-nscost", 3), ("hsdp", 4), ("process", 1)))
+@pytest.mark.parametrize(("kind", "world"), sweep(RUNS, ("hsdp", 4), ("process", 1)))
 def test_every_run_loads_the_checkpoints_of_all(kind, world, checkpoints, tmp_path):
     """The table of pairs: each of its rows is a test."""
     found = run(world, loaded, kind, list(map(str, checkpoints.values())), str(tmp_path / "again"))

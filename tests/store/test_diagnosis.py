@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import sweep
 from support.commands import called
 from support.golden import golden
 from support.sharded import as_stock
@@ -222,6 +223,9 @@ A, B, C = (f"__{rank}_0.distcp" for rank in range(3))
 RENAMED = [{A: B, B: A}, {A: B, B: C, C: A}, {B: "__1_0.distcp.bak"}, {A: "old", B: A}, {A: B, B: "old"}]
 
 
+NAMED = [(program, names) for program in (None, "dion_fsdp4/ckpt") for names in RENAMED]
+
+
 @pytest.fixture(scope="module")
 def uneven(saves, tmp_path_factory) -> Path:
     """A checkpoint whose three ranks have 10, 10 and 4 rows of each tensor.  Do not change."""
@@ -230,8 +234,7 @@ def uneven(saves, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("names", RENAMED)
-@pytest.mark.parametrize("program", [None, "dion_fsdp4/ckpt"])
+@pytest.mark.parametrize(("program", "names"), sweep(NAMED, *NAMED[:6]))
 def test_files_with_each_others_names_are_told_and_get_theirs_back(program, names, uneven, tmp_path):
     source = golden(program) if program else uneven
     path = Path(shutil.copytree(source, tmp_path / "a run" / "one"))

@@ -182,7 +182,7 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(source
 
 
 @pytest.mark.parametrize("columns", [5, GAP // 16, 2 * GAP, REQUEST_BYTES // 3], ids=["small", "near", "apart", "long"])
-@pytest.mark.parametrize("dtype", ["uint8", "complex128"])
+@pytest.mark.parametrize("dtype", sweep(["uint8", "complex128"], "complex128"))
 def test_what_is_gathered_from_an_object_is_what_lies_there(columns, dtype, memory):
     """In one range, in several that are asked for together, and in more than one batch of these."""
     length = columns // np.dtype(dtype).itemsize or columns

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import hostile
+from support import hostile, sweep
 from support.commands import called
 from support.continued import EXACT, Model, load_ours, train
 from support.trainer_files import of_nanochat
@@ -175,7 +175,7 @@ ADAM, MUON = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
         ("fp32", "b/exp_avg"),
     ],
 )
-@pytest.mark.parametrize("others", [{}, {"muon": MUON}])
+@pytest.mark.parametrize("others", sweep([{}, {"muon": MUON}], {"muon": MUON}))
 def test_what_a_universal_folder_has_lost_shows_by_the_other_files(damage, others, tmp_path):
     slot, other = damage
     slots = {**dict.fromkeys("abc", ADAM), **others}
