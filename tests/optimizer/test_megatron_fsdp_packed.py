@@ -14,6 +14,7 @@ from support.megatron_training import TOPOLOGIES, backward, build, groups, slots
 from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -204,6 +205,67 @@ def test_a_part_of_a_model_may_be_sharded_and_rules_sort_all_of_it():
     assert {"net.layers.0.qkv.weight muon", "net.layers.1.stack muon", "head.weight adamw"} <= set(found[0][1])
 
 
+def refused(rank: int, world: int) -> list[str]:
+    messages = []
+
+    def attempt(error: type[Exception], function, *args) -> None:
+        with pytest.raises(error) as caught:
+            function(*args)
+        messages.append(str(caught.value))
+
+    with on_cpu():
+        model, params, optimizer = build(rank, THREE)
+        attach(optimizer, model)
+        attempt(RuntimeError, optimizer.step, lambda: 0.0)
+        attempt(LayoutError, layouts(model), nn.Parameter(torch.ones(4, 4)))
+        [group, *_] = [group for module in model.modules() for group in getattr(module, "parameter_groups", ())]
+        attempt(LayoutError, layouts(model), group.unsharded_parameters[0])
+        params["embedding.weight"]._local_tensor = torch.ones(1, 16)
+        attempt(LayoutError, layouts(model), params["embedding.weight"])
+        group.main_weight.offset += 16
+        attempt(LayoutError, layouts(model), group.sharded_parameters[0])
+    return messages
+
+
+@with_the_package
+def test_what_would_go_wrong_silently_is_refused():
+    expected = ["closure", "not an optimizer parameter", "not an optimizer parameter", "holds 16 elements"]
+    for messages in run(3, refused):
+        for words, message in zip([*expected, "others that the layout knows"], messages, strict=True):
+            assert words in message
+
+
+def laid_out(rank: int, world: int, sizes: tuple[int, ...], num_flat: int) -> list[str]:
+    """Parameters of which this rank's local tensor is not what their layout says; so many axes of the mesh are flat."""
+    from megatron_fsdp import experimental as fsdp
+
+    names = ("outer", "shard")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    optimizer = [fsdp.Replicate()] * (len(sizes) - num_flat) + [fsdp.Flat()] * num_flat
+    inner = [fsdp.Replicate()] * (len(sizes) - 1) + [fsdp.Flat()]
+    with on_cpu():
+        net = Net()
+        values = {name: torch.arange(float(param.numel())).view(param.shape) for name, param in net.named_parameters()}
+        net.load_state_dict(values)
+        placements = fsdp.Placements(dp_axes=list(names), parameter=inner, gradient=inner, optimizer=optimizer)
+        for module in (*net.layers, net):
+            fsdp.fully_shard(module, mesh, placements)
+        where, params = layouts(net), dict(net.named_parameters())
+        wrong = []
+        for name, param in params.items():
+            [box] = [fragment.box for fragment in where(param).fragments_of(rank)] or [None]
+            expected = values[name][tuple(map(slice, box.lo, box.hi))] if box else values[name][:0]
+            wrong += [] if torch.equal(local_of(param), expected) else [name]
+        return wrong
+
+
+@with_the_package
+@pytest.mark.parametrize(("sizes", "num_flat"), [((2, 2), 2), ((2, 3), 2), ((2, 2), 1), ((4,), 1)])
+def test_elements_are_where_the_buffers_say_on_any_mesh(sizes, num_flat):
+    world = sizes[0] * sizes[-1] if len(sizes) > 1 else sizes[0]
+    assert run(world, laid_out, sizes, num_flat) == [[]] * world
+
+
 ATOMS = {"a": (1, (6, 4)), "b": (0, (3, 4)), "c": (2, (2, 5, 4)), "d": (1, (7,))}
 """By name, the rank that has all of a tensor, and its shape."""
 
@@ -211,9 +273,9 @@ BLOCKS = {"rows": {0: (0, 5), 2: (5, 8)}}
 """By name, the first and last row on the ranks that have any."""
 
 
-def atoms(rank: int, world: int) -> nn.Module:
+def atoms(rank: int, world: int, shift: int = 0) -> nn.Module:
     """A model whose parameters are whole on one rank, or cut in blocks of rows, and say so by DCP's hooks alone."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh, rank = init_device_mesh("cpu", (world,)), (rank + shift) % world
     model = nn.Module()
     for name, shape in [*((name, shape) for name, (_, shape) in ATOMS.items()), ("rows", (8, 4))]:
         torch.manual_seed(sum(shape))
@@ -233,16 +295,18 @@ def atoms(rank: int, world: int) -> nn.Module:
     return model
 
 
-def stepped_atoms(rank: int, world: int) -> list[str]:
-    """What differs from a single process."""
+def optimizer_of(params: dict[str, nn.Parameter], **options) -> Muon:
+    """An optimizer with a group for each parameter."""
+    kinds = {name: "muon" if param.ndim > 1 else "adamw" for name, param in params.items()}
+    return Muon([{"params": [p], "lr": 0.02, "algorithm": kinds[name]} for name, p in params.items()], **options)
+
+
+def stepped_atoms(rank: int, world: int, path: str) -> list[str]:
+    """What differs from a single process; the run is saved."""
     model = atoms(rank, world)
     params = dict(model.named_parameters())
     alone = {name: nn.Parameter(param.whole.clone()) for name, param in params.items()}
-    made = [
-        [{"params": [param], "lr": 0.02, "algorithm": "muon" if param.ndim > 1 else "adamw"} for param in of.values()]
-        for of in (params, alone)
-    ]
-    optimizer, reference = Muon(made[0], layout=layouts(model)), Muon(made[1])
+    optimizer, reference = optimizer_of(params, layout=layouts(model)), optimizer_of(alone)
     attach(optimizer, model)
     for step in range(2):
         for name, param in params.items():
@@ -262,12 +326,31 @@ def stepped_atoms(rank: int, world: int) -> list[str]:
         rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
         if not torch.equal(local_of(param), alone[name][rows]):
             wrong.append(name)
+    weights, state = get_state_dict(model, optimizer)
+    muonckpt.save({"model": weights, "optimizer": state}, path)
     return wrong
 
 
+def loaded_atoms(rank: int, world: int, path: str) -> list[str]:
+    """The parameters of which a rank has elements that another one had, loaded and compared with what was saved."""
+    model = atoms(rank, world, shift=1)
+    params = dict(model.named_parameters())
+    optimizer = optimizer_of(params, layout=layouts(model))
+    attach(optimizer, model)
+    weights, state = get_state_dict(model, optimizer)
+    for tensor in (*weights.values(), *(slot for slots_of in state["state"].values() for slot in slots_of.values())):
+        local_of(tensor).fill_(-1)
+    muonckpt.load({"model": weights, "optimizer": state}, path)
+    muonckpt.attest({"model": weights, "optimizer": state}, path)
+    return [name for name, weight in weights.items() if local_of(weight).numel()]
+
+
 @pytest.mark.parametrize("world", [3, 4])
-def test_parameters_may_be_whole_on_one_rank_if_they_declare_it_by_the_hooks_of_dcp(world):
-    assert run(world, stepped_atoms) == [[]] * world
+def test_parameters_may_be_whole_on_one_rank_if_they_declare_it_by_the_hooks_of_dcp(world, tmp_path):
+    path = str(tmp_path / "saved")
+    assert run(world, stepped_atoms, path) == [[]] * world
+    held = run(7 - world, loaded_atoms, path)
+    assert held[0] == ["a", "d"] and "c" in held[1] and "b" in held[-1]
 
 
 def with_wrong_boxes(rank: int, world: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -53,6 +55,8 @@ LOAD = {
     "the package": lambda state, path: stock_load(by_the_package(state), path),
 }
 
+RESHARDED = "what the package has written, resharded offline"
+
 
 def in_a_step(model: torch.nn.Module, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights of a run, and what a forward pass makes of those that it uses."""
@@ -78,7 +82,10 @@ def loaded(rank: int, world: int, topology: Topology, path: str, options: dict) 
     """State and weights of a run that has loaded them, by who did; each starts from what is no state of any run."""
     found = {}
     with on_cpu():
-        for name, load in ways(LOAD, topology).items():
+        sources = {**ways(LOAD, topology)}
+        if Path(path, RESHARDED).exists():
+            sources[RESHARDED] = muonckpt.load
+        for name, load in sources.items():
             model, params, optimizer = build(rank, topology, "normuon", **options)
             attach(optimizer, model)
             with torch.no_grad():
@@ -120,8 +127,17 @@ def test_a_checkpoint_takes_weights_and_state_to_another_topology(source, target
     names, prefix = {name.removesuffix(".rows") for name in state}, "module." if source.version == 1 else ""
     assert len(names) == len(state) / 2 and {f"{prefix}{name}.momentum_buffer" for name in names} <= set(keys)
     assert sum(bool(value.any()) for value in state.values()) == len(state) - 4  # two frozen parameters
+    names_of_loads = {*ways(LOAD, target)}
+    if source.version == 2:
+        # What the package has written is read, judged and rewritten without it.
+        written = f"{path}/the package"
+        report, inspection = muonckpt.verify(written), muonckpt.inspect(written)
+        assert not report.findings and report.tensors == len(inspection.manifest.tensors)
+        assert {row["method"] for row in inspection.optimizer} == {"adamw", "normuon"}
+        muonckpt.reshard(written, f"{path}/{RESHARDED}", mesh={"dp": target.world})
+        names_of_loads.add(RESHARDED)
     for of_rank in run(target.world, loaded, target, path, options):
-        assert of_rank.keys() == ways(LOAD, target).keys()
+        assert of_rank.keys() == names_of_loads
         for found, found_weights in of_rank.values():
             if source.tensor != target.tensor:  # which adds the terms of the output in another order
                 found_weights["output"] = weights["output"]

@@ -19,6 +19,8 @@ from muonckpt.optimizer import Muon, clip_grad_norm_
 from muonckpt.optimizer.groups import NO_HEAD
 from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layouts
 
+BOTH = ["FSDP, 2 ranks", "version 2, 2 ranks"]
+
 
 def recorded(rank: int, world: int) -> tuple[list[str], list[str], bool, bool]:
     """What is called in a step with the hooks and without; does the forward pass use new weights after each?"""
@@ -60,11 +62,10 @@ def test_gradients_are_finished_before_the_step_and_weights_installed_after_it()
         assert bare == ["step"] and moved and not moved_without
 
 
-def clipped(rank: int, world: int) -> bool:
+def clipped(rank: int, world: int, topology: Topology, dtype: torch.dtype) -> bool:
     """Half-precision gradients of single-precision parameters are copies, which a second finish would make anew."""
-    topology = TOPOLOGIES["FSDP, 2 ranks"]
     with on_cpu():
-        model, params, optimizer = build(rank, topology, dtype=torch.bfloat16)
+        model, params, optimizer = build(rank, topology, dtype=dtype)
         attach(optimizer, model)
         backward(model, rank, 0, topology)
         finish_gradients(model)
@@ -83,13 +84,13 @@ def clipped(rank: int, world: int) -> bool:
 
 
 @with_the_package
-def test_gradients_may_be_clipped_before_the_step():
-    assert all(run(2, clipped))
+@pytest.mark.parametrize(("name", "dtype"), zip(BOTH, (torch.bfloat16, torch.float32), strict=True))
+def test_gradients_may_be_clipped_before_the_step(name, dtype):
+    assert all(run(2, clipped, TOPOLOGIES[name], dtype))
 
 
-def without_gradients(rank: int, world: int) -> bool:
+def without_gradients(rank: int, world: int, topology: Topology) -> bool:
     """A step of what is frozen, or without a backward pass, changes nothing."""
-    topology = TOPOLOGIES["FSDP, 2 ranks"]
     with on_cpu():
         model, params, optimizer = build(rank, topology)
         attach(optimizer, model)
@@ -105,8 +106,9 @@ def without_gradients(rank: int, world: int) -> bool:
 
 
 @with_the_package
-def test_without_gradients_nothing_moves():
-    assert all(run(2, without_gradients))
+@pytest.mark.parametrize("name", BOTH)
+def test_without_gradients_nothing_moves(name):
+    assert all(run(2, without_gradients, TOPOLOGIES[name]))
 
 
 def refused(rank: int, world: int) -> list[str]:
