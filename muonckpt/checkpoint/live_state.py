@@ -630,13 +630,16 @@ def _slots_below(path: KeyPath, node: Any) -> Iterator[tuple[KeyPath, str, str, 
     Paths are those of DCP: keys as strings, positions in lists as integers.
     """
     children: Iterable[tuple[Any, Any]] = enumerate(node)
+    slots_root: object = None
     if isinstance(node, Mapping):
         for place, name, slot, group in slots_of(node):
+            slots_root = place[0]
             yield (*path, *place), name, slot, group
-        children = ((str(key), value) for key, value in node.items())
+        children = node.items()
+    # The slots of a parameter are no optimizers themselves.
     for part, value in children:
-        if isinstance(value, Mapping | list):
-            yield from _slots_below((*path, part), value)
+        if part != slots_root and isinstance(value, Mapping | list):
+            yield from _slots_below((*path, part if isinstance(node, list) else str(part)), value)
 
 
 def _annotation(slot: str, convention: str, pieces: tuple[int, ...]) -> Annotation:

@@ -121,7 +121,7 @@ class _OptimizerMatch:
         return live_states, saved_states
 
     def _slot_fault(self, key: str, saved_key: str) -> str | None:
-        return next(self.template.misfits(key, self.stored.entries[saved_key]), None)
+        return next(iter(self.template.misfits(key, self.stored.entries[saved_key])), None)
 
     def _is_zeroed(self, state: ParameterState, slot: str) -> bool:
         is_tensor = isinstance(self.template.values[state.slots[slot]], torch.Tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -74,21 +74,22 @@ class LoadTemplate:
         memory = set(map(places, self.live.parts.keys() & keys))
         return {key for key in self.live.parts if places(key) in memory}
 
-    def misfits(self, key: str, entry: StateRecord | Blob) -> Iterator[str]:
-        """Yield why an entry cannot be loaded at a key, in words that follow the key."""
+    def misfits(self, key: str, entry: StateRecord | Blob) -> list[str]:
+        """Return why an entry cannot be loaded at a key, in words that follow the key."""
         # A tensor has a shape and dtype to compare; where one side has none, that is all there is to say.
-        value = self.values[key]
+        value, faults = self.values[key], list[str]()
         if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
             stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
-            yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
-        elif isinstance(entry, StateRecord):
+            return [f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"]
+        if isinstance(entry, StateRecord):
             if entry.shape != value.shape:
-                yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
+                faults.append(f"has shape {entry.shape}, expected {tuple(value.shape)}")
             if entry.dtype != dtype_name(value.dtype):
-                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({NO_CAST})"
+                faults.append(f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({NO_CAST})")
             convention = self.live.convention(self.paths[key]) if entry.convention else None
             if convention and entry.convention != convention:
-                yield "is " + option_difference(CONVENTION, entry.convention, convention)
+                faults.append("is " + option_difference(CONVENTION, entry.convention, convention))
+        return faults
 
 
 class Stored:

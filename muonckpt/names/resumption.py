@@ -14,7 +14,7 @@ from glob import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
-from .vocabulary import ALGORITHM, CONVENTION, FUSION, PARAMS, ZERO_SLOTS, depends_on_fusion
+from .vocabulary import ALGORITHM, CONVENTION, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -31,7 +31,7 @@ _FUSED_MEANING = (*_MEANING, *FUSION)
 
 def meaning_options(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
-    return _FUSED_MEANING if any(map(depends_on_fusion, slots)) else _MEANING
+    return _MEANING if FUSION_FREE_SLOTS.issuperset(slots) else _FUSED_MEANING
 
 
 @dataclass(frozen=True, slots=True)

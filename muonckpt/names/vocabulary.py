@@ -86,12 +86,8 @@ def begins_as_zeros(slot: str, options: Collection[str]) -> bool:
     return slot in ZERO_SLOTS or ({*options} >= OUR_OPTIONS and slot != MASTER)
 
 
-_FUSION_FREE_SLOTS = ELEMENTWISE | {MOMENTUM, MASTER, STEP}
-
-
-def depends_on_fusion(slot: str) -> bool:
-    """Return whether a slot means something else if other matrices are fused in the parameter."""
-    return slot not in _FUSION_FREE_SLOTS
+FUSION_FREE_SLOTS = ELEMENTWISE | {MOMENTUM, MASTER, STEP}
+"""Slots that mean the same whichever matrices are fused in the parameter."""
 
 
 class Convention(StrEnum):
