@@ -25,6 +25,7 @@ from support.translated import TORCH, W, nested, truth_of
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.names.vocabulary import Convention
+from muonckpt.optimizer import Muon
 from muonckpt.programs.detection import with_slots
 from muonckpt.programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
 from muonckpt.store.formats.dcp_metadata import parse_metadata
@@ -101,12 +102,41 @@ def test_megatron_loads_two_optimizers(tmp_path):
     assert [group["lr"] for group in memory["groups"]] == [0.1, 0.5]
 
 
-def loaded_by_megatron(checkpoint: Path) -> dict:
+def test_megatron_loads_lion_and_steps_as_ours(tmp_path):
+    """Muon and Lion of ours, behind its prefixes; the step of Emerging-Optimizers' Lion has the bits of ours."""
+    matrix, vector = torch.rand(8, 4), torch.rand(8)
+    state = {
+        "w": {"momentum_buffer": torch.rand(8, 4), "fp32_param": matrix},
+        "norm": {"exp_avg": torch.rand(8) - 0.5, "fp32_param": vector},
+    }
+    groups = [
+        {"params": ["w"], "algorithm": "muon", "lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "convention": "ema"},
+        {"params": ["norm"], "algorithm": "lion", "lr": 0.001, "weight_decay": 0.1, "betas": (0.9, 0.98)},
+    ]
+    # Megatron tells groups apart by the bounds of a schedule, too.
+    groups = [{**group, "cautious": False, "max_lr": 0.1, "min_lr": 0.0} for group in groups]
+    weights = {"w": matrix.bfloat16(), "norm": vector.bfloat16()}
+    muonckpt.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "ours")
+    options = grouped(to_dialect="torch_dist_chained", format="torch_dist")
+    muonckpt.convert(tmp_path / "ours", tmp_path / "out", **options)
+    memory = loaded_by_megatron(tmp_path / "out", "lion")
+    for name, slots in state.items():
+        for slot, tensor in slots.items():
+            assert torch.equal(memory["tensors"][f"optimizer.state.{slot}.{name}"], tensor), (name, slot)
+    parameter = torch.nn.Parameter(vector.clone())
+    lion = Muon([{"params": [parameter], "algorithm": "lion", "lr": 0.001, "weight_decay": 0.1, "betas": (0.9, 0.98)}])
+    lion.state[parameter]["exp_avg"].copy_(state["norm"]["exp_avg"])
+    parameter.grad = torch.linspace(-1, 1, 8)
+    lion.step()
+    assert torch.equal(memory["stepped"]["norm"], parameter.detach())
+
+
+def loaded_by_megatron(checkpoint: Path, *scalar: str) -> dict:
     """What its optimizer has in memory then; skips the test where it is not installed."""
     if not find_spec("megatron"):  # before a program is started for it
         pytest.skip("megatron-core is not installed")
     program, out = Path(__file__).parents[1] / "support" / "upstream_torch_dist.py", checkpoint.parent / "memory.pt"
-    done = subprocess.run([sys.executable, "-P", program, checkpoint, out], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", program, checkpoint, out, *scalar], capture_output=True, text=True)
     if done.returncode == 3:
         pytest.skip(f"megatron-core cannot be imported: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr

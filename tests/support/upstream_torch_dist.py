@@ -1,8 +1,9 @@
 """Megatron's own layer-wise Muon, loading a ``torch_dist`` checkpoint: a program that saves what it then has in memory.
 
-    python -P tests/support/upstream_torch_dist.py CHECKPOINT OUT
+    python -P tests/support/upstream_torch_dist.py CHECKPOINT OUT [lion]
 
-One rank, so that it owns every matrix; what is no matrix has AdamW, in a second optimizer.  It needs `megatron-core`
+One rank, so that it owns every matrix; what is no matrix has AdamW in a second optimizer, or Emerging-Optimizers' Lion.
+That also takes a step, on gradients from -1 to 1, whose masters are saved as ``stepped``.  It needs `megatron-core`
 0.19, `emerging-optimizers` and what these import; it runs in a process of its own, and exits with 3 and the reason
 where they cannot be imported.  Only queries of CUDA are stood in for: sharding, loading and the optimizer are the
 packages' own code.
@@ -65,7 +66,14 @@ def adam_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
             optimizer.state[param] = {slot: torch.zeros_like(param) for slot in ("exp_avg", "exp_avg_sq")}
 
 
-def main(path: str, out: str) -> None:
+def lion_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """As Megatron makes it before it loads."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {"exp_avg": torch.zeros_like(param)}
+
+
+def main(path: str, out: str, scalar: str = "adam") -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}.rendezvous", rank=0, world_size=1)
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
@@ -74,8 +82,13 @@ def main(path: str, out: str) -> None:
     vectors = [{**GROUP, "params": [param for param in params.values() if param.ndim != 2]}]
     bases, states = [TensorParallelMuon(matrices, lr=0.1, momentum=0.9, weight_decay=0.0)], [_eopt_init_state_fn]
     if vectors[0]["params"]:
-        bases.append(torch.optim.AdamW(vectors, lr=0.5, betas=(0.9, 0.95)))
-        states.append(adam_state)
+        if scalar == "lion":
+            from emerging_optimizers.scalar_optimizers import Lion
+
+            bases.append(Lion(vectors, lr=0.5))
+        else:
+            bases.append(torch.optim.AdamW(vectors, lr=0.5, betas=(0.9, 0.95)))
+        states.append(lion_state if scalar == "lion" else adam_state)
     named = {id(param): name for name, param in params.items()}
     names = [[named[id(param)] for param in base.param_groups[0]["params"]] for base in bases]
     group = dist.group.WORLD
@@ -93,7 +106,14 @@ def main(path: str, out: str) -> None:
             slots = {"fp32_param": master, **base.state[master]}
             memory |= {f"optimizer.state.{slot}.{name}": value for slot, value in slots.items()}
     options = [{key: value for key, value in base.param_groups[0].items() if key != "params"} for base in bases]
-    torch.save({"tensors": {key: tensor.detach().clone() for key, tensor in memory.items()}, "groups": options}, out)
+    memory = {key: tensor.detach().clone() for key, tensor in memory.items()}
+    stepped = {}
+    if scalar == "lion":
+        for name, master in zip(names[1], optimizer.chained_optimizers[1].fp32_from_float16_groups[0], strict=True):
+            master.grad = torch.linspace(-1, 1, master.numel())
+            stepped[name] = master
+        bases[1].step()
+    torch.save({"tensors": memory, "groups": options, "stepped": stepped}, out)
 
 
 if __name__ == "__main__":
