@@ -20,7 +20,6 @@ from ...algebra.box import Index
 from ...names.errors import LayoutError, SourceError
 from ...names.vocabulary import KeyPath
 from ...programs.signs import FILESYSTEM, METADATA, OUR_MARK
-from ...record.record import entry_keys
 from ..io.limits import gc_paused
 from ..reading.dtypes import DTYPES
 from .torch_save.inert_pickle import (
@@ -250,7 +249,7 @@ def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
     """
     tensors, blobs = manifest.tensors, manifest.blobs
     entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
-    _refuse_twice("key", entry_keys(entries))
+    _refuse_twice("key", (entry.key for entry in entries))
     for tensor in tensors:
         if len(tensor.boxes) > 1 and not _have_distinct_offsets(tensor.boxes):
             _refuse_twice(f"offset of the boxes of {tensor.key!r}", map(tuple, tensor.boxes.lo.tolist()))
