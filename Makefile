@@ -102,4 +102,4 @@ docs: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py
 
 clean:
-	rm -rf .venv build dist *.egg-info out
+	rm -rf .venv build dist *.egg-info src/*.egg-info out

@@ -21,6 +21,8 @@ from support import sweep
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"muonckpt": "", "optimizer": "optimizer/", "converters": "converters/", "cli": "cli/"}
+LINKED = "src"
+"""The folder that has the package and nothing else, by a link."""
 DIST = os.environ.get("MUONCKPT_DIST", "")
 """Where `make dist` has put what would be published."""
 released = pytest.mark.skipif(not DIST, reason="of what `make dist` has built")
@@ -35,7 +37,7 @@ CHECK = (
 def source(tmp_path_factory):
     """A copy of what is tracked, so that building leaves nothing in the tree."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ROOMS:
+    for name in (*ROOMS, LINKED):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -96,9 +98,18 @@ def test_a_newcomer_imports_it_in_the_clone(installed, pythons, source):
     assert Path(done.stdout.strip()) == source / "muonckpt/__init__.py"
 
 
+def test_an_editable_install_puts_the_package_alone_on_the_path():
+    """As a folder, not by an import hook, which a type checker does not run."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"": LINKED} and settings["packages"]["find"]["where"] == [LINKED]
+    assert {entry.name for entry in (ROOT / LINKED).iterdir()} - {"muonckpt.egg-info"} == {"muonckpt"}
+    assert (ROOT / LINKED / "muonckpt" / "py.typed").samefile(ROOT / "muonckpt" / "py.typed")
+
+
 @pytest.mark.exhaustive  # it reads all of torch's types
-def test_a_type_checker_sees_every_room(source, tmp_path):
-    """A user's file against a clone: a wrong argument of each room is an error, and nothing is Any."""
+@pytest.mark.parametrize("installed", ["wheel", "editable"])
+def test_a_type_checker_sees_every_room(installed, pythons, tmp_path):
+    """A user's file: a wrong argument of each room is an error, and nothing is Any."""
     imports = [
         "from muonckpt import save",
         "from muonckpt.optimizer import Muon",
@@ -107,8 +118,8 @@ def test_a_type_checker_sees_every_room(source, tmp_path):
     ]
     uses = ["reveal_type(Muon)", "reveal_type(Report)", "reveal_type(run)", "save({}, 'run', colour=1)"]
     (tmp_path / "user.py").write_text("\n".join([*imports, *uses]))
-    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "user.py"]
-    environment = {**os.environ, "MYPYPATH": str(source)}
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(pythons(installed)), "user.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     said = re.findall(r'user.py:(\d+): (?:note: Revealed type is "([^"]*)"|error: (.*))', done.stdout)
     assert [line for line, _, _ in said] == ["5", "6", "7", "8"], done.stdout + done.stderr
@@ -147,10 +158,11 @@ def test_the_sdist_holds_what_is_tracked():
     with tarfile.open(archive) as opened:
         held = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    made = {name for name in held if name.startswith("muonckpt.egg-info/")} | {"PKG-INFO", "setup.cfg"}
-    links = {"muonckpt/optimizer", "muonckpt/converters", "muonckpt/cli"}
+    made = {name for name in held if name.startswith("src/muonckpt.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    links = {"src/muonckpt", *(f"src/muonckpt/{name}" for name in ("optimizer", "converters", "cli"))}
     # A link of the tree is the folder itself in the archive.
     expected = {re.sub(r"^(optimizer|converters|cli)/", r"muonckpt/\1/", name) for name in listed.splitlines()}
+    expected = {re.sub(r"^muonckpt/", "src/muonckpt/", name) for name in expected}
     assert held - made == expected - links - {".gitignore"}
 
 
