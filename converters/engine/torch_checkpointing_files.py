@@ -16,12 +16,12 @@ import pickle
 import pickletools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from typing import Any
 
-from ...algebra.box import row_major
+from ...algebra.box import Index, row_major
 from ...layouts.buffers.records import GroupBuffer
 from ...names.errors import SourceError, TargetError, about
 from ...programs.signs import TORCH_CHECKPOINTING_FILE
@@ -87,18 +87,41 @@ class TorchCheckpointingFiles(RankFiles):
     def describe(self, manifest: Manifest, folder: Location) -> None:
         """Write the descriptions, and the files of ranks that hold no elements of a key."""
         world = math.prod(manifest.provenance["resharded"][-1]["mesh"].values())
+        tensors_by_root: defaultdict[str, list[StateRecord]] = defaultdict(list)
+        for tensor in manifest.tensors:
+            tensors_by_root[_root(tensor.path)].append(tensor)
+        contents: dict[str, bytes] = {}
         with Payloads(folder) as payloads:
             values = _values((blob.key, blob.path, checked_blob(payloads, blob)) for blob in manifest.blobs)
-        contents: dict[str, bytes] = {}
-        for root in [*dict.fromkeys(_root(tensor.path) for tensor in manifest.tensors), *values]:
-            for name in (_FILE(root, rank) for rank in range(world)):
-                if name not in manifest.columns.names:
-                    contents[name] = _members(values[root], 0)
+            for root in [*tensors_by_root, *values]:
+                # Numbers of the run, such as its step, have no resharder: every rank reads its own file.
+                tensors = tensors_by_root[root]
+                numbers = [] if any(tensor.shape for tensor in tensors) else _numbers(tensors, payloads)
+                for name in (_FILE(root, rank) for rank in range(world)):
+                    if name not in manifest.columns.names:
+                        contents[name] = _members(values[root], 0, numbers=numbers)
         contents[TORCH_CHECKPOINTING_FILE] = pickle.dumps(_sharding(manifest, world), protocol=2)
         native.write_torch_checkpointing(manifest, folder, contents)
 
 
 _FILE = "{}_{}.pt".format
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Holds a tensor without dims: its path in a file, its dtype, and its bytes."""
+
+    path: _Path
+    dtype: str
+    data: bytes
+
+
+def _numbers(tensors: Iterable[StateRecord], payloads: Payloads) -> list[_Number]:
+    numbers = []
+    for tensor in tensors:
+        (chunk,) = tensor.chunks
+        numbers.append(_Number(tensor.path[1:], tensor.dtype, bytes(payloads.view(chunk.payload))))
+    return numbers
 
 
 def _values(items: Iterable[tuple[str, _Path, bytes]]) -> defaultdict[str, dict[_Path, bytes]]:
@@ -127,7 +150,7 @@ def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mappi
         frame = Crc32Frame(entry.size, local_header(entry), partial(_descriptor, entry), len(descriptor(entry)))
         entries.append(entry)
         plans.append(replace(plan, frame=frame))
-        leaves[record.path[1:]] = pickletools.optimize(tensor_pickle(plan.dtype, plan.box.shape, b"%d" % member))[2:-1]
+        leaves[record.path[1:]] = _tensor(plan.dtype, plan.box.shape, member)
         end = aligned(end + frame.length)
 
     # The directory repeats the checksums, so the end of the archive is written last.
@@ -144,20 +167,33 @@ def _descriptor(entry: ZipEntry, crc32: int) -> bytes:
     return descriptor(replace(entry, crc32=crc32))
 
 
-def _members(leaves: Mapping[_Path, bytes], start: int, stored: Iterable[ZipEntry] = ()) -> bytes:
+def _members(
+    leaves: Mapping[_Path, bytes], start: int, stored: Iterable[ZipEntry] = (), numbers: Sequence[_Number] = ()
+) -> bytes:
     """Return the end of an archive, behind the members of tensors, which end at byte ``start``.
+
+    If there are none of these, it may have numbers, which are small tensors.
 
     The pickle follows the tensors, whose checksums are known only then.  Without a ``.format_version`` torch looks up
     where members lie, and does not expect it first.
     """
+    values = dict(leaves)
+    for member, number in enumerate(numbers):
+        values[number.path] = _tensor(number.dtype, (), member)
     members = (
-        ("data.pkl", b"\x80\2" + _tree(leaves) + pickle.STOP),
+        *((f"data/{member}", number.data) for member, number in enumerate(numbers)),
+        ("data.pkl", b"\x80\2" + _tree(values) + pickle.STOP),
         ("byteorder", b"little"),
         ("version", b"3\n"),
         (".data/serialization_id", SERIALIZATION_ID),
     )
     data, entries = store(members, start)
     return data + directory((*stored, *entries), start + len(data))
+
+
+def _tensor(dtype: str, shape: Index, member: int) -> bytes:
+    """Return the pickle of a tensor, whose elements are a member of the archive, as part of another."""
+    return pickletools.optimize(tensor_pickle(dtype, shape, b"%d" % member))[2:-1]
 
 
 def _part(value: object) -> bytes:

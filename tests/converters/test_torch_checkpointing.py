@@ -52,6 +52,9 @@ def held(model, optimizer):
     return whole(dict(model.named_parameters())), whole(momenta)
 
 
+RUN = {"train_state": {"step": torch.tensor(3)}}
+
+
 def loader_state(rank):
     """Return the state of one rank's data loader as torchtitan has it: bytes under a key of the rank."""
     return {f"dp_rank_{rank}": bytes([rank, 0, 0x80, 0xFF]), "world_size": 2}
@@ -61,7 +64,7 @@ def began(rank, world, path):
     model, optimizer = made(world)
     train(model, optimizer, range(3))
     with manager(reshards=False) as own:
-        own.save(str(path), {**state_of(model, optimizer), "step": 3, "dataloader": loader_state(rank)})
+        own.save(str(path), {**state_of(model, optimizer), "step": 3, "dataloader": loader_state(rank), **RUN})
     saved = held(model, optimizer)
     train(model, optimizer, range(3, 5))
     return saved, held(model, optimizer)
@@ -75,9 +78,11 @@ def resumed(rank, world, path):
         for param in model.parameters():
             param.zero_()
     with manager() as own:
-        loader = dict.fromkeys(loader_state(rank % 2))
-        loaded = own.load(str(path), into={**state, "step": 0, "dataloader": loader}, strict=True)
-    assert loaded["dataloader"] == loader_state(rank % 2)
+        loader, train_state = dict.fromkeys(loader_state(rank % 2)), {"step": torch.tensor(0)}
+        loaded = own.load(
+            str(path), into={**state, "step": 0, "dataloader": loader, "train_state": train_state}, strict=True
+        )
+    assert loaded["dataloader"] == loader_state(rank % 2) and train_state["step"] == 3
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"])
     found = held(model, optimizer)
     train(model, optimizer, range(3, 5))

@@ -92,7 +92,8 @@ def test_bytes_of_data_loaders_are_read_and_written_under_the_keys_of_their_rank
     source = shutil.copytree(golden("upstream/titan_torch_checkpointing") / "ckpt", tmp_path / "source")
     states = {f"dp_rank_{rank}": bytes([rank, 0x80, 0xFF, 10]) * 9 for rank in range(2)}
     for rank, (key, state) in enumerate(states.items()):
-        torch.save({"version": 1, key: state}, source / f"dataloader_{rank}.pt")
+        own = {key: state, f"generator_{rank}": torch.full((6,), rank, dtype=torch.uint8)}
+        torch.save({"version": 1, **own}, source / f"dataloader_{rank}.pt")
     kept = {f"dataloader.{key}": state for key, state in states.items()} | {"lr_scheduler.last_epoch": 10}
     assert muonckpt.verify(source).verdict == "whole"
     muonckpt.reshard(source, tmp_path / "same", mesh={"dp": 3}, format="torch_checkpointing")
@@ -100,23 +101,27 @@ def test_bytes_of_data_loaders_are_read_and_written_under_the_keys_of_their_rank
     for folder in (source, tmp_path / "same", tmp_path / "dcp"):
         with muonckpt.open(folder) as opened:
             assert {key: opened.items[key] for key in kept} == kept
+            for rank in range(2):  # as torchdata's samplers keep theirs
+                np.testing.assert_array_equal(opened.tensors[f"dataloader.generator_{rank}"].numpy(), [rank] * 6)
     for rank in range(3):  # as its loader reads an item without a resharder
-        assert torch.load(tmp_path / "same" / f"dataloader_{rank}.pt", weights_only=True) == {"version": 1, **states}
+        loaded = torch.load(tmp_path / "same" / f"dataloader_{rank}.pt", weights_only=True)
+        assert {key: loaded[key] for key in (*states, "version")} == {"version": 1, **states}
+        loaded = torch.load(tmp_path / "same" / f"train_state_{rank}.pt", weights_only=True)
+        assert {key: int(number) for key, number in loaded.items()} == {"step": 10, "ntokens_seen": 99}
     # JSON has no bytes, so the file of items lists them.
     muonckpt.reshard(source, tmp_path / "out.safetensors", format="safetensors")
     listed = json.loads((tmp_path / "out.safetensors.items.json").read_text())["undecoded"]
     assert {item["key"] for item in listed} == {f"dataloader.{key}" for key in states}
 
 
-@pytest.mark.parametrize("differing", ["a value", "a tensor of one rank", "a tensor for a value"])
+@pytest.mark.parametrize("differing", ["a value", "a tensor", "a tensor for a value"])
 def test_ranks_that_contradict_each_other_beside_data_loaders_are_refused(differing, tmp_path):
     source = shutil.copytree(golden("upstream/titan_torch_checkpointing") / "ckpt", tmp_path / "source")
-    values = {"a value": b"y", "a tensor of one rank": b"x", "a tensor for a value": torch.zeros(2)}
-    state = {"dp_rank_0": values[differing]}
-    if differing == "a tensor of one rank":
-        state["generator"] = torch.zeros(2, dtype=torch.uint8)
-    torch.save(state, source / "dataloader_1.pt")
-    with pytest.raises(SourceError, match=r"same (keys|value|tensor) on all ranks"):
+    torch.save({"dp_rank_0": b"x", "generator": torch.zeros(2)}, source / "dataloader_0.pt")
+    values = {"a value": b"y", "a tensor": b"x", "a tensor for a value": torch.zeros(2)}
+    generator = torch.full((2,), float(differing == "a tensor"))
+    torch.save({"dp_rank_0": values[differing], "generator": generator}, source / "dataloader_1.pt")
+    with pytest.raises(SourceError, match=r"same (value|tensor) on all ranks.*dataloader_0.pt"):
         muonckpt.open(source)
 
 

@@ -238,21 +238,18 @@ class _JoinedRanks:
         kinds: defaultdict[KeyPath, set[type]] = defaultdict(set)
         for path, value in chain.from_iterable(values.items() for values in ranks):
             kinds[path].add(type(value))
-        # A data loader may have its values under keys of the rank; all ranks have tensors, and what is beside shards.
+        # A data loader may have what it keeps under keys of the rank; where there are shards, all ranks have all keys.
         if any(RankPart in types for types in kinds.values()):
             check_same_keys(ranks, files)
-        else:
-            tensor_paths = {path for path, types in kinds.items() if PlainTensor in types}
-            tensors = [{path: values[path] for path in values.keys() & tensor_paths} for values in ranks]
-            check_same_keys(tensors, files)
         for path, types in kinds.items():
             values = {rank: of_rank[path] for rank, of_rank in enumerate(ranks) if path in of_rank}
+            holders = [files[rank] for rank in values]
             with about(f"tensor {key_of(path)!r}"):
                 if types == {RankPart}:
                     parts = [value for value in values.values() if isinstance(value, RankPart)]
                     self._add_sharded(path, parts, files)
                 elif types & {RankPart, PlainTensor}:
-                    self.tensors.append(_replicated(path, [*values.values()], files))
+                    self.tensors.append(_replicated(path, [*values.values()], holders))
                 else:
                     advice = f": to read the rest, move {files[0]} and its siblings away"
                     self.items.add(path, same_on_ranks("value", values, advice))
