@@ -120,6 +120,7 @@ def _numbers(tensors: Iterable[StateRecord], payloads: Payloads) -> list[_Number
     numbers = []
     for tensor in tensors:
         (chunk,) = tensor.chunks
+        assert chunk.payload is not None, "these files are not compressed"
         numbers.append(_Number(tensor.path[1:], tensor.dtype, bytes(payloads.view(chunk.payload))))
     return numbers
 
