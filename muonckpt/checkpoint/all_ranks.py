@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from threading import Timer
 from typing import TypeVar
 
@@ -271,14 +269,16 @@ def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -
     with lost_ranks():  # one exchange, as lengths are known; objects would take two
         dist.all_gather(notes, notes[0].clone(), group=process_group)
     # Two names are two calls, whose further exchanges would misunderstand each other.
-    calls = [bytes(note.tolist()).decode().rstrip().split(" ", 1) for note in notes]
-    first, *notes = [(name, rank) for (_, name), rank in zip(calls, ranks, strict=True)]
-    if crossed := next((note for note in notes if note[0] != first[0]), None):
-        raise ArgumentError(
-            f"rank {first[1]} called {first[0]}, and rank {crossed[1]} called {crossed[0]}: all ranks of the process "
-            "group have to make the same calls in the same order, so look for a branch that only some of them take"
-        )
-    return reduce(or_, [int(bits_of_ranks) for bits_of_ranks, _ in calls])
+    joint_bits, first_call = 0, ""
+    for rank, note in zip(ranks, notes, strict=True):
+        rank_bits, _, rank_call = bytes(note.tolist()).decode().rstrip().partition(" ")
+        first_call, joint_bits = first_call or rank_call, joint_bits | int(rank_bits)
+        if rank_call != first_call:
+            raise ArgumentError(
+                f"rank {ranks[0]} called {first_call}, and rank {rank} called {rank_call}: all ranks of the process "
+                "group have to make the same calls in the same order, so look for a branch that only some of them take"
+            )
+    return joint_bits
 
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:

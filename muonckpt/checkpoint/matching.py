@@ -81,8 +81,8 @@ def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
     """Yield a fault for each optimizer that the checkpoint has in another form than the template."""
     if template.is_ours and not stored.translated:
         return  # another program's, and to be translated first
-    named_forms = {optimizer.key: optimizer.form for optimizer in template.optimizers}
-    for key, form in {**named_forms, **dict.fromkeys(template.numbered, StateForm.NUMBERED)}.items():
+    forms = [(optimizer.key, optimizer.form) for optimizer in template.optimizers]
+    for key, form in (*forms, *zip(template.numbered, repeat(StateForm.NUMBERED), strict=False)):
         saved_form = stored.form(key)
         if saved_form not in (None, form):
             next_line = "which load then sets itself, without set_optimizer_state_dict"
@@ -106,8 +106,7 @@ def _find_moved_subtrees(template: LoadTemplate, stored: Stored) -> list[str]:
     # The parts that stand elsewhere, in words, and the code that gives them at the place of the checkpoint.
     sentences, moved_paths, code_by_path = [], set[KeyPath](), dict[KeyPath, str]()
     for place, stored_place in subtrees:
-        label, stored_label = (repr(key_of(path)) if path else "its top" for path in (place, stored_place))
-        sentences.append(f"the checkpoint has at {stored_label} what the state dict has at {label}")
+        sentences.append(f"the checkpoint has at {_label(stored_place)} what the state dict has at {_label(place)}")
         moved_paths |= {path for path in template_paths if path[: len(place)] == place}
         code_by_path[stored_place] = _code_of(place)
     # The code gives all else where it is; what the checkpoint lacks as well is told.
@@ -118,6 +117,10 @@ def _find_moved_subtrees(template: LoadTemplate, stored: Stored) -> list[str]:
     if missing_roots:
         sentences.append(f"it has no {', '.join(missing_roots)}")
     return [f"{'; '.join(sentences)}. Write state_dict = {code_by_path.get(()) or _nested_code(code_by_path)}"]
+
+
+def _label(path: KeyPath) -> str:
+    return repr(key_of(path)) if path else "its top"
 
 
 def _code_of(path: KeyPath) -> str:
@@ -165,16 +168,17 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
     missing_faults += _describe_missing_keys(missing_keys, template, stored)
     # 3. Options that only the checkpoint has come into the groups whose other options are loaded.
     options = [key for key, entry in stored.entries.items() if entry.path[-1] in CODE_OPTIONS]
-    added_options = {}
+    added_keys, added_options = list[str](), {}
     if options:
         groups = {template.paths[key][:-1] for key in sources}
         for key in options:
             path = stored.entries[key].path
             if key not in template.values and path[:-1] in groups:
-                added_options[path] = key
+                added_keys.append(key)
+                added_options[path] = stored.option(key)
     # 4. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
     covered_keys = {key for key, origin in sources.items() if key != origin}
-    covered_keys |= {*keys_of_other_ranks, *added_options.values()}
+    covered_keys.update(keys_of_other_ranks, added_keys)
     for key in keys_of_other_ranks:
         covered_keys |= {*stored.by_rank[key].values()}
     faults += _describe_values_of_other_ranks(keys_of_other_ranks, template, stored)
@@ -183,7 +187,7 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
         frozenset(covered_keys),
         loaded=frozenset(_numbered_parameters(template, sources)),
         kept_weights=kept_weights,
-        added={path: stored.option(key) for path, key in added_options.items()},
+        added=added_options,
         faults=(*missing_faults, *faults),
     )
 
@@ -211,10 +215,12 @@ def _describe_values_of_other_ranks(keys: Sequence[str], template: LoadTemplate,
     """Yield a fault about items of which a rank has no value of its own, with what leaves them out."""
     if not keys:
         return
-    ranks = set(chain.from_iterable(stored.by_rank[key] for key in keys))
+    ranks, absent_paths = set[tuple[int, int]](), set[KeyPath]()
+    for key in keys:
+        ranks.update(stored.by_rank[key])
+        absent_paths.add(template.paths[key])
     saved_ranks = f"{len(ranks)} of {max(ranks)[1]}" if len(ranks) < max(ranks)[1] else str(len(ranks))
     # The beginnings of paths at which the state dict holds something else as well.
-    absent_paths = {template.paths[key] for key in keys}
     other_prefixes = set[KeyPath]()
     for path in template.paths.values():
         if path not in absent_paths:
@@ -281,17 +287,17 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
     Args:
         extra: what the checkpoint may hold besides what the templates ask for.
     """
-    distinct_globs = list(dict.fromkeys(request.globs for request in requests))
-    if len(distinct_globs) > 1:
-        patterns, other_patterns = (list(globs.patterns) for globs in distinct_globs[:2])
-        fault = f"ranks were given different fresh={patterns!r} and {other_patterns!r}"
-        return Matching(faults=(fault,)), LoadReport()
     # 1. What one rank leaves another may take, so only what all of them leave is left.
-    globs, joint = distinct_globs[0], Matching.joined([request.matching for request in requests])
+    globs, joint = requests[0].globs, Matching.joined([request.matching for request in requests])
     claimed_keys, optimizers = set(joint.covered_keys), dict[str, NamedOptimizer]()
     for request in requests:
+        if request.globs != globs:
+            patterns, other_patterns = list(globs.patterns), list(request.globs.patterns)
+            fault = f"ranks were given different fresh={patterns!r} and {other_patterns!r}"
+            return Matching(faults=(fault,)), LoadReport()
         claimed_keys.update(request.matching.sources.values())
-        optimizers |= {optimizer.key: optimizer for optimizer in request.optimizers}
+        for optimizer in request.optimizers:
+            optimizers[optimizer.key] = optimizer
     unclaimed_keys = sorted(stored.entries.keys() - claimed_keys)
     # 2. State that no rank takes: of parameters that are dropped on purpose, or gone.
     dropped_names, explained_keys, differences = set[str](), set[str](), dict[str, str]()
@@ -328,8 +334,8 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
     for pattern in globs.unmatched(matched_names):
         faults.append(f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has")
     report = LoadReport(
-        tuple(sorted({name for _, name in joint.loaded})),
-        tuple(sorted({name for _, name in joint.fresh})),
+        _sorted_names(joint.loaded),
+        _sorted_names(joint.fresh),
         tuple(sorted(joint.discarded)),
         tuple(sorted({*dropped_names, *dropped_weights})),
         tuple(sorted(joint.kept_weights)),
@@ -339,6 +345,11 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
     extra_state = tuple(key for key in extra_keys if key.startswith(prefixes))
     misfit = Matching(differences=differences, extra_state=extra_state, faults=tuple(faults))
     return Matching.joined([joint, misfit]), report
+
+
+def _sorted_names(parameters: Iterable[OptimizerParameter]) -> tuple[str, ...]:
+    """Return the names of parameters, whichever optimizers have them."""
+    return tuple(sorted({name for _, name in parameters}))
 
 
 def _describe_extra_keys(keys: Sequence[str], template: Iterable[str]) -> list[str]:
