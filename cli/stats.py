@@ -73,12 +73,12 @@ def stats_command(
 
 
 def _print_tensors(figures: CheckpointStats) -> None:
-    rows = [
-        (t.key, _short(t.figures.norm), _short(t.figures.rms), _short(t.figures.largest),
-         f"{t.figures.zeros / max(t.figures.elements, 1):.1%}", t.figures.nan + t.figures.infinite,
-         _short(t.stable_rank))
-        for t in figures.tensors
-    ]  # fmt: skip
+    rows = []
+    for tensor in figures.tensors:
+        f = tensor.figures
+        zeros = f"{f.zeros / max(f.elements, 1):.1%}"
+        magnitudes = _short(f.norm), _short(f.rms), _short(f.largest)
+        rows.append((tensor.key, *magnitudes, zeros, f.nan + f.infinite, _short(tensor.stable_rank)))
     print_table(("tensor", "norm", "RMS", "largest", "zeros", "NaN, inf", "stable rank"), rows)
 
 

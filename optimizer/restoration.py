@@ -95,10 +95,9 @@ def fit_state_dict(
                 state[key] = slots
             if key in state:
                 state[key] = convert_averages(slots, state[key])
-    saved = {
-        name: ParameterState(state.get(key, {}), saved_groups[number], (number,))
-        for name, (key, number) in sources.items()
-    }
+    saved: dict[str, ParameterState] = {}
+    for name, (key, number) in sources.items():
+        saved[name] = ParameterState(state.get(key, {}), saved_groups[number], (number,))
 
     # Match them, and refuse state that does not fit.
     def restored_options(number: int) -> dict[str, Any]:

@@ -304,9 +304,9 @@ class Mover:
             terms.append(raw)
         if not outputs[0].computed:
             return terms[0]
-        words = [
-            as_words(raw.reshape(-1).data, name, (-1,)) for raw, name in zip(terms, outputs[0].dtypes, strict=True)
-        ]
+        words = []
+        for raw, name in zip(terms, outputs[0].dtypes, strict=True):
+            words.append(as_words(raw.reshape(-1).data, name, (-1,)))
         return np.ascontiguousarray(outputs[0].compute(words)).view(np.uint8).reshape(len(outputs), -1)
 
     def _stored(self, outputs: Sequence[OutputTensor], buffer: Buffer, size: int) -> Bytes:

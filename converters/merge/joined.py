@@ -78,10 +78,10 @@ def joined_checkpoints(checkpoints: Iterable[OpenCheckpoint]) -> list[OpenCheckp
         del checkpoint, manifest, columns
     # All rows are in one place; each manifest is put on its own stretch of them.
     columns, payloads = builder.build(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
-    return [
-        OpenCheckpoint(path, format, Reader(manifest.on_columns(columns, start), payloads))
-        for path, format, _, manifest, start in parts
-    ]
+    joined = []
+    for path, format, _, manifest, start in parts:
+        joined.append(OpenCheckpoint(path, format, Reader(manifest.on_columns(columns, start), payloads)))
+    return joined
 
 
 @dataclass(frozen=True)

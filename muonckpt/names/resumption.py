@@ -167,10 +167,9 @@ KEEP_ADVICE = "Their state is kept where names, groups and rules are those of th
 
 def describe_differences(differences: Mapping[str, str], names: Collection[str]) -> str:
     """Return a message that lists what differs, by reason and name; arguments as `explain_differences`."""
-    parts = [
-        f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}"
-        for reason, members in _by_reason(differences).items()
-    ]
+    parts = []
+    for reason, members in _by_reason(differences).items():
+        parts.append(f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}")
     parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
     return f"{parameters}: {'; '.join(parts)}"
 

@@ -288,9 +288,10 @@ class Bucket:
     def __init__(self, buffer: FlatBuffer, number: int, exact: bool) -> None:
         layout = buffer.layout
         start, stop = layout.buckets[number]
-        self.gradient_of = {
-            placed.name: buffer.gradient_of[placed.name] for placed in layout.parameters if placed.bucket == number
-        }
+        self.gradient_of: dict[str, Tensor] = {}
+        for entry in layout.parameters:
+            if entry.bucket == number:
+                self.gradient_of[entry.name] = buffer.gradient_of[entry.name]
         self.even, self.group = layout.even, buffer.group
         self._rank, self._exact = buffer.rank, exact
         self._weights, self._gradients = buffer.weights[start:stop], buffer.gradients[start:stop]

@@ -200,10 +200,9 @@ def equal_boxes(
         for first in range(0, len(rows), count):
             part = rows[first : first + count]
             offset = copies.target_offset[part] // kind.wire_dtype.itemsize
-            views = [
-                View((stop - start, *sizes), (step, *wire_strides), int(offset[start]))
-                for start, stop, (step,) in _even_runs(offset[:, None])
-            ]
+            views = []
+            for start, stop, (step,) in _even_runs(offset[:, None]):
+                views.append(View((stop - start, *sizes), (step, *wire_strides), int(offset[start])))
             offsets = () if is_tensor[head] else tuple(copies.source_offset[part].tolist())
             blocks.append(EqualBoxes(kind, tuple(copies.source[part].tolist()), offsets, sizes, strides, tuple(views)))
     return blocks
@@ -213,9 +212,8 @@ def view_pairs(copies: Copies, itemsize: int) -> list[tuple[View, View]]:
     """Return copies between one memory and a buffer of bytes, of elements of one size, as pairs of views."""
     pairs = []
     for rows in _equal_rows(np.column_stack((copies.sizes, copies.source_strides, copies.target_strides)), copies):
-        sizes, *strides = (
-            tuple(column[rows[0]].tolist()) for column in (copies.sizes, copies.source_strides, copies.target_strides)
-        )
+        columns = copies.sizes, copies.source_strides, copies.target_strides
+        sizes, *strides = (tuple(column[rows[0]].tolist()) for column in columns)
         offsets = np.column_stack((copies.source_offset[rows], copies.target_offset[rows] // itemsize))
         for start, stop, steps in _even_runs(offsets):
             sides = zip(steps, strides, offsets[start].tolist(), strict=True)

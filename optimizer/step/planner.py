@@ -97,10 +97,11 @@ class Planner:
 
         # Connections are made before the first step, amid which ranks might wait for each other.
         connect(group, device, self.exchange)
-        links = [
-            (link(stage.gather, group, device, self.exchange), link(stage.scatter, group, device, self.exchange))
-            for stage in schedule.stages
-        ]
+        links = []
+        for stage in schedule.stages:
+            routes = stage.gather, stage.scatter
+            gather, scatter = (link(route, group, device, self.exchange) for route in routes)
+            links.append((gather, scatter))
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]

@@ -213,11 +213,10 @@ class Reading:
     ) -> tuple[CheckpointStats | None, Difference | None]:
         """Measure a checkpoint, and compare it with the other one if there is one, without what they have lost."""
         source, earlier = sources[0], sources[1] if len(sources) > 1 else None
-        selection = [
-            (role, tensor.without_empty_chunks())
-            for role, tensor in self.selection(source.look)
-            if tensor.key not in source.left_out
-        ]
+        selection = []
+        for role, tensor in self.selection(source.look):
+            if tensor.key not in source.left_out:
+                selection.append((role, tensor.without_empty_chunks()))
 
         # Both kinds of work advance one bar; the bytes to compare are known when the comparison begins.
         bytes_to_measure = bytes_of_elements(tensor for _, tensor in selection)
@@ -341,6 +340,9 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
         if cut_index == len(texts):
             texts.append(cut_text(tensor))
         cut_indices.append(cut_index)
+    cut_rows = []
+    for (_, boxes), text in zip(cuts, texts, strict=True):
+        cut_rows.append({"words": text, "lo": boxes.lo.tolist(), "hi": boxes.hi.tolist()})
     columns = manifest.columns
     file_bytes = np.zeros(len(columns.names), np.int64)
     np.add.at(file_bytes, columns.file, chunk_bytes(manifest))
@@ -355,10 +357,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
             "fingerprint": [tensor.fingerprint for tensor in manifest.tensors],
             "cut": cut_indices,
         },
-        "cuts": [
-            {"words": text, "lo": boxes.lo.tolist(), "hi": boxes.hi.tolist()}
-            for (_, boxes), text in zip(cuts, texts, strict=True)
-        ],
+        "cuts": cut_rows,
         "shards": {
             "file": columns.file.tolist(),
             "offset": np.where(columns.payload() == UNKNOWN, columns.item, columns.payload()).tolist(),

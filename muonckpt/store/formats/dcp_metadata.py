@@ -418,9 +418,9 @@ def _tensor_record(tensor: StateRecord) -> Record:
     layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
     contiguous = Record(Global(f"{METADATA} _MEM_FORMAT_ENCODING"), (0,))
     properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)
-    chunks = [
-        _object("ChunkStorageMetadata", {"offsets": _size(box.lo), "sizes": _size(box.shape)}) for box in tensor.boxes
-    ]
+    chunks = []
+    for box in tensor.boxes:
+        chunks.append(_object("ChunkStorageMetadata", {"offsets": _size(box.lo), "sizes": _size(box.shape)}))
     return _object(
         "TensorStorageMetadata",
         {"properties": _object("TensorProperties", properties), "size": _size(tensor.shape), "chunks": chunks},

@@ -293,11 +293,10 @@ def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format
 
 def _plugin_showing(names: Sequence[str]) -> Format | None:
     # Two plug-ins that read the same files would give different checkpoints.
-    claiming = {
-        plugin: format
-        for plugin, format in load_plugins(ENTRY_POINTS, Format, "formats").items()
-        if next(_showing(names, (format,)), None)
-    }
-    if len(claiming) > 1:
-        raise SourceError(f"several plug-ins read such files: {'; '.join(claiming)}: uninstall all but one")
-    return next(iter(claiming.values()), None)
+    formats_by_plugin: dict[str, Format] = {}
+    for plugin, format in load_plugins(ENTRY_POINTS, Format, "formats").items():
+        if any(_showing(names, (format,))):
+            formats_by_plugin[plugin] = format
+    if len(formats_by_plugin) > 1:
+        raise SourceError(f"several plug-ins read such files: {'; '.join(formats_by_plugin)}: uninstall all but one")
+    return next(iter(formats_by_plugin.values()), None)

@@ -199,9 +199,8 @@ class _Audit:
         tensors, errors = _locate(self.checkpoint, tensors, is_lost)
         for tensor in tensors:
             if tensor.fingerprint is None:
-                self.unchecked += sum(
-                    chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in tensor.chunks
-                )
+                for chunk in tensor.chunks:
+                    self.unchecked += chunk.box.numel > 0 and not payloads.has_checksum(chunk)
         # Each thread examines the small ones of its part.
         bounds = [len(tensors) * part // jobs for part in range(jobs + 1)]
         parts = [tensors[lo:hi] for lo, hi in pairwise(bounds)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -423,9 +424,8 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
     shape = sizes_of(expect(tuple, meta.args)[0])
     sizes, coordinate = _sizes(file, mesh), sizes_of(mesh.get("_coordinate_on_dim"))
     placements = tuple(_placement(entry, len(shape)) for entry in sequence(spec.get("placements")))
-    if not len(sizes) == len(coordinate) == len(placements) or any(
-        index >= size for index, size in zip(coordinate, sizes, strict=True)
-    ):
+    has_equal_lengths = len(sizes) == len(coordinate) == len(placements)
+    if not has_equal_lengths or any(map(operator.ge, coordinate, sizes)):
         raise SourceError(
             f"expected a coordinate on a mesh of sizes {sizes} and a placement for each axis, found {coordinate} and "
             f"{', '.join(map(str, placements))}"

@@ -345,10 +345,9 @@ def _add_optimizer(
         for option in group:
             if option == PARAMS:
                 continue
-            values = {
-                rank: rank_optimizer.plain(rank_optimizer.groups[number].get(option))
-                for rank, rank_optimizer in optimizers.items()
-            }
+            values: dict[int, object] = {}
+            for rank, rank_optimizer in optimizers.items():
+                values[rank] = rank_optimizer.plain(rank_optimizer.groups[number].get(option))
             contents.items.add((*root, expect(str, option)), same_on_ranks(f"{option} of group {number}", values))
         layouts_of_group = islice(remaining, len(expect(list, group.get(PARAMS))))
         parameters_of_group = chain.from_iterable(layout.parameters for layout in layouts_of_group)
