@@ -133,7 +133,21 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     for key, options in named_entries.items():
         names = tuple(name for name in members[key] if keys_by_member[key[0], name] == key)
         groups += [_group(names, options, values, (), key[0])] if names else []
-    return tuple(groups)
+    return tuple(_without_state_elsewhere(groups, manifest, dialect) if template.chained else groups)
+
+
+def _without_state_elsewhere(
+    groups: Iterable[ParameterGroup], manifest: Manifest, dialect: Dialect
+) -> Iterator[ParameterGroup]:
+    """Yield the groups without parameters whose state is in another optimizer, which does not update them."""
+    chains_by_name: defaultdict[str, set[str]] = defaultdict(set)
+    for tensor in manifest.tensors:
+        if fields := dialect.state.read(tensor.path):
+            chains_by_name[fields["name"]].add(fields["chain"])
+    for group in groups:
+        names = [name for name in group.parameters if group.chain in chains_by_name.get(name, {group.chain})]
+        if names or not group.parameters:
+            yield replace(group, parameters=tuple(names))
 
 
 def _values(entries: Mapping[str, Entry], values: Values) -> dict[str, str]:

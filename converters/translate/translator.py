@@ -174,7 +174,7 @@ class _Renderer:
         tensors = [self._moved(tensor, tensor.path) for tensor in source.tensors]
         for name, parameter in source.parameters.items():
             if parameter.weight:
-                record = self._record(None, parameter.weight, self.target.model.write(name=name))
+                record = self._record(None, parameter.weight, self._weight_path(name, parameter.weight))
                 tensors.append(_computed(record, parameter.weight))
         for slot in dict.fromkeys(chain.from_iterable(parameter.slots for parameter in stateful)):
             tensors += [self._state(parameter, slot) for parameter in stateful if slot in parameter.slots]
@@ -214,6 +214,13 @@ class _Renderer:
                 f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
             )
         return self.target.state.write(name=self.numbers.get(name, name), slot=slot, **self._chain(parameter))
+
+    def _weight_path(self, name: str, weight: TranslatedTensor) -> KeyPath:
+        """Return the path of a weight, which stays in its chunk where the target has the source's."""
+        source_path = self.source.records[None, weight.aliases[0]].path
+        fields = self.source.dialect.model.read(source_path) or {}
+        chain_field = {"chain": fields["chain"]} if self.target.model.chained else {}
+        return self.target.model.write(name=name, **chain_field)
 
     # Tensors.
 

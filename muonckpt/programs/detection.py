@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..names.errors import SourceError, TargetError
 from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
@@ -51,6 +51,8 @@ class Keys:
         slots: the names of the slots of state.
         example: a key of state.
         wrappers: what stands before the names of parameters in optimizers of Megatron-LM's form; None in torch's.
+        chunks: the places of a model that a virtual pipeline has in several parts; ``model`` is None then.
+        qualifiers: what tells parameters of the same name in several chunks apart, by place of optimizers and chunks.
     """
 
     optimizers: tuple[KeyPlace, ...] = ()
@@ -60,6 +62,8 @@ class Keys:
     slots: frozenset[str] = frozenset()
     example: str = ""
     wrappers: str | None = None
+    chunks: tuple[KeyPlace, ...] = ()
+    qualifiers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def form(self) -> str:
@@ -79,19 +83,19 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     if dialect.state not in _FORMS:
         return dialect
 
-    def at_places(templates: Iterable[Template]) -> AnyTemplate:
-        by_place = dict(zip(map(str, keys.optimizers), templates, strict=True))
-        return Templates(by_place) if len(by_place) > 1 else next(iter(by_place.values()))
+    def at_places(places: Sequence[KeyPlace], template_at: Callable[[KeyPlace], Template]) -> AnyTemplate:
+        by_place = {str(place): template_at(place) for place in places}
+        return Templates(by_place, keys.qualifiers) if len(by_place) > 1 else template_at(places[0])
 
-    # Several optimizers have templates each, told apart by their place.
+    # Several optimizers, or chunks of a model, have templates each, told apart by their place.
     state: AnyTemplate = dialect.state
     option, model = dialect.option, dialect.model
     if keys.optimizers:
         wrappers = keys.wrappers
-        state = at_places(state_template(place, place in keys.numbered, wrappers) for place in keys.optimizers)
-        option = at_places(option_template(place, wrappers) for place in keys.optimizers)
-    if keys.model is not None:
-        model = Template((f"{keys.model.prefix}{{name}}",), keys.model.root)
+        state = at_places(keys.optimizers, lambda place: state_template(place, place in keys.numbered, wrappers))
+        option = at_places(keys.optimizers, lambda place: option_template(place, wrappers))
+    if models := (keys.model,) if keys.model is not None else keys.chunks:
+        model = at_places(models, lambda place: Template((f"{place.prefix}{{name}}",), place.root))
     unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
     return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
 
@@ -158,13 +162,16 @@ def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[st
 
 def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
     """Return the roots with which `with_target_keys` makes this dialect of Megatron-LM's form; none of another form."""
-    templates = dialect.state.by_chain.values() if isinstance(dialect.state, Templates) else (dialect.state,)
-    template = next(iter(templates))
     if dialect.option is None or f"{PARAMETER_OPTIONS}." not in str(dialect.option):
         return {}
-    roots = {"model": str(KeyPlace(dialect.model.root, dialect.model.parts[0].removesuffix("{name}")))}
-    roots["parameters"] = template.parts[1].removesuffix("{name}").removesuffix(".")
-    return {dialect.name: roots if dialect.chained else {**roots, "optimizer": key_of(template.root)}}
+    # Chunks of a model have one root, as the names in them differ.
+    state, model = dialect.state.first, dialect.model.first
+    model_root = (_MODEL,) if dialect.model.chained else model.root
+    roots = {
+        "model": str(KeyPlace(model_root, model.parts[0].removesuffix("{name}"))),
+        "parameters": state.parts[1].removesuffix("{name}").removesuffix("."),
+    }
+    return {dialect.name: roots if dialect.chained else {**roots, "optimizer": key_of(state.root)}}
 
 
 def _model_place(path: KeyPath, is_wrapped: bool) -> KeyPlace:
@@ -199,7 +206,7 @@ def keys_of(manifest: Manifest) -> Keys:
     # Read every path in all ways: as an option, and as state.
     keys_by_path = {entry.path: entry.key for entry in chain[Any](manifest.tensors, manifest.blobs)}
     groups: defaultdict[KeyPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    names_with_options: set[str] = set()
+    names_by_option_place: defaultdict[KeyPlace, set[str]] = defaultdict(set)
     slots: defaultdict[KeyPlace, set[str]] = defaultdict(set)
     readings_by_path: dict[KeyPath, list[OptimizerKey]] = {}
     for path in keys_by_path:
@@ -207,7 +214,7 @@ def keys_of(manifest: Manifest) -> Keys:
             groups[option.place][option.name].add(option.leaf)
         for option in OptimizerKey.of_parameter_option(path):
             groups[option.place][option.name].add(option.leaf)
-            names_with_options.add(option.name)
+            names_by_option_place[option.place].add(option.name)
         if readings := list(OptimizerKey.of_slot(path)):
             readings_by_path[path] = readings
         for reading in readings:
@@ -228,22 +235,22 @@ def keys_of(manifest: Manifest) -> Keys:
     # What is no state may be a weight.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path not in state]
     # Options by parameter are Megatron-LM's form, and so are the names of its wrappers where there are no options.
-    wrappers, model = None, None
-    places = {*names_by_place}
-    if names_with_options or (names and places.isdisjoint(groups) and all(n.startswith(WRAPPERS) for n in names)):
-        wrappers, model = _unwrap(names or names_with_options, weights)
-        places = places or {*groups}
-    else:
-        model = _find_model(weights, names)
-    return Keys(
-        tuple(sorted(places, key=_number_order)),
-        model,
-        frozenset(numbered),
-        tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
-        frozenset(reading.leaf for reading in state.values()),
-        next((keys_by_path[path] for path in state), ""),
-        wrappers,
+    is_wrapped = names and names_by_place.keys().isdisjoint(groups) and all(n.startswith(WRAPPERS) for n in names)
+    places = tuple(sorted({*names_by_place, *names_by_option_place}, key=_number_order))
+    keys = Keys(
+        places,
+        numbered=frozenset(numbered),
+        groups=tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
+        slots=frozenset(reading.leaf for reading in state.values()),
+        example=next((keys_by_path[path] for path in state), ""),
     )
+    if not (names_by_option_place or is_wrapped):
+        return replace(keys, model=_find_model(weights, names))
+    optimizers: list[_WrappedOptimizer] = []
+    for place in places:
+        kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
+        optimizers.append(_WrappedOptimizer(place, names_by_place[place] or names_by_option_place[place], kind))
+    return _unwrap(keys, optimizers, weights)
 
 
 WRAPPER = "module"
@@ -260,25 +267,75 @@ def _common_wrappers(names: Iterable[str]) -> str:
     return f"{WRAPPER}." * min(counts, default=0)
 
 
-def _unwrap(names: Collection[str], weights: Iterable[KeyPath]) -> tuple[str, KeyPlace | None]:
-    """Return what wrappers put before the names in optimizers, and the place of the model, by names without any.
+class _WrappedOptimizer(NamedTuple):
+    """An optimizer of Megatron-LM's form: its parameters, and its options or else slots, which tell its class."""
 
-    How many wrappers a name has differs between optimizers and model, from run to run.
+    place: KeyPlace
+    names: Collection[str]
+    kind: frozenset[str]
+
+
+_MODEL = "model"
+_CHUNK = re.compile(f"{_MODEL}[0-9]+")
+"""Megatron-LM's keys of the chunks of a virtual pipeline."""
+
+
+def _unwrap(keys: Keys, optimizers: Sequence[_WrappedOptimizer], weights: Iterable[KeyPath]) -> Keys:
+    """Return the keys with the place of the model, or of its chunks, and what wrappers put before names in optimizers.
+
+    Names are compared without wrappers: how many a name has differs between optimizers and model, from run to run.
     """
-    bare_paths = {(*path[:-1], _without_wrappers(str(path[-1]))): str(path[-1]) for path in weights}
+    names = set[str]().union(*(optimizer.names for optimizer in optimizers))
     bare_names = {_without_wrappers(name): name for name in names}
-    model = _find_model(bare_paths, bare_names)
-    if model is None:
-        return _common_wrappers(names), None
+    bare_paths = {(*path[:-1], _without_wrappers(str(path[-1]))): str(path[-1]) for path in weights}
+    # Chunks have a number after the model's key; otherwise the model is in one place.
+    models = sorted({KeyPlace(path[:-1]) for path in bare_paths if path[-1] in bare_names}, key=_number_order)
+    if len(models) < 2 or not all(map(_CHUNK.fullmatch, map(str, models))):
+        model = _find_model(bare_paths, bare_names)
+        models = [] if model is None else [model]
+    if not models:
+        return replace(keys, wrappers=_common_wrappers(names))
     # All weights have the model's wrappers; what a parameter has more than its weight is the optimizer's.
-    wrapped_names = [name for path, name in bare_paths.items() if path[:-1] == model.root]
-    prefix = _common_wrappers(wrapped_names) + model.prefix
+    model_prefix = models[0].prefix
+    names_by_root: dict[KeyPath, set[str]] = {model.root: set() for model in models}
+    wrapped_names = [name for path, name in bare_paths.items() if path[:-1] in names_by_root]
+    prefix = _common_wrappers(wrapped_names) + model_prefix
     prefixes: Counter[str] = Counter()
     for path, name in bare_paths.items():
-        bare_name = str(path[-1]).removeprefix(model.prefix)
-        if path[:-1] == model.root and bare_name in bare_names:
-            prefixes[bare_names[bare_name].removesuffix(name.removeprefix(prefix))] += 1
-    return prefixes.most_common(1)[0][0], replace(model, prefix=prefix)
+        bare_name = str(path[-1]).removeprefix(model_prefix)
+        if path[:-1] in names_by_root:
+            names_by_root[path[:-1]].add(bare_name)
+            if bare_name in bare_names:
+                prefixes[bare_names[bare_name].removesuffix(name.removeprefix(prefix))] += 1
+    models = [replace(model, prefix=prefix) for model in models]
+    keys = replace(keys, wrappers=prefixes.most_common(1)[0][0])
+    if len(models) == 1:
+        return replace(keys, model=models[0])
+    qualifiers: dict[str, str] = {}
+    if sum(map(len, names_by_root.values())) > len(set[str]().union(*names_by_root.values())):
+        qualifiers = {str(model): f"{key_of(model.root)}." for model in models}
+        for place, root in _chunks_of(optimizers, names_by_root):
+            qualifiers[str(place)] = f"{key_of(root)}."
+    return replace(keys, chunks=tuple(models), qualifiers=qualifiers)
+
+
+def _chunks_of(
+    optimizers: Iterable[_WrappedOptimizer], names_by_root: Mapping[KeyPath, Collection[str]]
+) -> Iterator[tuple[KeyPlace, KeyPath]]:
+    """Yield the place of each optimizer with its chunk: there is one of each class for each chunk, in their order."""
+    optimizers_by_kind: defaultdict[frozenset[str], list[_WrappedOptimizer]] = defaultdict(list)
+    for optimizer in optimizers:
+        optimizers_by_kind[optimizer.kind].append(optimizer)
+    for members in optimizers_by_kind.values():
+        for optimizer, root in zip(members, names_by_root, strict=False):
+            bare_names = set(map(_without_wrappers, optimizer.names))
+            if len(members) != len(names_by_root) or not bare_names <= {*names_by_root[root]}:
+                raise SourceError(
+                    f"{str(optimizer.place)!r} has parameters of the same names as other chunks of the model, and "
+                    "nothing says whose it is; make a copy of each chunk with its optimizers, by `select=` of "
+                    "muonckpt.convert"
+                )
+            yield optimizer.place, root
 
 
 def _number_order(place: KeyPlace) -> tuple[object, ...]:

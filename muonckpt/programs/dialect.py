@@ -87,6 +87,11 @@ class Template:
         """Return whether paths say to which of several optimizers they belong."""
         return "{chain}" in self.parts[0]
 
+    @property
+    def first(self) -> Template:
+        """Return itself, as the only template."""
+        return self
+
     def __str__(self) -> str:
         return key_of((*self.root, *self.parts)).replace("{chain}", "")
 
@@ -95,10 +100,12 @@ class Template:
 class Templates:
     """The templates of several optimizers, by the value of ``{chain}``.
 
-    Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.
+    Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.  A
+    name that several chunks of a model have is read with what ``qualifiers`` put before it, by chain.
     """
 
     by_chain: Mapping[str, Template]
+    qualifiers: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, path: KeyPath) -> dict[str, str] | None:
         for chain, template in self.by_chain.items():
@@ -108,12 +115,14 @@ class Templates:
                 return {**fields, "chain": chain}
         return None
 
-    def write(self, *, chain: str, **fields: str) -> KeyPath:
-        return self.by_chain[chain].write(**{field: value.removeprefix(f"{chain}#") for field, value in fields.items()})
+    def write(self, **fields: str) -> KeyPath:
+        chain = fields.pop("chain")
+        qualifier = self.full_name("", chain)
+        return self.by_chain[chain].write(**{field: value.removeprefix(qualifier) for field, value in fields.items()})
 
     def full_name(self, name: str, chain: str) -> str:
         """Return the name of a parameter from its name or number in an optimizer."""
-        return f"{chain}#{name}" if self.by_chain[chain].numbered else name
+        return f"{chain}#{name}" if self.by_chain[chain].numbered else f"{self.qualifiers.get(chain, '')}{name}"
 
     @property
     def numbered(self) -> bool:
@@ -126,6 +135,11 @@ class Templates:
     @property
     def chained(self) -> bool:
         return True
+
+    @property
+    def first(self) -> Template:
+        """Return the template of the first optimizer."""
+        return next(iter(self.by_chain.values()))
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.by_chain.values()))
@@ -416,7 +430,7 @@ class Dialect:
     convention: Convention | None
     methods: tuple[StoredMethod, ...]
     options: OptionTable = OptionTable()
-    model: Template = MODEL
+    model: AnyTemplate = MODEL
     state: AnyTemplate = NESTED
     option: AnyTemplate | None = LISTED
     option_names: tuple[OptionName, ...] = ()

@@ -377,3 +377,97 @@ def test_what_came_from_a_run_goes_back_with_its_wrappers_and_its_optimizers(kin
         roots = grouped(to_dialect="fsdp_dtensor", roots={"parameters": "module.module.module"})
         muonckpt.convert(ours, tmp_path / f"{source} asked", **roots)
         assert "optimizer.1.state.module.module.module.head.weight.exp_avg" in elements(tmp_path / f"{source} asked")
+
+
+# Chunks of a virtual pipeline under keys of their own.
+
+
+def in_chunks(state: dict, chunks: int, local: bool) -> dict:
+    """The state dict of a run whose model is ``model0``, ``model1``, …; its layers may be numbered in each chunk."""
+    size = len(LAYERS) // chunks
+
+    def chunk_of(name: str) -> int:
+        return chunks - 1 if "head." in name else int(name.split("layers.")[1][0]) // size if "layers." in name else 0
+
+    def renamed(name: str) -> str:
+        head, layers, tail = name.partition("layers.")
+        return f"{head}{layers}{int(tail[0]) % size}{tail[1:]}" if local and layers else name
+
+    model = state.pop("model")
+    for name, tensor in model.items():
+        state.setdefault(f"model{chunk_of(name)}", {})[renamed(name)] = tensor
+    for part in state["optimizer"].values():
+        for field in part:
+            part[field] = {renamed(name): value for name, value in part[field].items()}
+    return state
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(("case", "kind"), [("two chunks", "v1 bf16"), ("two chunks, all of Muon first", "v2 fp32")])
+def test_chunks_under_keys_of_their_own_are_one_model(case, kind, local, tmp_path):
+    """Names that several chunks have are told apart by the chunk; a copy has every key of the source."""
+    run = trained(kind, CHAINS[case])
+    dcp.save(in_chunks(run.state_dict(), 2, local), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert not muonckpt.inspect(tmp_path / "theirs").symptoms
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "same", **grouped(step=3))
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "weights", **grouped(to_dialect="fsdp_dtensor", model_only=True))
+    assert_same_elements(tmp_path / "same", tmp_path / "theirs")
+    assert items(tmp_path / "same") == items(tmp_path / "theirs")
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", **grouped(to_dialect="muonckpt", convention="ema"))
+    ours = elements(tmp_path / "ours")
+    with muonckpt.open(tmp_path / "ours") as opened:
+        rates = {name: group["lr"] for group in opened.groups.values() for name in group["params"]}
+    for optimizer in run.optimizers:
+        for param, slots in optimizer.state.items():
+            name = run.names[param]
+            if local:
+                number = int(name.split(".")[1]) if name.startswith("layers.") else 3 * (name == "head.weight")
+                name = f"model{number // 2}." + name.replace(f"layers.{number}", f"layers.{number % 2}")
+            assert np.array_equal(ours[f"model.{name}"].view("<f4"), param.detach().numpy())
+            assert rates[name] == optimizer.param_groups[0]["lr"]
+            for slot, tensor in slots.items():
+                assert np.array_equal(ours[f"optimizer.state.{name}.{slot}"].view("<f4"), tensor.numpy())
+    assert elements(tmp_path / "weights").keys() == {key for key in elements(tmp_path / "theirs") if key[:5] == "model"}
+
+
+def test_chunks_whose_optimizers_cannot_be_told_are_refused_with_a_cure(tmp_path):
+    state = in_chunks(trained("v1 bf16", CHAINS["two chunks"]).state_dict(), 2, local=True)
+    del state["optimizer"]["1"]
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(SourceError, match="nothing says whose it is; make a copy of each chunk with its optimizers"):
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "x", **grouped(to_dialect="muonckpt", convention="ema"))
+    for chunk, optimizers in (("0", ["0"]), ("1", ["2", "3"])):
+        select = [f"model{chunk}.*", *(f"optimizer.{number}.*" for number in optimizers)]
+        muonckpt.convert(tmp_path / "theirs", tmp_path / chunk, select=select)
+        muonckpt.convert(tmp_path / chunk, tmp_path / f"o{chunk}", **grouped(to_dialect="muonckpt", convention="ema"))
+        assert "optimizer.state.layers.1.qkv.weight.momentum_buffer" in elements(tmp_path / f"o{chunk}")
+
+
+# Options that are not where the state is.
+
+
+def test_options_of_another_optimizer_are_not_taken_for_those_of_a_parameter(tmp_path):
+    """A parameter that two optimizers list has the options of the one that has its state; without any it is refused."""
+    state = trained("v1 bf16", CHAINS["one"]).state_dict()
+    muon, adam = state["optimizer"]["0"]["param_to_group_meta"], state["optimizer"]["1"]["param_to_group_meta"]
+    name = "module.module.module.layers.0.qkv.weight"
+    adam[name] = {**muon[name], "lr": 7.0}
+    dcp.save(state, checkpoint_id=tmp_path / "twice", no_dist=True)
+    muonckpt.convert(tmp_path / "twice", tmp_path / "ours", **grouped(to_dialect="muonckpt", convention="ema"))
+    with muonckpt.open(tmp_path / "ours") as opened:
+        rates = [group["lr"] for group in opened.groups.values() if "layers.0.qkv.weight" in group["params"]]
+    assert rates == [0.02]
+    del muon[name]
+    dcp.save(state, checkpoint_id=tmp_path / "elsewhere", no_dist=True)
+    with pytest.raises(SourceError, match=r"state of layers.0.qkv.weight, which no parameter group of fsdp_dtensor"):
+        muonckpt.convert(tmp_path / "elsewhere", tmp_path / "x", **grouped(to_dialect="muonckpt", convention="ema"))
+
+
+def test_an_optimizer_without_state_keeps_its_options(tmp_path):
+    state = trained("v1 bf16", CHAINS["one"]).state_dict()
+    state["optimizer"]["1"]["state"] = {}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "same", **grouped(step=3))
+    assert items(tmp_path / "same") == items(tmp_path / "theirs")
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", **grouped(to_dialect="muonckpt", convention="ema"))
+    assert "optimizer.state.layers.0.qkv.weight.momentum_buffer" in elements(tmp_path / "ours")
