@@ -317,9 +317,10 @@ def as_tuples(value: Any) -> Any:
 
 def same_value(a: Any, b: Any) -> bool:
     """Return whether two hyper-parameters are equal, but for the rounding of one that was a tensor of float32."""
-    if isinstance(a, tuple | list):
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(same_value, a, b))
-    return math.isclose(a, b, rel_tol=1e-6)
+    # Megatron's groups have None as the bounds of a schedule that they do not follow.
+    return a is b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6)
 
 
 class ParameterState(NamedTuple):

@@ -231,3 +231,14 @@ def test_momentum_of_the_other_convention_starts_fresh_or_is_converted():
     group["convention"], state["state"][0]["momentum_buffer"] = "ema", (1 - group["momentum"]) * momentum
     opt.load_state_dict(state)
     assert torch.equal(opt.state_dict()["state"][0]["momentum_buffer"], (1 - 0.95) * momentum)
+
+
+@pytest.mark.parametrize(("saved", "live"), [(None, None), (None, 0.1), (0.1, None)])
+def test_a_bound_of_a_schedule_may_be_none_on_either_side(saved, live, recwarn):
+    """Megatron writes max_lr and min_lr into every group, as None where no schedule bounds the rate."""
+    source, target = (Muon([torch.nn.Parameter(torch.ones(2, 2))], lr=0.02) for _ in range(2))
+    source.param_groups[0]["max_lr"], target.param_groups[0]["max_lr"] = saved, live
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["max_lr"] == saved
+    warned = [str(warning.message) for warning in recwarn if "hyper-parameters" in str(warning.message)]
+    assert len(warned) == (saved != live) and all(f"max_lr={saved!r}, not {live!r}" in text for text in warned)
