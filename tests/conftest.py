@@ -67,7 +67,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
         seconds = json.loads(DURATIONS.read_text()) | {file: round(duration, 1) for file, duration in durations.items()}
-        kept = {file: seconds[file] for file in sorted(seconds) if DURATIONS.with_name(file).exists()}
+        kept = {file: seconds[file] for file in sorted(seconds) if (DURATIONS.parent / file).exists()}
         DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
