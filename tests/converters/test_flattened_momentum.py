@@ -83,6 +83,8 @@ def go_on_as_published(path: Path, momenta: dict[str, torch.Tensor], ema: bool, 
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
+@pytest.mark.filterwarnings("ignore:group . keeps the code's")
 def test_dions_flattened_run_goes_on_here_and_back(tmp_path: Path) -> None:
     # dion keeps momentum in the dims of the parameter, and says in its groups that it is flattened.
     save(tmp_path / "theirs", "momentum", random(1), **DION, flatten=True)
@@ -111,6 +113,8 @@ def test_stacks_stay_stacks_and_dims_that_no_stack_has_are_told(tmp_path: Path) 
         assert [group.get("flatten") for group in checkpoint.groups.values()] == [None]
 
 
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
+@pytest.mark.filterwarnings("ignore:group . keeps the code's")
 @pytest.mark.parametrize("is_matrix", [True, False])
 def test_a_script_that_flattens_goes_on_here_however_it_stores_momentum(is_matrix: bool, tmp_path: Path) -> None:
     # Copies of Jordan's script from before his muon_update store the matrix, as Moonlight's do; newer ones the kernel.

@@ -84,7 +84,7 @@ def clipped(rank: int, world: int, topology: Topology, dtype: torch.dtype) -> bo
 
 
 @with_the_package
-@pytest.mark.parametrize(("name", "dtype"), zip(BOTH, (torch.bfloat16, torch.float32), strict=True))
+@pytest.mark.parametrize(("name", "dtype"), [*zip(BOTH, (torch.bfloat16, torch.float32), strict=True)])
 def test_gradients_may_be_clipped_before_the_step(name, dtype):
     assert all(run(2, clipped, TOPOLOGIES[name], dtype))
 
