@@ -22,6 +22,7 @@ from ..names.resumption import (
     describe_differences,
     explain_differences,
     scheduler_misfit,
+    with_flatten,
 )
 from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, STEP, STEPS_TAKEN, begins_as_zeros
 from .collective import CollectiveOptimizer
@@ -225,10 +226,12 @@ def _restore_options(
     for number, (group, origin) in enumerate(zip(groups, origins, strict=True)):
         saved = {} if origin is None else saved_groups[origin]
         # Options that schedules do not change, such as those of Newton-Schulz, stay as the code has them.
-        common = group.keys() & saved.keys() - {*RESTORED, "algorithm", "params", "param_names"}
-        differing = [key for key in sorted(common) if _comparable(key, saved[key]) != _comparable(key, group[key])]
+        live_options, saved_options = with_flatten(group), with_flatten(saved)
+        common = live_options.keys() & saved_options.keys() - {*RESTORED, "algorithm", "params", "param_names"}
+        values = {key: (live_options[key], saved_options[key]) for key in sorted(common)}
+        differing = [key for key, (a, b) in values.items() if _comparable(key, a) != _comparable(key, b)]
         if differing:
-            shown = ", ".join(f"{key}={group[key]!r} (saved {saved[key]!r})" for key in differing)
+            shown = ", ".join("{}={!r} (saved {!r})".format(key, *values[key]) for key in differing)
             warn_on_rank(f"group {number} keeps the code's {shown}", stacklevel=4)
         # Rates come from the saved run; so does what its code gave them at first, under the keys of `GIVEN_KEYS`, from
         # which `adopt_saved_options` tells what has changed in the code since.

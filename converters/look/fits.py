@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ...algebra.layout import TensorLayout
 from ...algebra.overlap import overlaps
 from ...names.errors import SourceError
+from ...names.vocabulary import FLATTEN
 from ...names.wording import Finding, counted, fields_of, size, unnumbered
 from ...programs.model_view import Role
 from ...record.record import Boxes, StateRecord, entry_keys, says_convention
@@ -337,7 +338,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
         )
     # What the cuts mean for the program that runs there.
     if target.layout == ROWS:
-        yield from _cut_findings(target, tensors, _pieces(look))
+        yield from _cut_findings(target, tensors, _pieces(look), _flattened_keys(look))
     cut_axes: set[str] = set()
     for rule in target.rules:
         cut_axes.update(axis for axis, _ in rule.cuts if target.mesh[axis] > 1)
@@ -362,7 +363,7 @@ _CUT_MEANINGS: Mapping[str, str] = MappingProxyType(
 
 
 def _cut_findings(
-    target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]]
+    target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]], kernels: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding for the cuts that are right for some programs only: of fused matrices, and into unequal parts.
 
@@ -370,6 +371,7 @@ def _cut_findings(
 
     Args:
         pieces: the rows of each matrix that is fused in a tensor, by the tensor's key.
+        kernels: the keys of tensors of three dims that are flattened, and no stacks.
     """
     # Many tensors are cut in the same way, which is one finding with their keys.
     keys_by_cut: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -383,10 +385,11 @@ def _cut_findings(
             parts_text = (
                 f"{parts} parts of at most {part_length}{f', {empty_parts} of them empty' if empty_parts else ''}"
             )
-            if tensor.key in pieces and dim == len(tensor.shape) - 2:
+            is_kernel = len(tensor.shape) > 3 or tensor.key in kernels
+            if tensor.key in pieces and dim == (0 if is_kernel else len(tensor.shape) - 2):
                 heights = "+".join(map(str, pieces[tensor.key]))
                 kind, message = "fused", f"{cut} rows that are fused of {heights} into {parts} parts"
-            elif length % parts and len(tensor.shape) == 3 and dim == 0:
+            elif length % parts and len(tensor.shape) == 3 and dim == 0 and not is_kernel:
                 kind, message = "stack", f"{cut} stacks of {length} matrices into {parts_text}"
             elif length % parts and dim:
                 kind, message = "unequal", f"{cut} {length} indices into {parts_text}"
@@ -395,6 +398,15 @@ def _cut_findings(
             keys_by_cut[kind, message].append(tensor.key)
     for (kind, message), keys in keys_by_cut.items():
         yield Finding.listing(kind, f"{message} ({_CUT_MEANINGS[kind]})", keys)
+
+
+def _flattened_keys(look: FirstLook) -> set[str]:
+    """Return the keys of tensors of parameters that options say to be flattened."""
+    keys = set[str]()
+    for parameter in look.view.parameters.values():
+        if parameter.options.get(FLATTEN):
+            keys |= {tensor.key for tensor in (parameter.weight, *parameter.state.values()) if tensor}
+    return keys
 
 
 def _pieces(look: FirstLook) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from ..names.resumption import (
     meaning_options,
     scheduler_misfit,
 )
-from ..names.vocabulary import FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
+from ..names.vocabulary import FLATTEN, FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
 from .template import LoadTemplate, Matching, OptimizerParameter, Stored
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
@@ -114,7 +114,8 @@ class _OptimizerMatch:
                 live_options[group] = {option: template.values[key] for option, key in option_keys.items()}
             meaning = group, id(saved_option_keys), meaning_options(saved_slots)
             if meaning not in meanings:
-                common_options = option_keys.keys() & saved_option_keys.keys() & {*meaning_options(saved_slots)}
+                # A group that is not flattened does not say so, so the checkpoint's word counts without the template's.
+                common_options = {*option_keys, FLATTEN} & saved_option_keys.keys() & {*meaning_options(saved_slots)}
                 meanings[meaning] = {option: stored.option(saved_option_keys[option]) for option in common_options}
             live_states[name] = ParameterState(slots, live_options[group])
             saved_states[name] = ParameterState(saved_slots, meanings[meaning], self.saved_groups_of(name))

@@ -14,7 +14,7 @@ from glob import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
-from .vocabulary import ALGORITHM, CONVENTION, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
+from .vocabulary import ALGORITHM, CONVENTION, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -27,11 +27,17 @@ UNGROUPED = "in no parameter group of the checkpoint, so that nothing says their
 
 _MEANING = (ALGORITHM, CONVENTION)
 _FUSED_MEANING = (*_MEANING, *FUSION)
+_ALWAYS_FUSION = {*FUSION} - {FLATTEN}
 
 
 def meaning_options(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
     return _MEANING if FUSION_FREE_SLOTS.issuperset(slots) else _FUSED_MEANING
+
+
+def with_flatten(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a group; one of ours that is not flattened does not say so."""
+    return {FLATTEN: False, **options} if options.keys() >= _ALWAYS_FUSION else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,9 +429,10 @@ class ParameterMatcher:
         if numbers and any(self._option_differences(origin, number) for number in numbers):
             return "in several parameter groups of the checkpoint, with different options"
         # Its meaning, before its form: state that means something else often has another form as well.
+        live_options, saved_options = with_flatten(live.options), with_flatten(saved.options)
         for option in meaning_options(saved.slots):
-            if option in live.options and option in saved.options:
-                saved_value, live_value = saved.options[option], live.options[option]
+            if option in live_options and option in saved_options:
+                saved_value, live_value = saved_options[option], live_options[option]
                 if saved_value != live_value and as_tuples(saved_value) != as_tuples(live_value):
                     return option_difference(option, as_tuples(saved_value), as_tuples(live_value))
         # Its form: the same slots, each of which fits.

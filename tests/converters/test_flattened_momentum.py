@@ -14,6 +14,12 @@ import muonckpt
 from muonckpt import Translation
 from muonckpt.optimizer import Muon
 
+# The tests compute in float32, by the script's coefficients and rates, which the other side does not say.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:group 0 keeps the code's ns_coefficients"),
+    pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run"),
+]
+
 KERNELS = {"conv2d.weight": (6, 4, 3, 3), "conv1d.weight": (6, 4, 5)}
 DION = {"lr": 0.1, "mu": 0.75, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "step": 3, "epsilon": 1e-8,
         "nesterov": True, "cautious_wd": False, "algorithm": "muon", "adjust_lr": "spectral_norm"}  # fmt: skip
@@ -187,3 +193,13 @@ def test_looking_takes_a_kernel_for_one_matrix(tmp_path: Path) -> None:
         spectra.append(tensor.spectrum)
     largest = torch.linalg.svdvals(momenta["conv2d.weight"].double())[0].item()
     assert spectra[0] == spectra[1] and spectra[0][0] == pytest.approx(largest, rel=1e-9)
+
+
+def test_a_kernel_cut_unequally_is_no_stack(tmp_path: Path) -> None:
+    save(tmp_path / "flattened", "momentum", random(1), **DION, flatten=True)
+    save(tmp_path / "stacks", "momentum", random(1), **DION, flatten=False)
+    kinds = []
+    for folder in ("flattened", "stacks"):
+        fit = muonckpt.fits(tmp_path / folder, {"dp": 4}, shard={"*": [("dp", 0)]})
+        kinds.append({finding.kind for finding in fit.findings} & {"stack"})
+    assert kinds == [set(), {"stack"}]

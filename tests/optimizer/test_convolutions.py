@@ -138,6 +138,39 @@ def test_it_has_the_bits_of_the_same_matrix_in_two_dims(options: dict, pieces: t
         assert torch.equal(four_optimizer.state[four][slot].reshape(tensor.shape), tensor), slot
 
 
+def test_channels_last_is_a_matter_of_memory() -> None:
+    shape = (6, 4, 3, 2)
+    expected, _ = trained(shape, flatten=True)
+    parameter, optimizer = trained(shape, lambda t: t.to(memory_format=torch.channels_last), flatten=True)
+    assert parameter.is_contiguous(memory_format=torch.channels_last) and torch.equal(parameter, expected)
+    optimizer.step()
+
+
+def test_state_that_means_a_stack_is_not_loaded_for_a_matrix(tmp_path) -> None:
+    """The statistics of 4 rows have one shape, whether each is a matrix of its own or all are one."""
+    _, stack = trained((4, 1, 5), algorithm="normuon")
+    _, matrix = trained((4, 1, 5), algorithm="normuon", flatten=True)
+    for one, other, text in ((stack, matrix, "flatten=False in the checkpoint, True now"),
+                             (matrix, stack, "flatten=True in the checkpoint, False now")):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            other.load_state_dict(one.state_dict())
+        saved = {
+            "state": {"w": one.state_dict()["state"][0]},
+            "param_groups": [{**one.param_groups[0], "params": ["w"]}],
+        }
+        muonckpt.save({"optimizer": saved}, tmp_path / text[:13])
+        template = {"state": {"w": other.state_dict()["state"][0]}, "param_groups": [{**other.param_groups[0]}]}
+        template["param_groups"][0]["params"] = ["w"]
+        with pytest.raises(muonckpt.SourceError, match=f"{text}: w"):
+            muonckpt.load({"optimizer": template}, tmp_path / text[:13])
+    # Momentum alone means the same, and a warning says which is computed from now on.
+    _, stack = trained((4, 1, 5))
+    _, matrix = trained((4, 1, 5), flatten=True)
+    with pytest.warns(UserWarning, match=r"keeps the code's flatten=True \(saved False\)"):
+        matrix.load_state_dict(stack.state_dict())
+    assert matrix.param_groups[0]["flatten"] is True
+
+
 def test_three_dims_are_a_stack_unless_the_group_says_flatten() -> None:
     stack, stack_optimizer = trained((4, 6, 5))
     matrix, optimizer = trained((4, 6, 5), flatten=True)
@@ -180,7 +213,10 @@ def test_flatten_cannot_change_once_there_is_state_of_another_shape() -> None:
 # --- on several ranks -----------------------------------------------------------------------------------------------
 
 KERNEL, GROUPED = (10, 3, 3, 2), (8, 5, 2, 2, 2)
-OPTIONS = {KERNEL: {"algorithm": "normuon"}, GROUPED: {"pieces": (4, 4), "momentum": 0.9}}
+OPTIONS = {
+    KERNEL: {"algorithm": "normuon", "momentum_dtype": "bfloat16", "rounding_seed": 3},
+    GROUPED: {"pieces": (4, 4), "momentum": 0.9},
+}
 MESHES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "out channels, uneven": ((4,), (Shard(0),)),
     "in channels, an empty rank": ((4,), (Shard(1),)),
