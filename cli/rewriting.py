@@ -161,7 +161,7 @@ _OPTIONS = {
         "--target-convention",
         type=_CONVENTIONS,
         metavar="ema|sum",
-        help="Convention to write, if the program has none.",
+        help="Convention to write, if --to has none.",
     ),
     "mu": _rare(
         "--mu", type=click.FloatRange(0, 1, max_open=True), metavar="NUMBER", help="Momentum coefficient, if missing."
