@@ -2,14 +2,15 @@
 
     checkpoint.py [--quick]
 
-First 4 ranks save and load what they saved; then 8 ranks load what 4 saved.  Both sides sync their files.  A ratio is
-taken for every pair of neighbouring runs; the table shows medians, with the smallest and largest ratio seen.  Loads are
-warm (the page cache holds what was just written).  "Bytes" are those that read calls of all ranks return in a load, as
-the system counts them, over those that the ranks need.
+First 4 ranks save and load what they saved; then 8 ranks load that, and 4 ranks of which pairs are replicas (HSDP).
+Both sides sync their files.  A ratio is taken for every pair of neighbouring runs; the table shows medians, with the
+smallest and largest ratio seen.  Loads are warm (the page cache holds what was just written).  "Bytes" are those that
+read calls of all ranks return in a load, as the system counts them, over those of the checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import statistics
@@ -25,13 +26,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from machine import bytes_read, describe
+from machine import at_least, bytes_read, describe
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 
-RANKS, MORE_RANKS = 4, 8
+RANKS = 4
+LOADS = (((8,), 0.80), ((2, 2), 1.00))
+"""Meshes that load what `RANKS` saved, with what the ratio should be at most; on the first of two axes are replicas."""
+
 ROUNDS, LAYERS = (2, 1) if "--quick" in sys.argv else (9, 8)
 HIDDEN = 1536
 SHAPES = ((3 * HIDDEN + 3, HIDDEN), (HIDDEN + 2, HIDDEN), (2 * 5123, HIDDEN), (HIDDEN + 2, 5123))
@@ -47,14 +51,15 @@ LOADERS: dict[str, Callable[[dict[str, torch.Tensor], Path], object]] = {
 }
 
 
-def state(ranks: int) -> dict[str, torch.Tensor]:
-    """Momentum of `LAYERS` layers, sharded by rows: about 1 GB of float32 in all."""
-    mesh = init_device_mesh("cpu", (ranks,))
+def state(*mesh_shape: int) -> dict[str, torch.Tensor]:
+    """Momentum of `LAYERS` layers, sharded by rows along the last axis of a mesh: about 1 GB of float32 in all."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [*[Replicate()] * (len(mesh_shape) - 1), Shard(0)]
     generator = torch.Generator().manual_seed(0)
 
     def place(shape: tuple[int, int]) -> torch.Tensor:
         value = torch.randn(shape, generator=generator)
-        return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
     return {f"{layer}.{index}": place(shape) for layer in range(LAYERS) for index, shape in enumerate(SHAPES)}
 
@@ -91,26 +96,27 @@ def saver(rank: int, folder: str, port: int) -> None:
     dist.destroy_process_group()
 
 
-def loader(rank: int, folder: str, port: int) -> None:
-    """8 ranks load what 4 saved, in alternating order."""
-    start(rank, MORE_RANKS, port)
-    tensors = state(MORE_RANKS)
+def loader(rank: int, folder: str, port: int, mesh_shape: tuple[int, ...], aim: float) -> None:
+    """The ranks of another mesh load what 4 saved, in alternating order."""
+    start(rank, math.prod(mesh_shape), port)
+    tensors = state(*mesh_shape)
     blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    need = sum(tensor.to_local().numel() * tensor.itemsize for tensor in tensors.values())
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(ROUNDS + 1):
         for program in alternating(number):
             seconds[program].append(timed(LOADERS[program], blank, Path(folder) / program))
     assert all(torch.equal(blank[name].to_local(), tensor.to_local()) for name, tensor in tensors.items())
     read = torch.tensor(
-        [need, *(bytes_read(partial(load, blank, Path(folder) / program), need) for program, load in LOADERS.items())]
+        [bytes_read(partial(load, blank, Path(folder) / program), 0) for program, load in LOADERS.items()]
     )
     dist.all_reduce(read)
     if rank == 0:
-        report(f"load {RANKS} -> {MORE_RANKS}", seconds["dcp"], seconds["ours"], 0.80)
-        needed_bytes, dcp_values, our_values = read.tolist()
-        shares = f"DCP {dcp_values / needed_bytes:.3f}, muonckpt {our_values / needed_bytes:.4f}"
-        print(f"\nBytes read / needed, {RANKS} -> {MORE_RANKS}: {shares}")
+        name = f"load {RANKS} -> {' x '.join(map(str, mesh_shape))}"
+        report(name, seconds["dcp"], seconds["ours"], aim)
+        dcp_share, our_share = (at_least(size, num_bytes, "bytes read") / size for num_bytes in read.tolist())
+        shares = f"DCP {dcp_share:.3f}, muonckpt {our_share:.4f}"
+        print(f"\nBytes read / bytes of the checkpoint, {name}: {shares}\n", flush=True)
     dist.destroy_process_group()
 
 
@@ -146,4 +152,5 @@ def free_port() -> int:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(dir=os.environ.get("MUONCKPT_BENCH_DIR")) as folder:
         mp.spawn(saver, (folder, free_port()), nprocs=RANKS)
-        mp.spawn(loader, (folder, free_port()), nprocs=MORE_RANKS)
+        for mesh_shape, aim in LOADS:
+            mp.spawn(loader, (folder, free_port(), mesh_shape, aim), nprocs=math.prod(mesh_shape))

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from ..algebra.box import Box, Index
@@ -173,7 +174,8 @@ class ChunkReader:
         self.bytes_read = 0
         self._checkpoint = checkpoint
         self._payloads = checkpoint.payloads
-        self._checked_items: set[Extent] = set()
+        self._digests: dict[Extent, str] = {}
+        """Of reads whose checksum is that of their item, taken from the bytes that were compared with it."""
         self._has_closed_items = has_closed_items
         self._rounds = [self._reads_of(each, place) for each in rounds]
 
@@ -210,7 +212,8 @@ class ChunkReader:
         """Read everything once to check it, and keep nothing; `read` reads and checks it again."""
         memory = ReadMemory()
         for group in chain.from_iterable(map(_near_reads, self._rounds)):
-            check = partial(self._bytes_of, group, memory) if len(group) > 1 else partial(self._check_unread, group[0])
+            is_read_at_once = len(group) > 1 and group[0].item is None
+            check = partial(self._bytes_of, group, memory) if is_read_at_once else partial(self._check_unread, group[0])
             self._guarded(group[0], check)
             memory.release()
 
@@ -242,19 +245,19 @@ class ChunkReader:
         first, item = group[0], group[0].item
         if item is not None and _has_most(group):
             # The item's checksum is that of its bytes as they are read, and its chunks are parts of them.
-            start, raw = item.offset, memory.allocate(item.length)
+            raw = memory.allocate(item.length)
             self._check_item(first, self._payloads.fill_bands(item, raw))
-        elif len(group) == 1:
+            return [raw[read.offset - item.offset : read.end - item.offset] for read in group]
+        if len(group) == 1:
             raw = memory.allocate(first.length)
             self._check(first, self._payloads.fill_bands(first.extent, raw))
             self.bytes_read += len(raw)
             return [raw]
-        else:
-            start = first.offset // _ALIGNMENT * _ALIGNMENT
-            raw = memory.allocate(max(read.end for read in group) - start)
-            for _ in self._payloads.fill_bands(Extent(first.file, start, len(raw)), raw):
-                pass
-            self.bytes_read += len(raw)
+        start = first.offset // _ALIGNMENT * _ALIGNMENT
+        raw = memory.allocate(max(read.end for read in group) - start)
+        for _ in self._payloads.fill_bands(Extent(first.file, start, len(raw)), raw):
+            pass
+        self.bytes_read += len(raw)
         raw_bytes = [raw[read.offset - start : read.end - start] for read in group]
         for read, of_read in zip(group, raw_bytes, strict=True):
             self._check(read, (of_read,))
@@ -263,7 +266,7 @@ class ChunkReader:
     def _check_unread(self, read: _Read) -> None:
         """Check a read as far as there is a checksum, in memory that the next one overwrites."""
         if read.item is not None:
-            self._check_item(read)
+            self._digest_in_item(read)
         elif not self._payloads.is_verbatim(read.file):  # decoding tells damage
             self._payloads.view(read.extent)
         elif read.digest is not None or read.crc32 is not None:
@@ -273,12 +276,11 @@ class ChunkReader:
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
         """Compare the bytes of a read with the digest of its chunk or its item, or note their checksum."""
         tensor, payloads = read.tensor, self._payloads
-        if read.item is not None:
-            self._check_item(read)
-        elif read.digest is not None:
-            if (digest := xxh3_128(parts)) != read.digest.hex():
+        if read.digest is not None or read.item is not None:
+            expected = self._digest_in_item(read) if read.digest is None else read.digest.hex()
+            if (digest := xxh3_128(parts)) != expected:
                 with about_chunk(payloads, tensor, read.chunk):
-                    compare_checksums("digest", digest, read.digest.hex())
+                    compare_checksums("digest", digest, expected)
         elif read.crc32 is not None:
             total = crc32(parts)
             if not read.range.is_whole:
@@ -292,18 +294,38 @@ class ChunkReader:
         for _ in parts:  # of a chunk without a checksum of its own
             pass
 
-    def _check_item(self, read: _Read, parts: Iterable[memoryview] | None = None) -> None:
-        """Compare the item of a read with the checksum inside, once or whenever its bytes are given."""
+    def _check_item(self, read: _Read, parts: Iterable[memoryview]) -> None:
+        """Compare the item of a read with the checksum inside, given its bytes."""
         item = read.item
         assert item is not None, "the caller has looked"
-        if parts is None and item in self._checked_items:
-            return
+        self.bytes_read += item.length
         with about_chunk(self._payloads, read.tensor, read.chunk):
             self._payloads.check_item(item, parts)
-        for _ in parts or ():  # where the format has read it itself
+        for _ in parts:  # where the format has read it itself
             pass
-        self._checked_items.add(item)
-        self.bytes_read += item.length
+
+    def _digest_in_item(self, read: _Read) -> str:
+        """Return the digest of a read's bytes as they were when its item was compared with the checksum inside."""
+        if read.extent not in self._digests:
+            assert read.item is not None, "the caller has looked"
+            reads = {each.extent for each in chain.from_iterable(self._rounds) if each.item == read.item}
+            states = {extent: xxhash.xxh3_128() for extent in sorted(reads, key=lambda extent: extent.offset)}
+            self._check_item(read, _digested(self._payloads.bands(read.item), read.item.offset, states))
+            self._digests |= {extent: state.hexdigest() for extent, state in states.items()}
+        return self._digests[read.extent]
+
+
+def _digested(
+    parts: Iterable[memoryview], offset: int, states: Mapping[Extent, xxhash.xxh3_128]
+) -> Iterator[memoryview]:
+    """Yield the bytes of a file from an offset on, and add those of each extent to its digest."""
+    for part in parts:
+        for extent, state in states.items():
+            low, high = max(extent.offset - offset, 0), min(extent.end - offset, len(part))
+            if low < high:
+                state.update(part[low:high])
+        offset += len(part)
+        yield part
 
 
 def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:

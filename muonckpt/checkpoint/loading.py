@@ -64,7 +64,7 @@ from .resume_check import LoadedState
 from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
 from .template import LoadTemplate, Matching, Stored, joint_sources
-from .transfer import DEFAULT_MEMORY, Transfer
+from .transfer import Transfer
 
 T = TypeVar("T")
 
@@ -78,6 +78,9 @@ Where all that it reads fits, each byte is read once; else it is read a second t
 
 _MIN_BYTES = 1 << 20
 """Bytes that a rank may read at a time, however little memory is given: fewer would take a call for a few elements."""
+
+_WIRE_BYTES = 32 << 20
+"""Bytes of a rank's exchange buffers: more would be fresh memory in each load, which costs more than to send."""
 
 _ROUND_BYTES = 128 << 20
 """Bytes that a rank reads at a time where it cannot keep all of them: the next are read while these are sent."""
@@ -314,7 +317,7 @@ class JointLoad:
         outline, (place, num_ranks) = self._checkpoint.outline, place_in(self.group)
 
         def plan(read_memory: int) -> ReadingPlan:
-            tensors, request, sizes = outline.tensors, agreement.request, (num_ranks, read_memory, DEFAULT_MEMORY)
+            tensors, request, sizes = outline.tensors, agreement.request, (num_ranks, read_memory, _WIRE_BYTES)
             return ReadingPlan.of(tensors, outline.blobs, request, self.files, *sizes, self._whole_chunks)
 
         # Everything is kept until it has been checked, or read a part at a time.

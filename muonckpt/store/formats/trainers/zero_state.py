@@ -32,7 +32,7 @@ from ....record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
-from ...reading.payloads import BAND_BYTES, Reader
+from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Record, expect, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import (
@@ -202,15 +202,16 @@ class _ZeroPayloads(MemberPayloads):
         for _, storage, _ in copies.places:
             super().check_item(storage)
         first_rank, _, first = copies.places[0]
-        for rank, _, copy in copies.places[1:]:
-            for start in range(0, first.length, BAND_BYTES):
-                length = min(BAND_BYTES, first.length - start)
-                expected = bytes(self.read_scratch(Extent(first.file, first.offset + start, length)))
-                if expected != self.read_scratch(Extent(copy.file, copy.offset + start, length)):
+        start = 0
+        for part in self.bands(first) if parts is None else parts:
+            expected = bytes(part)  # scratch memory is used again
+            for rank, _, copy in copies.places[1:]:
+                if expected != self.read_scratch(Extent(copy.file, copy.offset + start, len(expected))):
                     raise DamageError(
                         f"ranks {first_rank} and {rank} both hold the whole momentum of {copies.name!r}, which their "
                         f"partitions cut, and {first.file} and {copy.file} differ in it: one of them is wrong"
                     )
+            start += len(expected)
 
 
 @dataclass(frozen=True, slots=True)
