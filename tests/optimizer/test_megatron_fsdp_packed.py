@@ -205,7 +205,7 @@ def test_a_part_of_a_model_may_be_sharded_and_rules_sort_all_of_it():
     assert {"net.layers.0.qkv.weight muon", "net.layers.1.stack muon", "head.weight adamw"} <= set(found[0][1])
 
 
-def refused(rank: int, world: int) -> list[str]:
+def refused(rank: int, world: int, path: str) -> list[str]:
     messages = []
 
     def attempt(error: type[Exception], function, *args) -> None:
@@ -215,7 +215,10 @@ def refused(rank: int, world: int) -> list[str]:
 
     with on_cpu():
         model, params, optimizer = build(rank, THREE)
+        attempt(LayoutError, Muon, [params["embedding.weight"]])
+        attempt(LayoutError, muonckpt.save, model.state_dict(), path)
         attach(optimizer, model)
+        muonckpt.save(model.state_dict(), path)  # as the message says
         attempt(RuntimeError, optimizer.step, lambda: 0.0)
         attempt(LayoutError, layouts(model), nn.Parameter(torch.ones(4, 4)))
         [group, *_] = [group for module in model.modules() for group in getattr(module, "parameter_groups", ())]
@@ -228,10 +231,11 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 @with_the_package
-def test_what_would_go_wrong_silently_is_refused():
-    expected = ["closure", "not an optimizer parameter", "not an optimizer parameter", "holds 16 elements"]
-    for messages in run(3, refused):
-        for words, message in zip([*expected, "others that the layout knows"], messages, strict=True):
+def test_what_would_go_wrong_silently_is_refused(tmp_path):
+    cure, foreign = "give Muon layout=layouts(model) and call attach(optimizer, model)", "not an optimizer parameter"
+    expected = [cure, cure, "closure", foreign, foreign, "holds 16 elements", "others that the layout knows"]
+    for messages in run(3, refused, str(tmp_path / "saved")):
+        for words, message in zip(expected, messages, strict=True):
             assert words in message
 
 
@@ -419,6 +423,7 @@ def test_a_run_goes_on_in_its_second_week_on_other_ranks_with_a_parameter_unfroz
     assert not torch.equal(first["began"]["embedding.weight"], first["ended"]["embedding.weight"])
     second = run(2, week, folder, dtype, False)[0]
     ended, began = first["ended"], second["began"]
+    assert second["proof"] == ()
     assert not began[f"{name}.momentum"].any() and second["ended"][f"{name}.momentum"].any()
     assert {key for key, value in ended.items() if not torch.equal(began[key], value)} == set()
     assert began.keys() - ended.keys() == {f"{name}.momentum"}
