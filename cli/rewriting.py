@@ -128,8 +128,8 @@ _OPTIONS = {
         type=RootType(),
         multiple=True,
         callback=lambda _, __, roots: dict(roots),
-        metavar="model|optimizer|parameters=PATH",
-        help="Their places in what --to writes.",
+        metavar="ROOT=PATH",
+        help="Place of the model, optimizer or parameters.",
     ),
     "from": click.option(
         "--from",
