@@ -35,11 +35,14 @@ def globally(name: str, rank: int, topology: Topology) -> str:
     return re.sub(r"experts\.(\d+)", lambda match: f"experts.{int(match[1]) + first}", name)
 
 
-def state_of(rank: int, topology: Topology, fill: bool) -> tuple[dict, dict[str, DTensor], dict[str, tuple[int, ...]]]:
+def state_of(
+    rank: int, topology: Topology, fill: bool, chained: bool = False
+) -> tuple[dict, dict[str, DTensor], dict[str, tuple[int, ...]]]:
     """A state dict in Megatron-LM's keys, made ready by megatron-fsdp; its tensors by key, and where their parts begin.
 
     Args:
         fill: with what the tensors are to hold; else with what none of them does.
+        chained: whether there are two optimizers, as #4486 has them.
     """
     from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
@@ -62,24 +65,29 @@ def state_of(rank: int, topology: Topology, fill: bool) -> tuple[dict, dict[str,
                 state[f"module.module.module.{name}"] = {slot: made}
             tensors[f"{slot}:{name}"], where[f"{slot}:{name}"] = made, part
     groups = {name: {"lr": 0.5, "momentum": 0.95} for name in state}
-    whole = {"model": weights, "optimizer": {"state": state, "param_to_group_meta": groups}}
+    parts = {"0": {}, "1": {}} if chained else {"0": {}}
+    for number, name in enumerate(sorted(state)):
+        part = parts[str(number % len(parts))]
+        part.setdefault("state", {})[name] = state[name]
+        part.setdefault("param_to_group_meta", {})[name] = groups[name]
+    whole = {"model": weights, "optimizer": parts if chained else parts["0"]}
     return preprocess_state_dict_for_uneven_dtensor(whole), tensors, where
 
 
-def they_save(rank: int, world: int, topology: Topology, path: str) -> None:
+def they_save(rank: int, world: int, topology: Topology, path: str, chained: bool) -> None:
     with on_cpu():
-        dcp.save(state_of(rank, topology, fill=True)[0], checkpoint_id=path)
+        dcp.save(state_of(rank, topology, True, chained)[0], checkpoint_id=path)
 
 
 def stock(state: dict, path: str) -> None:
     dcp.load(state, checkpoint_id=path)
 
 
-def they_load(rank: int, world: int, topology: Topology, paths: list[str]) -> int:
+def they_load(rank: int, world: int, topology: Topology, paths: list[str], chained: bool) -> int:
     """How many elements this rank has compared, in all of these checkpoints, loaded by stock DCP and by us."""
     compared = 0
     with on_cpu():
-        state, tensors, where = state_of(rank, topology, fill=False)
+        state, tensors, where = state_of(rank, topology, False, chained)
         for path in paths:
             for load in (stock, muonckpt.load):
                 for tensor in tensors.values():
@@ -94,15 +102,19 @@ def they_load(rank: int, world: int, topology: Topology, paths: list[str]) -> in
 
 @with_the_package
 @pytest.mark.parametrize(
-    "source, target",
+    "source, target, chained",
     sweep(
-        [("FSDP x TP", "FSDP, 2 ranks"), ("FSDP and EP", "FSDP and EP, experts unsharded")],
-        ("FSDP x TP", "FSDP, 2 ranks"),
+        [
+            ("FSDP x TP", "FSDP, 2 ranks", False),
+            ("FSDP x TP", "FSDP, 2 ranks", True),
+            ("FSDP and EP", "FSDP and EP, experts unsharded", False),
+        ],
+        ("FSDP x TP", "FSDP, 2 ranks", True),
     ),
 )
-def test_they_load_what_we_wrote_and_we_what_they_wrote(source, target, tmp_path):
+def test_they_load_what_we_wrote_and_we_what_they_wrote(source, target, chained, tmp_path):
     source, target, theirs = TOPOLOGIES[source], TOPOLOGIES[target], tmp_path / "theirs"
-    run(source.world, they_save, source, str(theirs))
+    run(source.world, they_save, source, str(theirs), chained)
     manifest = muonckpt.open(theirs).manifest
     assert detect(manifest).dialect.name == "fsdp_dtensor"
     for tensor in manifest.tensors:
@@ -111,5 +123,5 @@ def test_they_load_what_we_wrote_and_we_what_they_wrote(source, target, tmp_path
     assert command(["reshard", str(theirs), str(ours[0]), "--mesh", "dp=3"]) == 0
     assert command(["reshard", str(theirs), str(ours[1]), "--mesh", "dp=2,tp=2", "--shard", "*fc2.weight*=tp:1",
                     "--shard", "*=tp:0,dp:0"]) == 0  # fmt: skip
-    compared = run(target.world, they_load, target, list(map(str, [theirs, *ours])))
+    compared = run(target.world, they_load, target, list(map(str, [theirs, *ours])), chained)
     assert all(count > 6 * 1000 for count in compared)
