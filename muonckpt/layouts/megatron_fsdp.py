@@ -75,7 +75,8 @@ def prove_local(layout: TensorLayout, param: Any) -> TensorLayout:
     return layout
 
 
-def _refuse_unknown(param: Tensor) -> LayoutError:
+def _foreign_error(param: Tensor) -> LayoutError:
+    """Return the error of a tensor that no buffer of the model has."""
     return LayoutError(
         f"a tensor of shape {tuple(param.shape)} is not an optimizer parameter of this Megatron-FSDP model; "
         "take model.parameters() before the first forward pass, which puts its working copies in their place"
@@ -97,7 +98,7 @@ class IndexedModel:
 
     def layout(self, param: Any) -> TensorLayout:
         if param not in self._groups:
-            raise _refuse_unknown(param)
+            raise _foreign_error(param)
         # Where the parameter begins in its buffer, and how long that is, if the buffer is cut.
         cuts = self._cuts(param)
         start, size = 0, local_of(param).numel()
@@ -192,7 +193,7 @@ class PackedModel:
         if param in self._elsewhere:
             return None
         if param not in self._places:
-            raise _refuse_unknown(param)
+            raise _foreign_error(param)
         # Where the parameter begins in its buffer, and the ranks whose ranges have some of it.
         buffer, number = self._places[param]
         shape, start = tuple(buffer.layout.tensor_shapes[number]), buffer.layout.tensor_to_offset[number]

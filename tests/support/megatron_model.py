@@ -6,7 +6,6 @@ contract are the package's own code.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -79,9 +78,6 @@ def on_cpu() -> Iterator[None]:
         (dist, "_make_nccl_premul_sum", PremulSum),
     ]
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # Version 2 hooks modules whose inputs are tokens, which need no gradients.
-        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
         for box, name, value in replaced:
             stack.enter_context(patch.object(box, name, value))
         yield
