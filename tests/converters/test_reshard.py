@@ -74,9 +74,7 @@ def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[st
 
 
 @pytest.mark.parametrize("numbers", sweep(["1 3 8", "2 4"], "1 3 8"))
-@pytest.mark.parametrize(
-    "name", sweep(sharded.SOURCES, "stock rows4", "stock replicas2", "stock turned2x2", *sharded.SOURCES[-4:])
-)
+@pytest.mark.parametrize("name", sweep(sharded.SOURCES, "stock rows4", "stock turned2x2", *sharded.SOURCES[-4::2]))
 def test_every_element_arrives_bit_for_bit_on_any_number_of_ranks(name, numbers, tmp_path):
     source = saved(name)
     expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
@@ -161,7 +159,7 @@ def large(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", sweep(["dcp 0", "dcp 1", "safetensors", "zarr"], "dcp 1", "safetensors"))
+@pytest.mark.parametrize("form", sweep(["dcp 0", "dcp 1", "safetensors", "zarr"], "dcp 1"))
 def test_memory_stays_within_the_budget_whatever_the_shapes(form, large, tmp_path):
     """Tensors are cut by rows, cut by columns, and uncut."""
     script = [sys.executable, "-c", MEASURED, large, tmp_path / "b", *form.split()]

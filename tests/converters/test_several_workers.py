@@ -14,7 +14,7 @@ from threading import Timer
 import pytest
 import torch
 import torch.distributed
-from support import workers
+from support import sweep, workers
 from support.commands import cli
 from support.forked import Scripts
 from support.golden import golden
@@ -67,9 +67,10 @@ def plan(rank: int, source: Path, form: str = "ranks") -> Job:
 # --- together ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("world", "form"), [(2, "ranks"), (3, "ranks"), (8, "ranks"), (2, "file"), (2, "shards"), (3, "zarr")]
-)
+TOGETHER = [(2, "ranks"), (3, "ranks"), (8, "ranks"), (2, "file"), (2, "shards"), (3, "zarr")]
+
+
+@pytest.mark.parametrize(("world", "form"), sweep(TOGETHER, *TOGETHER[1::2]))
 def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, form, source, tmp_path):
     run_job(plan(0, source, form), tmp_path / "alone")
     told = together(world, plan, source, form, destination=tmp_path / "out", threads=1, verify=world == 3)

@@ -171,7 +171,10 @@ def test_where_no_whole_copy_is_left_the_older_checkpoint_on_disk_is_taken(train
         assert "step-00000001" in said and "is not taken" in warned[-1]
 
 
-@pytest.mark.parametrize("harm", ["a pipe", "a device", "garbage", "missing", "a file for the folder"])
+IN_PLACE = ["a pipe", "a device", "garbage", "missing", "a file for the folder"]
+
+
+@pytest.mark.parametrize("harm", sweep(IN_PLACE, *IN_PLACE[::2]))
 def test_what_is_wrong_on_one_node_stops_no_other_and_its_whole_files_are_read(trained, memory, harm):
     """Nodes 0 and 2 have all files together; what describes them is bad on node 0, which alone has those of rank 0."""
     shutil.rmtree(memory / "node1")
