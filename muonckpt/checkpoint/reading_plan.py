@@ -147,11 +147,6 @@ class TensorReading:
     copies: tuple[tuple[CopyTable, ...], ...]
 
     @cached_property
-    def num_read(self) -> int:
-        """The elements that all ranks together read."""
-        return sum(part.stop - part.start for part in self.ranges)
-
-    @cached_property
     def numbers_by_reader(self) -> Mapping[int, tuple[int, ...]]:
         """The numbers of each rank's ranges."""
         numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
@@ -205,12 +200,6 @@ class ReadingPlan:
 
     rounds: Sequence[ReadingRound]
     object_readers: Mapping[str, int]
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors that all ranks together read."""
-        readings = chain.from_iterable(of_round.readings for of_round in self.rounds)
-        return sum(reading.num_read * itemsize(tensor.dtype) for tensor, reading in readings)
 
     @property
     def bytes_sent(self) -> int:
