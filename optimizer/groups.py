@@ -647,7 +647,7 @@ def _agreed_rule(reasons: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[
         return reasons[0]
     embedding = next(((rule, why) for rule, why in reasons if rule.kind == "embedding"), None)
     # A rule for a module type does not know that its parameter is an embedding elsewhere; a rule with names does.
-    is_tied = all(rule.kind in ("embedding", "head") or _is_by_type(rule) for rule in rules)
+    is_tied = all(rule.kind in ("embedding", "head") or _is_typed_matrix(rule) for rule in rules)
     if is_shared and embedding and is_tied:
         return embedding[0], f"{embedding[1]} (tied)"
     winner = next((rule for rule in rules if rule.names), rules[0])
@@ -659,32 +659,34 @@ def _is_in(uses: Sequence[Use], *module_types: type[nn.Module]) -> bool:
     return any(isinstance(use.owner, module_types) for use in uses)
 
 
-def _is_by_type(rule: Rule | None) -> bool:
+def _is_typed_matrix(rule: Rule | None) -> bool:
+    """Return whether a rule selects matrices without names, such as those of every `nn.Linear`."""
     return rule is not None and rule.kind == "matrix" and rule.names is None
 
 
 def _possible_heads(
     decisions: Sequence[Decision], uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
 ) -> Iterator[tuple[str, _Unclear]]:
-    """Yield names and problems of matrices that may be an output head, which only the user can tell."""
+    """Yield names and questions of matrices that may be an output head, which AdamW trains: only the user can tell."""
     all_uses = [*chain(*uses_of.values())]
-    by_type = [decision for decision in decisions if _is_by_type(decision.rule)]
-    heads = [rule for rule in chain(*layers) if rule.kind == "head"]
-    is_named = any(rule.names == () or any(map(rule.reason, all_uses)) for rule in heads)
+    typed_matrices = [decision for decision in decisions if _is_typed_matrix(decision.rule)]
+    # The question is answered by a rule that selects a head, by NO_HEAD, or by an embedding that is the head too.
+    head_rules = [rule for rule in chain(*layers) if rule.kind == "head"]
+    has_answer = any(rule.names == () or any(map(rule.reason, all_uses)) for rule in head_rules)
     is_tied = any(_is_in(uses, nn.Embedding) and _is_in(uses, nn.Linear) for uses in uses_of.values())
-    # Rules that name every matrix leave a head of another name unsorted, so it is enough that they know of heads.
-    is_answered = is_named or is_tied or (heads and not by_type)
-    # Frozen embeddings count too, by their module.
+    # Where all matrices are selected by names, a head of an unforeseen name has no rule, and is refused as such.
+    has_answer = has_answer or is_tied or bool(head_rules and not typed_matrices)
+    # First question: a matrix as tall as an embedding.  Frozen embeddings count too, by their module.
     embeddings = [decision.parameter for decision in decisions if decision.kind == "embedding"]
     embeddings += [use.parameter for use in all_uses if isinstance(use.owner, nn.Embedding)]
     heights = {tensor.shape[0] for tensor in embeddings if tensor.dim() == 2}
-    # A tied matrix is the head, so nothing else need be asked for.
-    tall = [decision for decision in by_type if decision.shape[0] in heights and not is_tied]
-    for decision in tall:
+    tall_matrices = [decision for decision in typed_matrices if decision.shape[0] in heights and not is_tied]
+    for decision in tall_matrices:
         question = f"{list(decision.shape)} has as many rows as an embedding: is it an output head?"
         yield " = ".join(decision.names), _Unclear(question, Rule("head", decision.names), may_be_head=True)
+    # Otherwise the user is asked once about all matrices together.
     matrices = [decision.names[0] for decision in decisions if decision.kind == "matrix"]
-    if not is_answered and not tall and matrices:
+    if not has_answer and not tall_matrices and matrices:
         rows = folded((name, "") for name in matrices)
         names = ", ".join(name for name, _, _ in rows)
         question = f"which matrix is the output head, if there is one: {names}?  Then Rule('head', its name)"
