@@ -86,6 +86,13 @@ def salvaged_from_contradicting_copies() -> str:
     return called("salvage", lacking, "salvaged", "--from", "lacking-whole", "--from", fork).stderr
 
 
+def moments_without_their_steps() -> str:
+    group = {"params": ["w"], "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    state = {"w": {"exp_avg": WEIGHT["w"], "exp_avg_sq": WEIGHT["w"]}}
+    muonckpt.save({"model": WEIGHT, "optimizer": {"state": state, "param_groups": [group]}}, "stepless")
+    return called("convert", "stepless", "stepped", "--to", "muonckpt").stderr
+
+
 def a_branch_that_was_left() -> None:
     first, second = (muonckpt.Series("branches", memory=f"memory{node}") for node in range(2))
     first.save(5, WEIGHT)
@@ -195,6 +202,7 @@ def calls() -> Iterator[Callable[[], object]]:
     yield Muon([parameter(3, 3)], lr=0.02).step
     yield a_skipped_step
     yield lambda: called("convert", unknown, "translated", "--to", "muonckpt").stderr
+    yield moments_without_their_steps
     yield lambda: called("reshard", "run", "two").stderr
     yield lambda: called("reshard", "run", "two", "--mesh", "dp=2", "--shard", "*experts*=dp:0").stderr
     yield lambda: called("reshard", "run", "two", "--mesh", "dp=2", "--shard", "w=tp:0").stderr

@@ -229,11 +229,12 @@ def test_state_that_ends_in_no_group_is_an_error_whatever_the_program(program, f
         assert translate(opened.manifest, opened.values, target, overrides=asked).tensors
 
 
-def test_state_of_megatron_under_other_names_than_its_groups_is_an_error_that_a_table_mends(tmp_path):
-    path = golden(MEGATRON.format("dp4"))
-    opened = muonckpt.open(path)
-    manifest, asked = opened.manifest, Overrides(convention=Convention.EMA)
-    with pytest.raises(
-        SourceError, match=r"which no parameter group of fsdp_dtensor lists \(groups list .*fc1.*`rules=`"
-    ):
-        translate(manifest, opened.values, DIALECTS["muonckpt"], overrides=asked)
+def test_state_of_megatron_whose_options_are_lost_is_an_error_that_names_what_groups_list(tmp_path):
+    opened = muonckpt.open(golden(MEGATRON.format("dp4")))
+    keys = [entry.key for entry in (*opened.manifest.tensors, *opened.manifest.blobs)]
+    kept = [key for key in keys if "param_to_group_meta" not in key or "linear_fc1" not in key]
+    assert len(kept) < len(keys)
+    muonckpt.reshard(opened.path, tmp_path / "copy", mesh={"dp": 1}, select=kept)
+    copy, asked = muonckpt.open(tmp_path / "copy"), Overrides(convention=Convention.EMA)
+    with pytest.raises(SourceError, match=r"linear_fc1.*which no parameter group of fsdp_dtensor lists"):
+        translate(copy.manifest, copy.values, DIALECTS["muonckpt"], overrides=asked)
