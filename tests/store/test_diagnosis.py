@@ -121,7 +121,10 @@ def test_a_damaged_metadata_file_has_one_verdict_and_costs_no_step(damaged, seri
 def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()
-    lost = "rank 1's file __1_0.distcp is missing: 4 of 8 chunks (3 KiB: weights of 2 tensors, momenta of 2) are lost"
+    lost = (
+        "rank 1's file __1_0.distcp is missing: half of the weights and momenta of layers 0 and 1 are lost; momenta can "
+        "begin anew, weights cannot"
+    )
     assert diagnosed(broken).sentence.startswith(lost)
     assert muonckpt.inspect(broken).diagnosis.sentence.startswith(lost)
     for command in (["verify"], ["inspect"]):
@@ -138,12 +141,38 @@ def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     assert lost in str(caught.value)
 
 
+def test_a_loss_is_told_by_layers_and_what_can_begin_anew(tmp_path):
+    """Rank 1's file has a quarter of each layer, and half of the embedding, whose first half is replicated."""
+    model = {f"layers.{layer}.weight": torch.randn(8, 4) for layer in (0, 1, 2, 5)} | {
+        "embed.weight": torch.randn(4, 4)
+    }
+    momenta = {name: {"momentum_buffer": torch.randn_like(weight)} for name, weight in model.items()}
+    muon = {"params": list(model), "algorithm": "muon", "lr": 0.02, "momentum": 0.95, "convention": "ema"}
+    whole = {"model": model, "optimizer": {"state": momenta, "param_groups": [muon]}}
+    muonckpt.save(whole, tmp_path / "whole")
+    muonckpt.reshard(
+        tmp_path / "whole",
+        tmp_path / "cut",
+        mesh={"dp": 2, "tp": 2},
+        shard={"*layers.*.weight*": [("dp", 0), ("tp", 0)]},
+    )
+    with muonckpt.open(tmp_path / "cut") as opened:
+        files = {chunk.item.file for chunk in opened.tensors["model.layers.5.weight"].record.chunks}
+    (tmp_path / "cut" / max(files)).unlink()
+    found = diagnosed(tmp_path / "cut").sentence
+    assert "a quarter of the weights and momenta of layers 0 to 2 and 5" in found
+    assert "; momenta can begin anew, weights cannot; all else is whole (" in found
+    for file in files:
+        (tmp_path / "cut" / file).unlink(missing_ok=True)
+    assert "everything is lost" in diagnosed(tmp_path / "cut").sentence and "whole" not in found.partition(" (")[2]
+
+
 def test_a_file_of_another_save_and_flipped_bytes_are_told_apart(series):
     broken = series / "step-00000003"
     flipped_in(broken, MOMENTUM)
     assert diagnosed(broken).sentence == (
-        "rank 1's file __1_0.distcp has damaged bytes: 1 of 8 chunks (768 B: momenta of 1 tensor) is lost; all else is "
-        "whole"
+        "rank 1's file __1_0.distcp has damaged bytes: half of the momenta of layer 1 are lost; momenta can begin anew; "
+        "all else is whole (1 of 8 chunks, 768 B)"
     )
     shutil.copyfile(series / "step-00000002" / "__1_0.distcp", broken / "__1_0.distcp")
     assert "rank 1's file __1_0.distcp has none of the bytes that were written" in diagnosed(broken).sentence
@@ -203,13 +232,13 @@ def test_roles_of_other_programs_tensors_are_named(name, tmp_path):
     (broken / "__1_0.distcp").unlink()
     said = called("verify", broken).stdout.splitlines()[0]
     assert f"{broken}: rank 1's file __1_0.distcp is missing: " in said
-    assert "weights of " in said and "momenta of " in said and said.endswith("; all else is whole.")
+    assert "momenta" in said and "begin anew, " in said and "weights" in said and "; all else is whole (" in said
     assert called("inspect", broken).stdout.splitlines()[0].replace("all other files are long enough", "") == (
         said.replace("all else is whole", "")
     )
     with pytest.raises(DamageError) as refused:  # the library says the same without being asked whose the keys are
         muonckpt.open(broken)
-    assert said.removesuffix("; all else is whole.") in str(refused.value)
+    assert said.partition("; all else is whole")[0] in str(refused.value)
 
 
 def renamed(path: Path, names: dict[str, str]) -> None:
@@ -253,7 +282,7 @@ def test_a_file_that_was_copied_over_another_is_lost(uneven, tmp_path):
     path = Path(shutil.copytree(uneven, tmp_path / "one"))
     shutil.copy(path / A, path / B)
     found = diagnosed(path)
-    assert not found.damage.misplaced and "4 of 12 chunks" in found.sentence
+    assert not found.damage.misplaced and "(4 of 12 chunks" in found.sentence
 
 
 def test_what_is_lost_besides_is_said(uneven, tmp_path):
@@ -262,7 +291,7 @@ def test_what_is_lost_besides_is_said(uneven, tmp_path):
     (path / C).unlink()
     found = diagnosed(path)
     assert found.sentence.startswith(f"2 files with other names than when it was saved: that of {A} is called {B}")
-    assert f"; rank 2's file {C} is missing: 4 of 12 chunks" in found.sentence
+    assert f"; rank 2's file {C} is missing: a third of" in found.sentence
     subprocess.run(["bash", "-ec", found.remedies[0].command], check=True)
     assert diagnosed(path).sentence.startswith(f"rank 2's file {C} is missing")
 
@@ -302,7 +331,7 @@ def test_of_a_run_without_a_whole_step_restore_says_what_each_has_lost_and_what_
     (series / "step-00000003" / "__1_0.distcp").unlink()
     with pytest.raises(DamageError, match="found none among 2") as caught:
         Series(series).restore(state(0))
-    assert str(caught.value).count("4 of 8 chunks (3 KiB: weights of 2 tensors, momenta of 2)") == 2
+    assert str(caught.value).count("half of the weights and momenta of layers 0 and 1") == 2
     line = str(caught.value).split("(a) ")[1].split(" (takes")[0]
     assert f"--from {series / 'step-00000002'} --mix-steps" in line
     mixed, later, earlier = map(bits, (pasted(line), *(saves / f"step-0000000{n}" for n in (3, 2))))
@@ -380,7 +409,9 @@ def test_many_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
         monkeypatch.setattr(Boxes, name, refuse)
         monkeypatch.setattr(Chunks, name, refuse)
     damage = Damage(manifest, np.ones(count, np.bool_), files={"__0_0.distcp": None}, read=True)
-    assert "200000 of 200000 chunks (781 KiB: weights of 1 tensor) are lost" in damage.sentence
+    assert damage.sentence == (
+        "rank 0's file __0_0.distcp is missing: everything is lost (200000 of 200000 chunks, 781 KiB)"
+    )
     found = damage.to_json()
     assert found["boxes"]["lo"][-1] == [count - 1] and len(found["boxes"]["tensor"]) == count
     whole = replace(damage, chunks=np.zeros(count, np.bool_), files={})
