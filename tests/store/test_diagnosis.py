@@ -122,8 +122,8 @@ def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()
     lost = (
-        "rank 1's file __1_0.distcp is missing: half of the weights and momenta of layers 0 and 1 are lost; momenta can "
-        "begin anew, weights cannot"
+        "rank 1's file __1_0.distcp is missing: half of the weights and momenta of layers 0 and 1 are lost; momenta "
+        "can begin anew, weights cannot"
     )
     assert diagnosed(broken).sentence.startswith(lost)
     assert muonckpt.inspect(broken).diagnosis.sentence.startswith(lost)
@@ -171,8 +171,8 @@ def test_a_file_of_another_save_and_flipped_bytes_are_told_apart(series):
     broken = series / "step-00000003"
     flipped_in(broken, MOMENTUM)
     assert diagnosed(broken).sentence == (
-        "rank 1's file __1_0.distcp has damaged bytes: half of the momenta of layer 1 are lost; momenta can begin anew; "
-        "all else is whole (1 of 8 chunks, 768 B)"
+        "rank 1's file __1_0.distcp has damaged bytes: half of the momenta of layer 1 are lost; momenta can begin "
+        "anew; all else is whole (1 of 8 chunks, 768 B)"
     )
     shutil.copyfile(series / "step-00000002" / "__1_0.distcp", broken / "__1_0.distcp")
     assert "rank 1's file __1_0.distcp has none of the bytes that were written" in diagnosed(broken).sentence
