@@ -68,6 +68,7 @@ RULES = {
     "lab/doctor": "names programs converters/target optimizer/newton_schulz optimizer/planning optimizer/methods "
     "optimizer converters/engine converters/translate optimizer/__init__ lab/forecasting",
     "lab/page": "names record programs store/io store/reading store store/verify converters/look converters/compare",
+    "lab/conform": "names lab/doctor lab/step_audit",
     "lab/preflight": "names record programs store/io store store/verify checkpoint optimizer/__init__ lab/doctor",
     "lab/step_audit": "names algebra record programs store/io store/reading store store/verify converters/engine "
     "converters/translate converters/look converters/compare",
@@ -77,9 +78,10 @@ RULES = {
     "converters/target converters/engine converters/translate converters/look converters/merge",
     "cli": "names record programs store/io store/reading store store/verify runs converters/target "
     "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/doctor lab/page "
-    "lab/preflight lab/step_audit converters",
+    "lab/conform lab/preflight lab/step_audit converters",
     "": "names layouts store store/verify checkpoint runs runs/series converters/look lab/forecasting "
-    "converters/compare lab/doctor lab/page lab/preflight lab/step_audit converters",
+    "converters/compare lab/doctor lab/page "
+    "lab/conform lab/preflight lab/step_audit converters",
     "integrations": "names store/io store store/verify checkpoint runs/series optimizer optimizer/__init__",
     "__main__": "cli",
 }
@@ -92,6 +94,7 @@ TORCH = (
     "runs/series/",
     "compat/",
     "lab/doctor/",
+    "lab/conform/",
     "lab/preflight/",
     "integrations/",
     "optimizer/",
@@ -124,6 +127,7 @@ COLLECTIVES = {
 }
 MAY_COMMUNICATE = {
     "checkpoint/all_ranks",
+    "lab/conform/trials",
     "optimizer/step/exchange",
     "optimizer/layer_wise/buffers",
 }
@@ -226,7 +230,16 @@ def test_no_room_imports_itself_through_others():
 def test_nobody_needs_the_lab():
     """What observes and advises: commands and the public door import it, and nothing else of the house."""
     visitors = {room for room in RULES if any(needed.startswith("lab") for needed in permitted(room))}
-    assert visitors <= {"", "cli", "lab/doctor", "lab/forecasting", "lab/page", "lab/preflight", "lab/step_audit"}
+    assert visitors <= {
+        "",
+        "cli",
+        "lab/conform",
+        "lab/doctor",
+        "lab/forecasting",
+        "lab/page",
+        "lab/preflight",
+        "lab/step_audit",
+    }
 
 
 @pytest.mark.parametrize(("package", "where"), [("torch", TORCH), ("triton", TRITON)])
