@@ -58,7 +58,7 @@ TOPICS = {
     "api/forecasts.md": (
         "Forecasts and check-ups",
         "forecast Prospect Rates rates_of Training fits Fit doctor Checkup audit_step StepAudit ParameterVerdict "
-        "preflight Preflight OptionChange",
+        "preflight Preflight OptionChange conform ConformityReport Conformity",
     ),
     "api/errors.md": (
         "Errors",
