@@ -72,7 +72,7 @@ def _print(answer: Preflight) -> None:
             print_line(f"  {line}")
     if answer.changes:
         print_line()
-        rows = [(c.group, c.option, c.saved, c.given) for c in answer.changes]
+        rows = [(c.group, c.option, c.saved_value, c.code_value) for c in answer.changes]
         print_table(("parameters", "option", "in the checkpoint, which counts", "in the code"), rows)
     for warning in answer.warnings:
         print_line(f"look at: {warning}", fg="red")

@@ -237,7 +237,7 @@ def test_a_saved_rate_that_replaces_the_codes_is_told(tmp_path):
     muonckpt.save(state_of(ours(lr=0.02)), tmp_path / "checkpoint")
     answer = asked(tmp_path / "checkpoint", ours(lr=0.01))
     [change] = answer.changes
-    assert (change.option, change.saved, change.given) == ("lr", 0.02, 0.01)
+    assert (change.option, change.saved_value, change.code_value) == ("lr", 0.02, 0.01)
     assert change.group == "layers.*.up.weight"
 
 

@@ -44,8 +44,8 @@ class OptionChange:
 
     group: str
     option: str
-    saved: Any
-    given: Any
+    saved_value: Any
+    code_value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +199,11 @@ def _option_changes(outcome: Outcome, stored: Stored, state_dict: Mapping[str, A
         reading = next(OptimizerKey.of_option(paths[key]), None)
         if reading is None or reading.leaf in NAMES_OF_GROUPS | HISTORY_OPTIONS:
             continue
-        saved, given = as_tuples(stored.option(outcome.sources[key])), as_tuples(values[key])
-        if saved != given:
-            change = reading.leaf, repr(saved), repr(given)
+        saved_value, code_value = as_tuples(stored.option(outcome.sources[key])), as_tuples(values[key])
+        if saved_value != code_value:
+            change = reading.leaf, repr(saved_value), repr(code_value)
             names = members.get(f"{key.removesuffix(reading.leaf)}{PARAMS}", [reading.name])
             owners[change] += map(str, names)
-            changes[change] = saved, given
-    for change, (saved, given) in sorted(changes.items()):
-        yield OptionChange(listed(in_globs(owners[change], ()), 3), change[0], saved, given)
+            changes[change] = saved_value, code_value
+    for change, (saved_value, code_value) in sorted(changes.items()):
+        yield OptionChange(listed(in_globs(owners[change], ()), 3), change[0], saved_value, code_value)
