@@ -164,12 +164,12 @@ def flip(buffer: memoryview) -> None:
     buffer[len(buffer) // 2] ^= 4
 
 
+FAULTY = [*product(("HSDP 2 x 2", "columns"), ({}, {"check": "while"}, TWICE))]
 HARMS = {"EIO": fail, "no memory": run_out_of_memory, "a flipped bit": flip}
 
 
 @pytest.mark.parametrize("harms_per_read", sweep([1, len(HARMS)], 1))
-@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, TWICE], ids=["kept", "while", "twice"])
-@pytest.mark.parametrize("home", ["HSDP 2 x 2", "columns"])
+@pytest.mark.parametrize(("home", "arguments"), sweep(FAULTY, *FAULTY[::2], FAULTY[3]), ids=str)
 def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, harms_per_read, tmp_path):
     run(3, save_job, str(tmp_path / "c"))
     by_fault = [*zip(*run(4, faulty_job, str(tmp_path / "c"), home, arguments, harms_per_read), strict=True)]

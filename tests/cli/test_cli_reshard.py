@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from support import sweep
 from support.commands import COMMAND, arguments_of, called, cli, is_one_paragraph
 from support.launched import STRUCK
 from support.sharded import elements_of
@@ -97,7 +98,7 @@ def test_4_is_a_file_system_that_is_full(tiny_checkpoint, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [2, 15], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", sweep([2, 15], 15), ids=["SIGINT", "SIGTERM"])
 def test_5_is_interrupted_and_resume_goes_on(number, tiny_checkpoint, tmp_path):
     command = [*STRUCK, str(number), "0", *arguments_of("reshard", tiny_checkpoint, tmp_path)]
     alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}

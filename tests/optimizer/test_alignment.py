@@ -97,7 +97,7 @@ def differing(rank: int, world: int, name: str, seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("seeds", sweep([range(2), range(2, 40)], range(2)), ids=str)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", sweep(METHODS, *[*METHODS][:5]))
 def test_matrices_of_any_size_have_the_bits_of_one_process(name, seeds):
     assert run(4, differing, name, seeds) == [[]] * 4
 

@@ -85,7 +85,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(
-    ("spectrum", "m", "n", "name", "steps", "dtype", "published"), sweep(PUBLISHED, *PUBLISHED[16:28])
+    ("spectrum", "m", "n", "name", "steps", "dtype", "published"), sweep(PUBLISHED, *PUBLISHED[16:28:3])
 )
 def test_quality_is_as_published(
     spectrum: str, m: int, n: int, name: str, steps: int, dtype: torch.dtype, published: float

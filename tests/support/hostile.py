@@ -172,10 +172,10 @@ LAYER_WISE = {"algorithm": "padded-nscost", "parameter": [{"name": "w", "shape":
 MANY = 24 << 20
 
 CASES: dict[str, Callable[[], Callable[[Path], None]]] = {
-    "colliding keys in an option": lambda: option(colliding(200_000)),
-    "colliding keys in .metadata": lambda: alone(".metadata", colliding(60_000)),
+    "colliding keys in an option": lambda: option(colliding(50_000)),
+    "colliding keys in .metadata": lambda: alone(".metadata", colliding(30_000)),
     "colliding floats in an option": lambda: option(
-        b"\x80\2}(" + b"".join(b"G" + struct.pack(">d", float(n * COLLIDING)) + b"N" for n in range(1, 200_000)) + b"u."
+        b"\x80\2}(" + b"".join(b"G" + struct.pack(">d", float(n * COLLIDING)) + b"N" for n in range(1, 50_000)) + b"u."
     ),
     "nested references in an option": lambda: option(laughs()),
     "shared text in an option": lambda: option(
@@ -198,8 +198,8 @@ CASES: dict[str, Callable[[], Callable[[Path], None]]] = {
     "a tensor without end": lambda: edited(
         lambda m: m["tensors"][0].update(shape=[1 << 50], chunks=[{**m["tensors"][0]["chunks"][0], "hi": [1 << 50]}])
     ),
-    "nested boxes": lambda: nested(2500),
-    "crossed strips around a hole": lambda: strips(4000),
+    "nested boxes": lambda: nested(1800),
+    "crossed strips around a hole": lambda: strips(2800),
     "elements of holes": lambda: boxed([10 << 30], [([0], [10 << 30])]),
     "an item of holes": lambda: holes("__9_0.distcp", 1 << 32),
     "lists in flat_buffers.json": lambda: alone("flat_buffers.json", manifest_of("[" + "[]," * (MANY // 3) + "[]]")),
@@ -210,7 +210,7 @@ CASES: dict[str, Callable[[], Callable[[Path], None]]] = {
     "deep layer_wise.toml": lambda: alone("layer_wise.toml", "a = " + "[" * 60_000),
     "a sparse layer_wise.toml": lambda: alone("layer_wise.toml", "a = 1\n", 1 << 30),
     "lists in a rank's file": lambda: rank_files(containers(b"]", 24 << 20)),
-    "colliding keys in a rank's file": lambda: rank_files(colliding(60_000)),
+    "colliding keys in a rank's file": lambda: rank_files(colliding(30_000)),
     "a header of holes": lambda: alone("a.safetensors", (90_000_000).to_bytes(8, "little") + b"{", 1 << 30),
     "lists in a header": lambda: alone("a.safetensors", safetensors('{"a":[' + "[]," * (MANY // 3) + "[]]}")),
     "deep header": lambda: alone("a.safetensors", safetensors("[" * 60_000)),
