@@ -170,7 +170,7 @@ class LayerWise(CollectiveOptimizer):
         self._slot_snapshot, self._restarted_names = SlotSnapshot.of(self.state), list[str]()
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
-        self._active: set[str] | None = None
+        self._active_names: set[str] | None = None  # with a gradient on any rank; None until gradients are finished
         self._is_skipped, self._is_closed = False, False
         self._model, self._warned = weakref.ref(model), set[str]()
         IN_BUFFERS.update(dict.fromkeys(self._members.name_of, True))
@@ -267,7 +267,7 @@ class LayerWise(CollectiveOptimizer):
 
     def finish_gradients(self) -> None:
         """Wait for the reduced gradients, as `step` does otherwise.  Collective."""
-        if self._active is None:
+        if self._active_names is None:
             self._finish_gradients(None)
 
     def _agree(self, intent: Intent) -> None:
@@ -288,12 +288,12 @@ class LayerWise(CollectiveOptimizer):
             failure = failure or error
         # A rank that fails reduces too, as the others wait for it.
         self._gradients.finish()
-        self._active = self._agree_on_active(failure)
+        self._active_names = self._agree_on_active_names(failure)
         for part in self._parts.values():
             with rounded_once([part.gradient]) as [[gradient]]:
                 gradient.div_(self._divisor)
 
-    def _agree_on_active(self, failure: Exception | None) -> set[str]:
+    def _agree_on_active_names(self, failure: Exception | None) -> set[str]:
         """Return the names of the parameters that have a gradient on any of the ranks that share them; raise on every
         rank, if rates differ or one rank has failed.
         """
@@ -373,7 +373,7 @@ class LayerWise(CollectiveOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_parameters()
-        if self._active is not None:
+        if self._active_names is not None:
             self._gradients.collect_written()
         self._step_with_ranks(None)
         return loss
@@ -411,38 +411,50 @@ class LayerWise(CollectiveOptimizer):
             )
 
     def _step_with_ranks(self, failure: Exception | None) -> bool:
-        self._has_waiting_peers = False
-        if self._active is None:
+        """Step this rank's parts with the reduced gradients, and start to gather the parameters of all ranks.
+
+        Args:
+            failure: an error of this rank from before the ranks met, of a closure, say.  The rank takes part in
+                collectives all the same, as the others wait for it there, and raises the error afterwards.
+
+        Returns:
+            False if the step is skipped, because a rank has gradients that are not finite, or too large for its state.
+        """
+        self._has_waiting_peers = False  # from here on the other ranks hear of errors in the collectives below
+        # Finish the reduction of gradients, unless it is done: clipping, for one, needs them before the step.
+        if self._active_names is None:
             self._finish_gradients(failure)
-        if failure is None and not self._active:
+        if failure is None and not self._active_names:
             warn_of_no_gradient(stacklevel=7)
+        # Leave out the step on all ranks alike, if one of them asked for it when the gradients were finished.
         if self._nonfinite is not None and failure is None:
             if self._is_skipped:
-                self.zero_grad()  # which writes no memory
+                self.zero_grad()
             self._nonfinite.record_step(self._is_skipped, self._guard_gradients(), self._agreement.widest)
             if self._is_skipped:
                 return False
-        self.wait()  # for parameters that no forward pass has used
-        # Step this rank's parts, with the options of the groups as they are now.
+        # Gathers of the last step may still run, for parameters that no forward pass has used since.
+        self.wait()
+        # Step this rank's parts in their masters, with the options of the groups as they are now.
         intent = Intent.of(AGREE_ON_STEP, {})
         try:
             if failure is not None:
                 raise failure
-            assert self._active is not None
+            assert self._active_names is not None
             self._follow_state()
             intent = Intent.of(AGREE_ON_STEP, self._cleared_fact)
             for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner_group.update(options_of(group))
             for name, part in self._parts.items():
                 part.refresh_master()
-                part.master.grad = part.gradient.to(part.master.dtype) if name in self._active else None
+                part.master.grad = part.gradient.to(part.master.dtype) if name in self._active_names else None
             self._inner.step()
             for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
                 if STEPS_TAKEN in inner_group:
                     group[STEPS_TAKEN] = inner_group[STEPS_TAKEN]
         except Exception as error:
             intent = intent.failed(error, this_rank())
-        # A rank that has failed compares and gathers too, as the others wait for it.
+        # Tell the others whether this rank has failed: it compares and gathers too then, as they wait for it.
         self._agreement.agree(intent, Notes.compare)
         self._publish()
         self.zero_grad()
@@ -454,6 +466,7 @@ class LayerWise(CollectiveOptimizer):
         return True
 
     def _publish(self) -> None:
+        """Round masters to this rank's parts of the parameters, and start to gather those of others.  Collective."""
         for part in self._parts.values():
             part.master.grad = None
             part.publish()
@@ -466,7 +479,7 @@ class LayerWise(CollectiveOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; no memory is written."""
         self._gradients.drop()
-        self._active = None
+        self._active_names = None
 
     def close(self) -> None:
         """Remove the hooks from the model, for another optimizer to take over.  Steps are refused from then on."""
