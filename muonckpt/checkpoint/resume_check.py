@@ -484,38 +484,43 @@ def compare(
     return decide_on_first(
         process_group,
         AttestError,
-        lambda: _compare_items(loaded, take_parts()),
+        lambda: _make_rank_answer(loaded, take_parts()),
         lambda answers: _prove(loaded, step, ranks, answers),
     )
 
 
-def _compare_items(loaded: LoadedState, parts: LiveParts) -> _RankAnswer:
-    """Compare on this rank what is no tensor, and take the shares of the fingerprints of its tensors."""
-    # What no fingerprint can be taken of is refused by name, before work is spent.
+def _make_rank_answer(loaded: LoadedState, parts: LiveParts) -> _RankAnswer:
+    """Return this rank's answer: the differences of its other values, and what `_prove` compares tensors by.
+
+    A tensor may be cut over the ranks, so each takes its shares of the fingerprints, and the first rank joins them.
+    """
+    # Tensors that have no fingerprint are refused by name, before work is spent.
     live = LiveState.of(parts.state_dict, "to check")
     for key, value in live.flat.items():
         if isinstance(value, Tensor):
             refuse_unwritable(key, value)
-    # Tensors are compared by the first rank, all other values here, where both of them are.
+    # Tensors: only their shares.  Other values: compared here, with those that this rank has loaded.
     shares = shares_of(live, live.parts)
     differences = {difference.key: difference for difference in _item_differences(loaded, live, parts.covered_keys)}
+    # The proof counts equal values; those of tensors without dims count there as tensors.
     equal_items = 0
     for key, saved in loaded.items.items():
         equal_items += key in live.flat and key not in differences and not isinstance(saved, _Scalar)
-    # An option that a scheduler writes for itself, as it is made, changes no step.
+    # Values that the load left as the template had them: the proof names them, as it has nothing to compare them with.
+    # Options that schedulers write for themselves are left out, as they change no step.
     unloaded_items = set[str]()
     for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys():
         if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in HISTORY_OPTIONS:
             unloaded_items.add(key)
     return _RankAnswer(
-        shares,
-        tuple(differences.values()),
-        equal_items,
-        frozenset(loaded.paths),
-        parts.covered_keys,
-        frozenset(_parts_beside(loaded.paths, parts.covered_keys)),
-        frozenset(unloaded_items),
-        frozenset(parts.unrestored),
+        shares=shares,
+        differences=tuple(differences.values()),
+        equal_items=equal_items,
+        template_keys=frozenset(loaded.paths),
+        covered_keys=parts.covered_keys,
+        unchecked=frozenset(_parts_beside(loaded.paths, parts.covered_keys)),
+        unloaded_items=frozenset(unloaded_items),
+        unrestored=frozenset(parts.unrestored),
     )
 
 

@@ -68,7 +68,7 @@ class PlainParts:
         self._max_size = limits.SMALL_DESCRIPTION + limits.UNFOLDED * length
         self._size = 0
         self._converted: dict[int, tuple[Any, int]] = {}
-        """The containers that have been converted, by id: pickles share them."""
+        """Converted containers and calls, each with its size, by id: pickles share them."""
         self._encoded: dict[str, bytes | None] = {}
         """Bytes by the text that a pickle has of them, None if it has none: many calls can share one text."""
 
@@ -95,10 +95,14 @@ class PlainParts:
         if type(value) in (int, float, bool, NoneType):
             return value, 1
         if id(value) not in self._converted:
-            self._converted[id(value)] = self._convert_container(value)
+            self._converted[id(value)] = self._convert_object(value)
         return self._converted[id(value)]
 
-    def _convert_container(self, value: Any) -> tuple[Any, int]:
+    def _convert_object(self, value: Any) -> tuple[Any, int]:
+        """Return a container, or the call that makes an object, as plain data, and its size as `_convert` does.
+
+        Bytes, numpy's scalars and enumerations of words are calls.  Others are refused, or stay if not ``strict``.
+        """
         match value:
             # Containers, part by part.
             case list() | tuple():
@@ -110,9 +114,10 @@ class PlainParts:
                     raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(kinds))}")
                 parts, size = self._convert_all(value.values())
                 return dict(zip(keys, parts, strict=True)), 1 + key_size + size
-            # Bytes, and numpy's scalars, whose elements are bytes.
+            # Bytes, which a pickle of this protocol makes of text.
             case Record() if (data := self._bytes(value)) is not None:
                 return data, 1 + len(data)
+            # A scalar of numpy, from the code of its dtype and the bytes of its element.
             case Record(
                 kind=kind,
                 args=(Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)), Record() as elements),
@@ -123,6 +128,7 @@ class PlainParts:
                 and len(data) == struct.calcsize(_CODES[code])
             ):
                 return struct.unpack(_CODES[code], data)[0], 1
+            # A member of an enumeration of words, as that word.
             case Record(kind=kind, args=tuple((word,)), state=None, items=None) if kind in _WORDS and type(word) is str:
                 return word, 1 + len(word)
             case Record() | Global() if self._strict:
