@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 import torch
@@ -137,6 +138,18 @@ def damaged(driver):
         muonckpt.save({"model": model, "optimizer": {"state": momentum, "param_groups": groups}}, whole)
         muonckpt.reshard(whole, run / f"step-{step:08}", mesh={"dp": 4})
     (run / "step-00000002" / "__2_0.distcp").unlink()
+    # A second attempt from step 1, which is proved, and a third one that differs and has saved nothing.
+    muonckpt.reshard(whole, run / "step-00000002.2", mesh={"dp": 4})
+    for name, time in (("step-00000001", 100), ("step-00000002", 200), ("step-00000002.2", 400)):
+        for file in (run / name).rglob("*"):
+            os.utime(file, (time, time))
+    proof = {"equal": True, "tensors": 25, "items": 1, "differences": [], "unchecked": []}
+    differing = proof | {"equal": False, "differences": ["lr 0.02 -> 0.5"]}
+    resume = {"step": 1, "path": str(run / "step-00000001"), "ranks_saved": 4, "ranks": 2}
+    lines = [resume | {"attempt": 1, "timestamp": 300, "proof": proof}]
+    lines.append(resume | {"attempt": 2, "timestamp": 500, "proof": differing})
+    (run / "resumes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [verdict.is_whole for verdict in muonckpt.verify_run(run)] == [True]
     muonckpt.report(run / "step-00000002", stats="norms").write(driver.place / "damaged.html")
     muonckpt.report_run(run).write(driver.place / "run.html")
     return run
@@ -232,10 +245,48 @@ def test_pages_fit_into_narrow_and_wide_windows(driver, damaged):
 
 def test_the_page_of_a_run_has_its_steps(driver, damaged):
     shown(driver, driver.place / "run.html")
-    assert keys_shown(driver, "#steps") == ["step-00000001", "step-00000002"]
+    assert keys_shown(driver, "#steps") == ["step-00000001", "step-00000002", "step-00000002.2"]
     said = text(driver, "#verdict")
-    assert "step-00000002 is damaged: rank 2's file __2_0.distcp is missing" in said and "step-00000001" in said
+    assert "step-00000002 is damaged: rank 2's file __2_0.distcp is missing" in said and "step-00000002.2, verified" in said
     driver.find_elements("css selector", "#steps tbody tr.row button")[1].click()
     waited(lambda: driver.execute_script("return document.getElementById('tensor').open"))
     assert "__2_0.distcp is missing" in text(driver, "#tensor")
     assert driver.get_log("browser") == []
+
+
+def test_attempts_of_a_run_stand_beside_each_other_with_their_proofs(driver, damaged):
+    shown(driver, driver.place / "run.html")
+    rows = "return [...document.querySelectorAll('#attempts tbody tr')].map((row) => row.innerText)"
+    start, first, second = driver.execute_script(rows)
+    assert "2 steps: 1 to 2, 1 not whole" in start
+    assert "resume 1" in first and "1 step: 2" in first and "\u2713 proved: 25 tensors" in first
+    assert "resume 2" in second and "none" in second and "\u2715 not as it was saved: lr 0.02 -> 0.5" in second
+    assert "resume 2, from step 1: not as it was saved" in text(driver, "#verdict")
+
+
+def test_what_to_do_about_a_run_is_in_its_verdict(driver, damaged):
+    shown(driver, driver.place / "run.html")
+    assert f"muonckpt verify '{damaged / 'step-00000002'}'" in text(driver, "#verdict")
+
+
+def test_a_table_of_steps_fits_into_1000_pixels_and_names_what_a_narrow_window_hides(driver, damaged):
+    hidden = {}
+    for width in (500, 1000):
+        widths(driver, driver.place / "run.html", width)
+        waited(lambda: keys_shown(driver, "#steps"))
+        hidden[width] = text(driver, "#steps")
+    assert "Further to the right: saved (UTC), after, verified (UTC)." in hidden[500]
+    assert "Further to the right" not in hidden[1000]
+
+
+def test_charts_of_a_run_have_steps_below_and_none_is_of_one_number(driver, damaged):
+    """Bytes of whole steps are alike, and no attempt has two times that differ: both are said in words."""
+    widths(driver, driver.place / "run.html", 1000)
+    said = text(driver, "#charts")
+    assert "Bytes of whole steps" in said and " each" in said
+    figures = (
+        "return [...document.querySelectorAll('#charts canvas')].map((canvas) => canvas.getAttribute('aria-label'))"
+    )
+    labels = driver.execute_script(figures)
+    assert labels and all(" by step: " in label for label in labels)
+    assert not any(label.startswith(("Bytes", "Time")) for label in labels)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ...converters.compare.stats import STATS_MEMORY
@@ -19,8 +19,9 @@ from ...names.version import VERSION
 from ...names.wording import Finding, counted, unnumbered
 from ...store.io.location import Remote
 from ...store.reading.payloads import Progress
+from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at
 from ...store.verify.run import RunStep
-from .checkpoint_page import Reading, StatsChoice, told_by
+from .checkpoint_page import Reading, StatsChoice, told_by, verdict_of
 from .document import HtmlPage, plain, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
 
@@ -66,11 +67,13 @@ class RunPage(HtmlPage):
         history: its steps, and what changed between them by their metadata.
         stats: the choice of numbers to measure.
         numbers: by the name of the step; those whose metadata cannot be read have none.
+        diagnosis: which steps are not whole, and what to do.
     """
 
     history: RunHistory
     stats: StatsChoice
     numbers: Mapping[str, StepNumbers]
+    diagnosis: Diagnosis
     scripts = ("words", "frame", "findings", "table", "charts", "run")
 
     @property
@@ -78,20 +81,9 @@ class RunPage(HtmlPage):
         return Path(str(self.history.run.path)).name
 
     @property
-    def verdict(self) -> str:
-        """The sentence that says which steps are not whole; empty if all are."""
-        bad = [step for step in self.history.steps if step.state != "whole"]
-        if not bad:
-            return ""
-        names = ", ".join(f"{step.name} ({step.state})" for step in bad[-3:])
-        steps = counted(len(self.history.steps), "step")
-        return f"{len(bad)} of {steps} {'is' if len(bad) == 1 else 'are'} not whole: {'… ' * (len(bad) > 3)}{names}"
-
-    @property
     def lines(self) -> Iterator[str]:
-        """The lines for a terminal that say which steps are not whole."""
-        if self.verdict:
-            yield f"{self.history.run.path}: {self.verdict}."
+        """The lines for a terminal that say which steps are not whole, and what to do."""
+        return self.diagnosis.lines
 
     @property
     def findings(self) -> int:
@@ -110,11 +102,12 @@ class RunPage(HtmlPage):
         return {
             "muonckpt": VERSION,
             **plain(self.history),
-            "verdict": self.verdict,
+            "verdict": verdict_of(self.diagnosis),
             "overview": list(overview_of_run(self.history)),
             "measured": self.stats,
             "findings": findings,
             "left_out": left_out,
+            "attempts": _attempts(self.history),
             "since": since,
             "series": plain(list(_series(self.history.steps, self.numbers))),
         }
@@ -154,18 +147,61 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
     """Make a page as `report_run` does about a run whose metadata have been looked at."""
     next_progress = in_turns(progress)
     numbers: dict[str, StepNumbers] = {}
-    # Two steps are open at once: each is compared with the readable one before it.
-    earlier: tuple[str, PageSource] | None = None
-    with ExitStack() as stack:
-        for step in history.steps:
-            if step.name not in history.views:
-                continue
-            source = PageSource.at(step.path, stack)
-            numbers[step.name] = _numbers_of(source, earlier, reading, next_progress())
-            if earlier:
-                earlier[1].opened.close()
-            earlier = step.name, source
-    return RunPage(history, reading.stats, numbers)
+    # Two steps are open at once: each is compared with the readable one before it, the first with what was restored.
+    attempts = _attempts(history)
+    for attempt in sorted({*attempts}):
+        members = [step for step, number in zip(history.steps, attempts, strict=True) if number == attempt]
+        earlier: tuple[str, PageSource] | None = None
+        with ExitStack() as stack:
+            for step in (*_restored(history, attempt), *members):
+                if step.name not in history.views:
+                    continue
+                source = PageSource.at(step.path, stack)
+                if step in members:
+                    numbers[step.name] = _numbers_of(source, earlier, reading, next_progress())
+                if earlier:
+                    earlier[1].opened.close()
+                earlier = step.name, source
+    return RunPage(history, reading.stats, numbers, _diagnosis(history))
+
+
+def _attempts(history: RunHistory) -> list[int]:
+    """Return the attempt that saved each step: how many resumes are recorded before its files were written."""
+    return [sum(resume.timestamp <= (step.saved or 0) for resume in history.resumes) for step in history.steps]
+
+
+def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
+    """Return the step that an attempt began with; none at the start, or if it is not here any more."""
+    names = {PurePath(resume.path).name for resume in history.resumes[attempt - 1 : attempt]} if attempt else set()
+    return [step for step in history.steps if step.name in names]
+
+
+def _diagnosis(history: RunHistory) -> Diagnosis:
+    """Say which steps of a run are not whole, and what to do: how it goes on first, then about older steps."""
+    steps, newest = history.steps, history.newest_whole
+    bad = [step for step in steps if step.state != "whole"]
+    if not bad:
+        return Diagnosis(history.run.path, "")
+    # The sentence names the newest.
+    names = ", ".join(f"{step.name} ({step.state})" for step in bad[-3:])
+    is_or_are = "is" if len(bad) == 1 else "are"
+    sentence = f"{len(bad)} of {counted(len(steps), 'step')} {is_or_are} not whole: {'… ' * (len(bad) > 3)}{names}"
+    # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
+    newer = steps[steps.index(newest) + 1 :] if newest else steps
+    damaged = [step for step in reversed(bad) if step.state != "incomplete"]
+    remedies: list[Remedy] = []
+    if damaged and damaged[0] in newer:
+        remedies += diagnosis_at(damaged.pop(0).path, [step.name for step in bad]).remedies
+    elif newest and newer:
+        remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
+    # Of others, nothing has to be done before that.
+    for step in damaged[:_MAX_STEPS]:
+        remedies.append(Remedy(command("verify", step.path), f"says what {step.name} has lost, and what to do"))
+    return Diagnosis(history.run.path, sentence, tuple(remedies))
+
+
+_MAX_STEPS = 2
+"""The most steps, besides the newest, about which a page says what to do."""
 
 
 def _numbers_of(

@@ -25,8 +25,17 @@ function chart({ title, note, label, height, draw }) {
   return figure;
 }
 
+// What is one number for all of them needs no picture: a figure that says it; null if they differ.
+function sameForAll(title, note, values, format) {
+  const texts = new Set(values.map((value) => (typeof value === "string" ? shown(value) : format(value))));
+  if (texts.size > 1) return null;
+  return el("figure", {}, el("figcaption", {}, title, note ? el("span", { class: "muted" }, note) : null), el("p", {}, [...texts], values.length > 1 ? " each" : null));
+}
+
 // Bars of one quantity over ranks or files, with a line at the mean; more bars than pixels become their maxima.
 function barChart({ title, values, names, format }) {
+  const alike = sameForAll(title, null, values, format);
+  if (alike) return alike;
   const most = values.reduce((a, b) => Math.max(a, b), 0);
   const least = values.reduce((a, b) => Math.min(a, b), Infinity);
   const mean = values.reduce((a, b) => a + b, 0) / values.length;
@@ -87,23 +96,23 @@ function logScale(values, from, to) {
   return { low, high, place };
 }
 
-// Numbers for an axis from 10^low to 10^high: powers of ten if there are two, else the ends.
-function ticks(low, high) {
+// Numbers for an axis from 10^low to 10^high: powers of ten if there are two and they are plain numbers, else the ends.
+function ticks(low, high, format) {
   const powers = [];
-  for (let power = Math.ceil(low); power <= high; power++) powers.push(10 ** power);
+  if (format === short) for (let power = Math.ceil(low); power <= high; power++) powers.push(10 ** power);
   if (powers.length > 6) return powers.filter((_, i) => i % Math.ceil(powers.length / 5) === 0);
   if (powers.length >= 2) return powers;
   return [10 ** (low + 0.12 * (high - low)), 10 ** (high - 0.12 * (high - low))].map((value) => Number(value.toPrecision(3)));
 }
 
-function axis(context, scale, left, width) {
+function axis(context, scale, left, width, format = short) {
   context.textAlign = "right";
-  for (const value of ticks(scale.low, scale.high)) {
+  for (const value of ticks(scale.low, scale.high, format)) {
     const y = Math.round(scale.place(value));
     context.fillStyle = colour("line");
     context.fillRect(left, y, width - left, 1);
     context.fillStyle = colour("muted");
-    context.fillText(short(value), left - 6, y);
+    context.fillText(format(value), left - 6, y);
   }
 }
 
@@ -116,46 +125,69 @@ function dot(context, x, y, radius, odd, colourOf) {
   context.fill();
 }
 
-// One dot a layer or a step, from the first to the last or `at` its place, on a logarithmic scale; `odd` ones stand out,
-// and null has none.  Where another line `begins`, there is a dashed one.
-function dotChart({ title, note, values, names, odd, colourOf, by = "layer", at = values.map((_, i) => i), begins = [] }) {
+// Places along an axis, so far apart that numbers fit; the last always has one.
+function spread(places, x) {
+  const sorted = [...new Set(places)].sort((a, b) => b - a);
+  return sorted.filter((place, n) => (n ? sorted.last - x(place) >= 52 : true) && ((sorted.last = x(place)), true));
+}
+
+// One dot a layer or a step, from the first to the last or `at` its number, on a logarithmic scale named `y`; `odd` ones
+// stand out, and null has none.  Those of one of `lines` are joined unless null lies between; where another line begins,
+// there is a dashed one.
+function dotChart({ title, note, y = title, format = short, values, names, odd, colourOf, by = "layer", at = null, lines = values.map(() => 0), tell = () => [] }) {
   const known = values.map((value) => (value === null || typeof value === "number" ? value : 0));
-  const label = `${title} by ${by}: ` + known.slice(0, 40).map(short).join(", ");
-  const [least, most] = at.reduce(([a, b], place) => [Math.min(a, place), Math.max(b, place)], [Infinity, -Infinity]);
+  const alike = sameForAll(title, note, values.filter((value) => value !== null), format);
+  if (alike) return alike;
+  const label = `${title} by ${by}: ` + known.slice(0, 40).map(format).join(", ");
+  const places = at || values.map((_, i) => i);
+  const [least, most] = places.reduce(([a, b], place) => [Math.min(a, place), Math.max(b, place)], [Infinity, -Infinity]);
+  const members = [...new Set(lines)].map((line) => known.map((_, i) => i).filter((i) => lines[i] === line));
   const draw = (context, width, height) => {
-    const [left, bottom] = [54, height - 18];
+    const [left, bottom] = [68, height - 32];
     const scale = logScale(known, bottom - 4, 6);
-    axis(context, scale, left, width);
-    const x = (i) => left + 10 + (most > least ? ((at[i] - least) * (width - left - 20)) / (most - least) : (width - left - 20) / 2);
+    axis(context, scale, left, width, format);
+    context.save();
+    context.translate(8, (bottom + 6) / 2);
+    context.rotate(-Math.PI / 2);
+    context.textAlign = "center";
+    context.fillText(y + ", logarithmic", 0, 0);
+    context.restore();
+    const x = (place) => left + 10 + (most > least ? ((place - least) * (width - left - 30)) / (most - least) : (width - left - 30) / 2);
     context.strokeStyle = colour("muted");
     context.setLineDash([4, 3]);
     context.beginPath();
-    for (const i of begins) { context.moveTo(x(i), 6); context.lineTo(x(i), bottom); }
+    for (const [first] of members.slice(1)) { context.moveTo(x(places[first]), 6); context.lineTo(x(places[first]), bottom); }
     context.stroke();
     context.setLineDash([]);
     context.strokeStyle = colour(colourOf);
     context.globalAlpha = 0.45;
     context.beginPath();
-    known.forEach((value, i) => {
-      if (begins.includes(i)) context.moveTo(x(i), scale.place(value ?? 0));
-      if (value !== null) context.lineTo(x(i), scale.place(value));
-    });
+    for (const line of members) {
+      let joined = false;
+      for (const i of line) {
+        const point = [x(places[i]), scale.place(known[i] ?? 0)];
+        if (known[i] !== null && joined) context.lineTo(...point); else context.moveTo(...point);
+        joined = known[i] !== null;
+      }
+    }
     context.stroke();
     context.globalAlpha = 1;
     const radius = known.length > 200 ? 1.5 : 3;
     known.forEach((value, i) => {
-      if (value !== null) dot(context, x(i), scale.place(value), radius, odd(i), colourOf);
+      if (value !== null) dot(context, x(places[i]), scale.place(value), radius, odd(i), colourOf);
     });
     context.fillStyle = colour("muted");
     context.textAlign = "center";
-    context.fillText("first to last, logarithmic", (left + width) / 2, bottom + 11);
-    return (mouse) => {
-      const away = (i) => Math.abs(x(i) - mouse);
+    if (at) for (const place of spread(places, x)) context.fillText(String(place), x(place), bottom + 9);
+    context.fillText(at ? by : by + ", first to last", (left + width) / 2, bottom + 23);
+    return (mouseX, mouseY) => {
+      if (mouseX < left) return null;
+      const away = (i) => (known[i] === null ? Infinity : Math.hypot(x(places[i]) - mouseX, (scale.place(known[i]) - mouseY) / 4));
       const i = known.reduce((best, _, n) => (away(n) <= away(best) ? n : best), 0);
-      return mouse < left ? null : { title: names(i), lines: [title + " " + short(values[i])] };
+      return { title: names(i), lines: [title + " " + (typeof values[i] === "string" ? shown(values[i]) : format(values[i])), ...tell(i)] };
     };
   };
-  return chart({ title, note, label, height: 170, draw });
+  return chart({ title, note, label, height: 184, draw });
 }
 
 // The largest singular values of each tensor as a line, in terms of the largest, on a logarithmic scale.

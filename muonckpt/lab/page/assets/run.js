@@ -14,8 +14,16 @@ function duration(seconds) {
   return short(seconds / size) + " " + unit;
 }
 
-// Seconds since the step before was saved.
-const BETWEEN = STEPS.map((step, i) => (i && step.saved !== null && STEPS[i - 1].saved !== null ? Math.max(0, step.saved - STEPS[i - 1].saved) : null));
+// The attempt that saved each step: the number of resumes before; 0 is the start.
+const ATTEMPT = DATA.attempts;
+const attemptName = (number) => (number ? "resume " + DATA.resumes[number - 1].attempt : "start");
+
+// Seconds since the step before of the same attempt was saved.
+const SAVED = STEPS.map((step) => (step.state === "incomplete" ? null : step.saved));
+const BETWEEN = STEPS.map((_, i) => {
+  const before = i ? ATTEMPT.lastIndexOf(ATTEMPT[i], i - 1) : -1;
+  return before >= 0 && SAVED[i] !== null && SAVED[before] !== null ? Math.max(0, SAVED[i] - SAVED[before]) : null;
+});
 
 // One value of a role at each step: the norm of all its tensors, and their drift in terms of the norm before.
 function ofRole(role, name) {
@@ -38,18 +46,21 @@ function stateCell(step) {
 
 function runVerdict() {
   const bad = STEPS.filter((step) => step.state !== "whole");
+  const differing = DATA.resumes.filter((resume) => resume.proof && !resume.proof.equal);
   const about = (wanted) => DATA.overview.filter(([label]) => wanted.includes(label)).map(([label, text]) => el("p", {}, el("b", { class: "plain" }, label + ": "), text));
-  const lines = about(["newest whole", "latest"]);
-  if (!bad.length) return section("verdict", "Verdict", el("div", { class: "verdict" }, el("p", {}, "\u2713 " + (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell."), lines));
-  const few = 5;
   const told = (step) => el("li", {}, el("span", { class: "mono" }, step.name), " is " + step.state + ": " + step.fault);
-  return section("verdict", "Verdict", el("div", { class: "verdict bad-news" },
-    el("p", {}, el("b", {}, "\u2715 "), DATA.verdict + "."),
-    el("ul", {}, bad.slice(-few).map(told)), bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).map(told))) : null, lines));
+  const few = 5;
+  return verdictSection({
+    well: (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell.",
+    verdict: DATA.verdict,
+    more: el("div", { class: "verdict below" + (bad.length || differing.length ? " bad-news" : "") }, about(["newest whole", "latest"]),
+      differing.map((resume) => el("p", {}, el("b", {}, "\u2715 "), "resume " + resume.attempt + ", from step " + resume.step + ": " + resume.verdict)),
+      bad.length ? el("ul", {}, bad.slice(-few).map(told)) : null,
+      bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).map(told))) : null),
+  });
 }
 
 function stepsSection() {
-  const perRole = PRESENT.flatMap((role) => ["norm", "drift"].map((name) => [role, name, ofRole(role, name)]));
   const table = new LongTable({
     caption: "Steps of the run", height: 480, open: openStep,
     columns: [
@@ -59,12 +70,16 @@ function stepsSection() {
       { label: "bytes", width: 90, number: true, value: (i) => STEPS[i].bytes, text: (i) => bytes(STEPS[i].bytes) },
       { label: "saved (UTC)", width: 140, value: (i) => STEPS[i].saved, text: (i) => when(STEPS[i].saved) },
       { label: "after", width: 84, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
-      { label: "verified (UTC)", width: 140, value: (i) => (STEPS[i].verified ? STEPS[i].verified.when : null), text: (i) => (STEPS[i].verified ? when(STEPS[i].verified.when) : "never") },
-      ...perRole.map(([role, name, values]) => ({ label: (name === "norm" ? "norm of " : "drift of ") + role, width: 140, number: true, value: (i) => values[i], text: (i) => (name === "norm" ? short(values[i]) : values[i] === null ? "-" : percent(values[i])) })),
+      { label: "verified (UTC)", width: 140, value: (i) => (STEPS[i].verified ? STEPS[i].verified.timestamp : null), text: (i) => (STEPS[i].verified ? when(STEPS[i].verified.timestamp) : "never") },
     ],
   });
   table.setRows(STEPS.map((_, i) => i));
-  return section("steps", "Steps", table.node, el("p", { class: "muted below" }, "Press a step to see what was found at it, and what changed since the step before."));
+  return section("steps", "Steps", table.node, el("p", { class: "muted below" }, "Press a step for its norms, what was found at it, and what changed since the step before."));
+}
+
+function driftSince(role, i) {
+  const drift = ofRole(role, "drift")[i];
+  return drift === null ? "" : "; drift since " + DATA.since[i] + ": " + percent(drift);
 }
 
 function openStep(i) {
@@ -72,7 +87,8 @@ function openStep(i) {
   const step = STEPS[i];
   const changes = DATA.changes.filter((change) => change.name === step.name);
   const facts = [["state", stateCell(step)], step.fault ? ["what is wrong", step.fault] : null, ["path", el("span", { class: "mono" }, step.path)], ["bytes", bytes(step.bytes)],
-    ["saved", when(step.saved) + " UTC"], ["verified", step.verified ? when(step.verified.when) + " UTC: " + step.verified.verdict : "never"],
+    ["saved", when(step.saved) + " UTC" + (DATA.resumes.length ? ", after " + attemptName(ATTEMPT[i]) : "")], ["verified", step.verified ? when(step.verified.timestamp) + " UTC: " + step.verified.verdict : "never"],
+    ...PRESENT.map((role) => ["norm of " + role, short(ofRole(role, "norm")[i]) + driftSince(role, i)]),
     DATA.left_out[i] ? ["not measured", count(DATA.left_out[i], "tensor") + " with lost parts"] : null].filter(Boolean);
   dialog.replaceChildren(
     el("div", { class: "head" }, el("h2", { id: "tensor-title" }, step.name), el("form", { method: "dialog", class: "bar" }, el("button", { autofocus: true }, "Close"))),
@@ -96,30 +112,40 @@ function findingsOfRun() {
 }
 
 function chartsSection() {
-  const names = (i) => STEPS[i].name;
-  const panel = (node) => el("div", { class: "panel" }, node);
-  const figures = [panel(barChart({ title: "Bytes by step", values: STEPS.map((step) => step.bytes), names, format: bytes }))];
-  if (BETWEEN.filter((each) => each !== null).length > 1) figures.push(panel(barChart({ title: "Time since the step before", values: BETWEEN.map((each) => each || 0), names, format: duration })));
+  const figures = [];
+  const add = (values, about) => {
+    if (values.every((value) => value === null)) return;
+    figures.push(el("div", { class: "panel" }, dotChart({ values, names: (i) => STEPS[i].name, odd: isOddStep, colourOf: "accent", by: "step", at: STEPS.map((step) => step.step), lines: ATTEMPT,
+      ...about, tell: (i) => [DATA.resumes.length ? "after " + attemptName(ATTEMPT[i]) : null, about.drift && DATA.since[i] ? "since " + DATA.since[i] : null].filter(Boolean) })));
+  };
   for (const role of PRESENT) {
-    for (const [name, title, note] of [["norm", "Norm of ", "2-norm of all together"], ["drift", "Drift of ", "change since the step before, over the norm there"]]) {
-      const values = ofRole(role, name);
-      if (values.some((value) => value !== null)) figures.push(panel(dotChart({ title: title + role, note, values, names, odd: isOddStep, colourOf: colourName(role), by: "step" })));
-    }
+    add(ofRole(role, "norm"), { title: "Norm of " + role, y: "2-norm", note: "2-norm of all together", colourOf: colourName(role) });
+    add(ofRole(role, "drift"), { title: "Drift of " + role, y: "drift", note: "change since the step before, over the norm there", colourOf: colourName(role), format: percent, drift: true });
   }
+  add(STEPS.map((step) => (step.state === "whole" ? step.bytes : null)), { title: "Bytes of whole steps", y: "bytes", format: bytes });
+  add(BETWEEN, { title: "Time since the step before", y: "time", format: duration });
   return section("charts", "Step by step", el("div", { class: "grid three" }, figures),
-    DATA.measured === "none" ? el("p", { class: "muted" }, "Norms and drift were not measured (--stats none).") : el("p", { class: "muted below" }, "Red squares: steps that are not whole. A value is left out where parts of its tensors are lost."));
+    el("p", { class: "muted below" }, DATA.measured === "none" ? "Norms and drift were not measured (--stats none). " : null, "Red squares: steps that are not whole. A value is left out where parts of its tensors are lost, and no line crosses it.",
+      DATA.resumes.length ? " A line is one attempt; a dashed line is where a resume saved its first step." : null));
 }
 
-// What is recorded of each resume: exactly this, and nothing that is told from the steps.
-function resumesSection() {
+// The start and each resume, with exactly what is recorded of it, and the steps that it saved by the times of their files.
+function attemptsSection() {
   const resumes = DATA.resumes;
   if (!resumes.length && !DATA.unread_resumes) return null;
-  const state = (resume) => !resume.proof ? "not checked" : resume.proof.equal ? "\u2713 proved" : "\u2715 differs";
-  const odd = resumes.filter((resume) => resume.proof && !resume.proof.equal);
-  return section("resumes", "Resumes",
-    odd.length ? el("div", { class: "verdict bad-news" }, el("p", {}, el("b", {}, "\u2715 "), count(odd.length, "resume") + " did not go on from what was saved."), el("ul", {}, odd.map((resume) => el("li", {}, "attempt " + resume.attempt + ", from step " + resume.step + ": " + resume.proof.differences.join("; "))))) : null,
-    plainTable("Resumes of the run", ["attempt", "when (UTC)", "#from step", "#ranks before", "#ranks", "proof", "what it says"], resumes.map((resume) => [String(resume.attempt), when(resume.when), String(resume.step), resume.ranks_saved === null ? "-" : count(resume.ranks_saved), count(resume.ranks), state(resume), resume.verdict])),
-    DATA.unread_resumes ? el("p", { class: "muted below" }, count(DATA.unread_resumes, "line") + " of resumes.jsonl cannot be read.") : null);
+  const saved = (number) => {
+    const steps = STEPS.filter((_, i) => ATTEMPT[i] === number);
+    const bad = steps.filter((step) => step.state !== "whole").length;
+    if (!steps.length) return "none";
+    const names = steps.length > 1 ? steps[0].step + " to " + steps[steps.length - 1].step : String(steps[0].step);
+    return [count(steps.length, "step") + ": " + names, bad ? el("span", { class: "bad" }, ", " + bad + " not whole") : null];
+  };
+  const proof = ({ proof, verdict }) => (proof ? el("span", { class: proof.equal ? "status-same" : "bad" }, (proof.equal ? "\u2713 " : "\u2715 ") + verdict) : verdict);
+  const rows = resumes.map((resume, n) => [attemptName(n + 1), when(resume.timestamp), String(resume.step), (resume.ranks_saved === null ? "?" : count(resume.ranks_saved)) + " \u2192 " + count(resume.ranks), saved(n + 1), proof(resume)]);
+  return section("attempts", "Attempts",
+    el("div", { class: "panel attempts" }, plainTable("Attempts of the run", ["attempt", "began (UTC)", "from step", "ranks", "saved", "proof of the resume"], [["start", "-", "-", "-", saved(0), "-"], ...rows])),
+    resumes.some((resume) => !resume.proof) ? el("p", { class: "muted below" }, "To prove a resume, call ", el("code", {}, "check(model, optimizer)"), " on what Series.restore returns, before the first step.") : null,
+    DATA.unread_resumes ? el("p", { class: "muted below" }, DATA.unread_resumes + ".") : null);
 }
 
 function seriesSection() {
@@ -144,5 +170,5 @@ function seriesSection() {
 }
 
 const TOTAL = STEPS.reduce((sum, step) => sum + step.bytes, 0);
-show(DATA.run, [count(STEPS.length, "step"), bytes(TOTAL)].join(" \u00b7 "), [runVerdict(), stepsSection(), findingsOfRun(), chartsSection(), resumesSection(), seriesSection()]);
+show(DATA.run, [count(STEPS.length, "step"), bytes(TOTAL)].join(" \u00b7 "), [runVerdict(), attemptsSection(), stepsSection(), findingsOfRun(), chartsSection(), seriesSection()]);
 performance.mark("ready");

@@ -31,10 +31,12 @@ class LongTable {
       el("colgroup", {}, widths), el("thead", {}, el("tr", { "aria-rowindex": 1 }, this.heads)), this.body);
     const least = columns.reduce((sum, column) => sum + (column.width || (innerWidth < 640 ? 190 : 260)), 0);
     this.table.style.minWidth = least + "px";
-    this.node = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, onscroll: () => this.soon() },
+    this.view = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, onscroll: () => this.soon() },
       this.table);
-    if (height) this.node.style.maxHeight = height + "px";
-    new ResizeObserver(() => this.soon()).observe(this.node);
+    if (height) this.view.style.maxHeight = height + "px";
+    this.unseen = el("p", { class: "muted below", hidden: true });
+    this.node = el("div", {}, this.view, this.unseen);
+    new ResizeObserver(() => this.soon()).observe(this.view);
   }
 
   setRows(rows) {
@@ -70,7 +72,7 @@ class LongTable {
       });
     }
     this.table.setAttribute("aria-rowcount", this.order.length + 1);
-    this.node.scrollTop = 0;
+    this.view.scrollTop = 0;
     this.refresh();
   }
 
@@ -87,8 +89,8 @@ class LongTable {
   }
 
   draw() {
-    const first = Math.max(0, Math.floor((this.node.scrollTop - 28) / ROW) - AHEAD);
-    const last = Math.min(this.order.length, Math.ceil((this.node.scrollTop + (this.node.clientHeight || 560)) / ROW) + AHEAD);
+    const first = Math.max(0, Math.floor((this.view.scrollTop - 28) / ROW) - AHEAD);
+    const last = Math.min(this.order.length, Math.ceil((this.view.scrollTop + (this.view.clientHeight || 560)) / ROW) + AHEAD);
     for (const [position, row] of this.alive) {
       if (position < first || position >= last) { row.remove(); this.alive.delete(position); }
     }
@@ -105,6 +107,11 @@ class LongTable {
     }
     this.above.style.height = first * ROW + "px";
     this.below.style.height = (this.order.length - last) * ROW + "px";
+    // What a narrow window does not show is named.
+    const edge = this.view.scrollLeft + this.view.clientWidth + 1;
+    const unseen = this.view.clientWidth ? this.columns.filter((_, i) => this.heads[i].offsetLeft + this.heads[i].offsetWidth > edge) : [];
+    this.unseen.hidden = !unseen.length;
+    this.unseen.textContent = "Further to the right: " + unseen.map((column) => shown(column.label)).join(", ") + ".";
   }
 
   row(position) {
