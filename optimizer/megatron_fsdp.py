@@ -296,36 +296,53 @@ def _declared_boxes(param: DTensor) -> list[Box]:
 def _complete_groups(optimizer: Muon, params: Mapping[str, DTensor]) -> None:
     """Add parameters to the groups in which other ranks have them, where this rank's shards are empty.  Collective.
 
+    A rank of Megatron-FSDP may have no element of a parameter, which code then leaves out of groups; but all ranks of a
+    parameter plan its step together, so they need the same groups.
+
     Raises:
         ValueError: on all ranks, if their groups cannot be made the same.
     """
     groups = optimizer.param_groups
     is_named = any("param_names" in group for group in groups)
     for members in _by_ranks(params):
-        # Ranks tell each other the group of each parameter, and whether they have elements of those in none.
+        # What this rank says of each parameter: its group, whether it is in none, and whether it has elements then.
         group_numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
         local_numbers = [group_numbers.get(param, -1) for param in members.params.values()]
         is_missing = [number < 0 for number in local_numbers]
         sizes = [local_of(param).numel() for param in members.params.values()]
         is_partial = [missing and size > 0 for missing, size in zip(is_missing, sizes, strict=True)]
+        # What the ranks say together is the largest of each number; that of the negated count is the fewest groups.
         facts = members.largest([*local_numbers, *is_missing, *is_partial, len(groups), -len(groups), is_named])
-        rows = np.array(facts[:-3]).reshape(3, -1)
-        joint_numbers = dict(zip(members.params, rows[0].tolist(), strict=True))
-        incomplete, partial = (
-            [name for name, fact in zip(members.params, row, strict=True) if fact and joint_numbers[name] >= 0]
-            for row in rows[1:].tolist()
-        )
-        if not incomplete:
+        *parameter_facts, most_groups, negated_fewest, is_named_anywhere = facts
+        rows = np.array(parameter_facts).reshape(3, -1).tolist()
+        joint_numbers = dict(zip(members.params, rows[0], strict=True))
+        incomplete_names, partial_names = list[str](), list[str]()
+        for name, number, is_incomplete, has_elements in zip(members.params, *rows, strict=True):
+            # A parameter that is in no group on any rank (-1) is not trained, and needs none.
+            if number >= 0 and is_incomplete:
+                incomplete_names.append(name)
+            if number >= 0 and has_elements:
+                partial_names.append(name)
+        if not incomplete_names:
             continue
-        # All of them refuse alike what they cannot complete, or complete it.
-        _refuse_groups(incomplete, partial, (-facts[-2], facts[-3]), optimizer._has_history)
+        # All ranks refuse alike what they cannot complete, or put the same parameters into each group in one order.
+        num_groups = -negated_fewest, most_groups
+        _refuse_groups(incomplete_names, partial_names, num_groups, optimizer._has_history)
         for number, group in enumerate(groups):
-            gained: dict[Tensor, str] = {p: name for name, p in members.params.items() if joint_numbers[name] == number}
-            _place_members(group, gained, named=bool(facts[-1]))
+            joint_members: dict[Tensor, str] = {}
+            for name, param in members.params.items():
+                if joint_numbers[name] == number:
+                    joint_members[param] = name
+            _place_members(group, joint_members, named=bool(is_named_anywhere))
+        # A rank that had none of these parameters has not counted this optimizer among those of these ranks.
         if members.ranks not in optimizer._ordinals:
-            names = {param: name for name, param in members.params.items()}
-            shared = [{**group, "params": [p for p in group["params"] if p in names]} for group in groups]
-            optimizer._ordinals |= ordinals([{**group, "param_names": ()} for group in shared], None)
+            params_here = {*members.params.values()}
+            shared_groups = []
+            for group in groups:
+                shared_params = [param for param in group["params"] if param in params_here]
+                shared_groups.append({**group, "params": shared_params, "param_names": ()})
+            optimizer._ordinals |= ordinals(shared_groups, None)
+        # The parameters that were added get state; nothing is lost, as no step was taken and nothing was loaded.
         optimizer._reset_state()
 
 
@@ -358,9 +375,12 @@ def _refuse_groups(
         )
 
 
-def _place_members(group: dict[str, Any], gained: Mapping[Tensor, str], named: bool) -> None:
-    """Let parameters, by their names in the model, be the last ones of a group, in that order."""
+def _place_members(group: dict[str, Any], members: Mapping[Tensor, str], named: bool) -> None:
+    """Let parameters, by their names in the model, be the last ones of a group, in that order.
+
+    They may be in the group already, and then change their place.
+    """
     former_names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
-    group["params"] = [param for param in group["params"] if param not in gained] + [*gained]
+    group["params"] = [param for param in group["params"] if param not in members] + [*members]
     if named:
-        group["param_names"] = [former_names.get(param) or gained[param] for param in group["params"]]
+        group["param_names"] = [former_names.get(param) or members[param] for param in group["params"]]
