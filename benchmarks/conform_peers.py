@@ -1,6 +1,6 @@
 """Other projects' optimizers on meshes, beside one process: the table of docs/guide/conform.md.
 
-    PYTHONPATH=…dion:…muon.py's folder:… python benchmarks/conform_peers.py
+    PYTHONPATH=…dion:…muon.py's folder:… python benchmarks/conform_peers.py [OPTIMIZER]…
 
 It tries every optimizer of the list that can be imported, by its own defaults but for the rate, and says of the others
 that they cannot.  Each is given what its documentation asks for: where parameters have to be DTensors, one process has
@@ -10,6 +10,7 @@ them too.
 from __future__ import annotations
 
 import platform
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from muonckpt import conform
-from muonckpt.lab.conform.conform import BITS, OTHER, REFUSED, ROUNDED
+from muonckpt.lab.conform.conform import BITS, OTHER, REFUSED, ROUNDED, UNSURE
 from muonckpt.optimizer import Muon
 
 LR = 0.02
@@ -78,13 +79,16 @@ PEERS: Mapping[str, tuple[Callable[..., Any], str]] = {
 
 def main() -> None:
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, gloo, 2, 3 and 4 ranks\n")
-    print("| optimizer | same bits | rounded otherwise | another update | refused | another state | of other updates |")
-    print("|---|---:|---:|---:|---:|---:|---|")
-    for name, (make, module) in PEERS.items():
+    print(
+        "| optimizer | same bits | rounded otherwise | cannot tell | another update | refused | another state | where |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---|")
+    for name in sys.argv[1:] or PEERS:
+        make, module = PEERS[name]
         try:
             import_module(module)
         except ImportError as error:
-            print(f"| {name} | | | | | | cannot be imported here: {error} |", flush=True)
+            print(f"| {name} | | | | | | | cannot be imported here: {error} |", flush=True)
             continue
         report = conform(f"{__file__}:{make.__name__}")
         counts = Counter(comparison.status for comparison in report.comparisons)
@@ -92,7 +96,7 @@ def main() -> None:
         causes = Counter(f"{c.sharding}: {c.cause}" for c in report.comparisons if c.status == OTHER)
         refusals = Counter(f"{c.sharding}: {c.cause[:90]}" for c in report.comparisons if c.status == REFUSED)
         examples = [f"{cause} ({count})" for cause, count in (*causes.most_common(2), *refusals.most_common(2))]
-        numbers = [counts[status] for status in (BITS, ROUNDED, OTHER, REFUSED)]
+        numbers = [counts[status] for status in (BITS, ROUNDED, UNSURE, OTHER, REFUSED)]
         print(f"| {name} | {' | '.join(map(str, (*numbers, states)))} | {'; '.join(examples)} |", flush=True)
 
 

@@ -22,7 +22,11 @@ from .trials import ONE_PROCESS, STEPS, Make, Trial, run_trials
 
 RANKS = (2, 3, 4)
 
-BITS, ROUNDED, OTHER, REFUSED = "same bits", "rounded otherwise", "another update", "refused"
+BITS, ROUNDED, OTHER, UNSURE, REFUSED = (
+    "same bits", "rounded otherwise", "another update", "cannot tell", "refused"
+)  # fmt: skip
+
+_UNKNOWN = "no cut into matrices explains it"
 
 _FLOPS = 1e11
 """What the audit of one step may take."""
@@ -34,7 +38,8 @@ class Conformity:
 
     Attributes:
         shape, sharding, ranks: what was stepped, and where.
-        status: `BITS`, `ROUNDED`: the same matrices were orthogonalised, in another order of sums; `OTHER`, `REFUSED`.
+        status: `BITS`, `ROUNDED`: the same matrices were orthogonalised, in another order of sums; `OTHER`;
+            `UNSURE`: updates differ, and the audit of a step does not know the method; `REFUSED`.
         difference: the largest distance of an update, as a part of the update of one process; None if refused.
         place: the rows and columns that differ, as text.
         cause: what the step did instead, or the error.
@@ -107,7 +112,10 @@ def _compared(reference: Trial, trial: Trial, shape: str, sharding: str, ranks: 
     if not difference:
         return Conformity(shape, sharding, ranks, BITS, difference, state=state)
     cause = _cause(trial, step)
-    return Conformity(shape, sharding, ranks, OTHER if cause else ROUNDED, difference, place, cause, state)
+    status = OTHER if cause else ROUNDED
+    if cause == _UNKNOWN and _cause(reference, step) == _UNKNOWN:
+        status, cause = UNSURE, "the audit of a step does not know this method, on one process either"
+    return Conformity(shape, sharding, ranks, status, difference, place, cause, state)
 
 
 def _difference(reference: Trial, trial: Trial, step: int) -> float:
@@ -128,10 +136,9 @@ def _place(expected: Tensor, weight: Tensor) -> str:
 
 def _cause(trial: Trial, step: int) -> str:
     """Say which matrices a step orthogonalised instead of the whole; empty if it orthogonalised the whole."""
-    unknown = "no cut into matrices explains it"
     slots = trial.states[step - 1]
     if len(slots) != 1:
-        return f"{unknown}, as its state is not one momentum"
+        return _UNKNOWN
     [(slot, momentum)] = slots.items()
     momentum_before = trial.states[step - 2][slot] if step > 1 else torch.zeros_like(momentum)
     evidence = Evidence(
@@ -146,7 +153,7 @@ def _cause(trial: Trial, step: int) -> str:
     rows, columns = trial.slices
     result = Search(evidence, {"pieces": rows, "columns": columns}, None, _FLOPS).run("muon")
     if result is None or not result.explanations:
-        return unknown
+        return _UNKNOWN
     cuts = [explanation.cut for explanation in result.explanations]
     if any(not cut.pieces and not cut.columns for cut in cuts):
         return ""
