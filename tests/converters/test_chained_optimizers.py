@@ -361,7 +361,7 @@ def test_steps_that_the_user_gives_stand_where_the_program_counts(wrapped, tmp_p
     assert len(counters) == 5 and all(counter == 1234 for counter in counters)
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("kind", sweep(WRAPPERS, "v1 bf16", "v2 fp32"))
 def test_what_came_from_a_run_goes_back_with_its_wrappers_and_its_optimizers(kind, tmp_path):
     """Also by way of several copies, and of one optimizer that has both methods; roots that are given count more."""
     both = trained(kind, CHAINS["one"]).state_dict()

@@ -127,8 +127,11 @@ LEFT_BEHIND = {
 }
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("left", LEFT_BEHIND)
+TIMES = [(left, twice) for twice in (False, True) for left in LEFT_BEHIND]
+"""What was left behind by how many interruptions."""
+
+
+@pytest.mark.parametrize(("left", "twice"), sweep(TIMES, *TIMES[: len(LEFT_BEHIND)], *TIMES[len(LEFT_BEHIND) :: 5]))
 def test_resume_trusts_nothing_that_it_does_not_check(left, twice, unfinished, tmp_path):
     source, destination, staged, whole = unfinished
     name, change = LEFT_BEHIND[left]

@@ -27,7 +27,7 @@ def tried(tmp_path_factory):
     """The folder of the acts, and what came of the trials."""
     folder = tmp_path_factory.mktemp("faults")
     names = IN_SUITE if SCALE == 0 else ()
-    lines = interposed.script("faulted.py", folder, count(2, 400), SEED, *names, timeout=24 * 3600).splitlines()
+    lines = interposed.script("faulted.py", folder, count(1, 400), SEED, *names, timeout=24 * 3600).splitlines()
     return folder / "base", [json.loads(line) for line in lines]
 
 
