@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import click
@@ -14,6 +15,7 @@ from ..converters.look.run_history import RunDifference, diff_runs, resume_lines
 from ..names.wording import counted, listed, size
 from ..programs.registry import DIALECTS
 from ..store.io.location import Location
+from ..store.verify.diagnosis import command
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress
@@ -83,8 +85,7 @@ def _print_runs(difference: RunDifference, as_json: bool) -> int:
     if as_json:
         print_json(difference)
         return int(difference.differs)
-    rows = [(step.since, step.name, *step.counts, "; ".join(step.lines) or "-") for step in difference.steps]
-    print_section(("A", "B", "tensors changed", "same", "unknown", "beside elements"), rows)
+    # Each run, with its resumes.
     sides = (("A", difference.a, difference.only_a), ("B", difference.b, difference.only_b))
     for name, history, only_steps in sides:
         print_labelled(name, f"{history.run.path}: {counted(len(history.steps), 'step')}")
@@ -92,6 +93,20 @@ def _print_runs(difference: RunDifference, as_json: bool) -> int:
             print_labelled(f"only in {name}", f"step{'s' * (len(only_steps) > 1)} {listed(only_steps)}")
         for label, line in resume_lines(history):
             print_labelled(label, line)
+    # The steps of both: neighbours that differ in the same way are one row, and one line for each way.
+    rows, lines_by_steps = [], list[tuple[str, str]]()
+    for (counts, lines), members in groupby(difference.steps, lambda step: (step.counts, step.lines)):
+        first, *others = members
+        steps = first.name if first.since == first.name else f"{first.since} and {first.name}"
+        steps += f" to {others[-1].name}" if others else ""
+        rows.append((steps, *counts))
+        lines_by_steps += ((steps, line) for line in lines)
+    print_section(("steps of both", "tensors changed", "same", "without fingerprints"), rows)
+    print_section(("steps of both", "beside elements, from A to B"), lines_by_steps)
+    # Where elements may differ, the command that reads them.
+    print_line()
+    for step in [step for step in difference.steps if step.counts[0] or step.counts[2]][:1]:
+        print_line(command("diff", difference.a.run.path / step.since, difference.b.run.path / step.name))
     print_line("different" if difference.differs else "the same, by what is recorded; no elements were read")
     return int(difference.differs)
 

@@ -21,7 +21,7 @@ from ...record.record import StateRecord, by_key, no_chunks
 from ...runs.resumes import Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.verify.run import Run, RunStep, Visit, look_at_folder, run_of
+from ...store.verify.run import NumberedName, Run, RunStep, Visit, look_at_folder, run_of
 from .contents import first_look, option_value
 from .holders import writing_ranks
 
@@ -103,6 +103,12 @@ class StepChange:
         return changed, same, unknown
 
     @property
+    def is_one_step(self) -> bool:
+        """Whether both are the same step, of two runs or of two attempts, of which the tensors may well be equal."""
+        numbers = [NumberedName.parsed(name) for name in (self.since, self.name)]
+        return len({numbered.step.step for numbered in numbers if numbered}) == 1
+
+    @property
     def differs(self) -> bool:
         """Whether anything is known to differ but the number of ranks."""
         return bool(self.added or self.removed or self.reshaped or self.options or self.counts[0])
@@ -123,7 +129,7 @@ class StepChange:
         for name, before, after, count in self.options:
             yield f"{name} {option_value(before)} -> {option_value(after)} ({counted(count, 'parameter')})"
         for role, (changed, same, unknown) in self.moved.items():
-            if same and role in _TRAINED:
+            if same and role in _TRAINED and not self.is_one_step:
                 total = counted(changed + same + unknown, "tensor")
                 yield f"{same} of {total} of {role} did not change: frozen, without gradients, or stale"
 

@@ -31,6 +31,7 @@ VIEWS = [
     "inspect {steps}",
     "verify {steps}",
     "diff {steps}",
+    "diff {steps} {others}",
     "verify {run}",
     "diff {run} {other}",
     "diff {run} {other} --all",
@@ -62,11 +63,13 @@ def places(tmp_path_factory) -> dict[str, Path | str]:
     folder = tmp_path_factory.mktemp("tables")
     saved(folder / "steps" / "step-1", 1.0)
     saved(folder / "steps" / "step-2", 2.0)
+    saved(folder / "others" / "checkpoint-1", 1.0)
+    saved(folder / "others" / "checkpoint-2", 3.0)
     muonckpt.reshard(folder / "steps" / "step-1", folder / "run", mesh={"dp": 3})
     muonckpt.reshard(folder / "run", folder / "damaged", mesh={"dp": 2})
     (folder / "damaged" / "__1_0.distcp").unlink()
     return {"run": folder / "run", "damaged": folder / "damaged",
-            "other": folder / "steps" / "step-2", "steps": folder / "steps",
+            "other": folder / "steps" / "step-2", "steps": folder / "steps", "others": folder / "others",
             "out": folder / "out", "key": LONG.format(1)}  # fmt: skip
 
 
@@ -80,7 +83,7 @@ def test_a_terminal_shows_every_word_whole_and_no_line_is_too_wide(view, places)
         lines = without_colour(shown.stdout).splitlines()
         assert Counter(word for line in lines for word in line.split()) == Counter(wide.stdout.split())
         too_wide = [line for line in lines if len(line) > width and len(line.split()) > 1]
-        alone = r"\([a-z]\) muonckpt |\S* +\S+$"  # a command to paste, or one word behind its label
+        alone = r"(\([a-z]\) )?muonckpt |\S* +\S+$"  # a command to paste, or one word behind its label
         assert not [line for line in too_wide if not re.match(alone, line)]
 
 

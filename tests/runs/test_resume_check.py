@@ -472,6 +472,13 @@ def test_two_runs_side_by_side(tmp_path):
     assert called("diff", str(tmp_path / "one"), str(tmp_path / "other")).returncode == 1
     data = json.loads(called("diff", str(tmp_path / "one"), str(tmp_path / "other"), "--json").stdout)
     assert data["differs"] and [step["name"] for step in data["steps"]] == ["step-00000001", "step-00000002"]
+    # Equal steps of two runs are no stale ones, and neighbours that differ alike are one row.
+    same = called("diff", str(tmp_path / "one"), str(tmp_path / "same")).stdout
+    assert "did not change" not in same and "step-00000001 to step-00000002" in same
+    shown = called("diff", str(tmp_path / "one"), str(tmp_path / "other")).stdout
+    (line,) = [line for line in shown.splitlines() if line.startswith("muonckpt diff ")]
+    assert line.split()[2:] == [str(tmp_path / name / "step-00000002") for name in ("one", "other")]
+    assert called(*line.split()[1:]).returncode == 1, "the command that it prints reads what differs"
 
 
 def too_large(path: Path) -> None:
