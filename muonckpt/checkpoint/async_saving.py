@@ -307,8 +307,8 @@ def async_save(
         process_group,
         on_error,
         when_busy,
-        lambda: refuse_mixed_calls(process_group, "async_save"),
-        lambda: (place, lambda: None),
+        ask=lambda: refuse_mixed_calls(process_group, "async_save"),
+        begin=lambda: (place, lambda: None),  # nothing is to be done after publication
     )
 
 

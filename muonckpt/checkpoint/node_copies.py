@@ -224,8 +224,13 @@ class NodeCopy:
     def _send(self, sizes: Sequence[int], blocks: Sequence[torch.Tensor]) -> tuple[Exception | None, str]:
         """Send this rank's file to its partner, and receive those of others; every byte travels once.
 
-        Returns an error of this rank, which goes on exchanging, so that the others do not hang, and the digest of what
-        it has sent, as `digest_of` gives it.
+        Args:
+            sizes: of the ranks' files, by their places in the group.
+            blocks: memory for a band of the file that is sent, and of all that are received.
+
+        Returns:
+            An error of this rank, which goes on exchanging, so that the others do not hang; and the digest of what it
+            has sent, as `digest_of` gives it.
         """
         this_place, partners = self._nodes.place, self._nodes.partners
         partner = partners[this_place]

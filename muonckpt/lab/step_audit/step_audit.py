@@ -243,9 +243,11 @@ class _Audit:
             dtypes.append((weight.dtype, momentum.dtype))
         if not all(np.isfinite(array).all() for array in chain.from_iterable(side.values() for side in arrays)):
             return "an element is infinite or NaN"
+        # A step updates the momentum first, so the update follows from the state after it.
         before, after = arrays
         slot = "momentum" if "momentum" in before else "first"
-        return Evidence(name, before[_WEIGHT], after.pop(_WEIGHT), before[slot], after, dtypes[1])
+        weight_after = after.pop(_WEIGHT)
+        return Evidence(name, before[_WEIGHT], weight_after, before[slot], state=after, dtypes=dtypes[1])
 
 
 def _kind(parameter: StoredParameter) -> tuple[Any, ...]:

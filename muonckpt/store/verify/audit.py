@@ -178,7 +178,7 @@ class _Audit:
     Attributes:
         lost_chunks: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
         row: of the next tensor's first chunk.
-        framed: as `examine_small` has it.
+        framed: whether all items so far have the bytes around their elements that this package writes.
     """
 
     checkpoint: OpenCheckpoint
@@ -355,7 +355,12 @@ def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
 
 
 def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
-    """Yield the damage that descriptions and files' sizes show; ``framed`` as `examine_small` has it."""
+    """Yield the damage that descriptions and files' sizes show.
+
+    Args:
+        framed: around their elements all items have the bytes that this package writes (`examine_small`).  DCP's
+            metadata need not be read then, if they are those of the same save.
+    """
     yield from faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
