@@ -415,11 +415,11 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "cut into", "; ".join(cuts)
     yield from _balance_lines(inspection.balance)
     # By what the bytes can be checked, and when they were.
-    nouns = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in items, if any"}
+    nouns = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "perhaps in the files"}
     sums = ", ".join(f"{inspection.checks[kind]} {noun}" for kind, noun in nouns.items() if inspection.checks[kind])
     last = inspection.verified
     faults = f": {last.sentence}" if last and last.sentence else ""
-    when = f"{moment(last.timestamp)} UTC, {last.verdict}{faults}" if last else "never, as its files are now"
+    when = f"{moment(last.timestamp)} UTC, {last.verdict}{faults}" if last else "never since last written"
     yield "verified", f"{when}; checksums: {sums or 'none'}"
 
 

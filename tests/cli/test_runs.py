@@ -55,7 +55,7 @@ def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):
     printed(0, "verify", step)
     assert " UTC, whole" in printed(0, "inspect", step)
     flip_last_bit(step)
-    assert "verified      never, as its files are now" in printed(0, "inspect", step)
+    assert "verified      never since last written" in printed(0, "inspect", step)
     printed(1, "verify", step)
     assert "faulty: " in printed(1, "inspect", step)
 

@@ -17,6 +17,7 @@ from support import sweep
 from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from support.resharded import reshard
+from support.commands import called
 from support.sharded import GOLDENS, as_stock, edit, manifest_edited, no_checksums
 
 import muonckpt
@@ -191,6 +192,11 @@ def test_checksums_that_were_switched_off_are_unchecked_and_not_damage(crc32, tm
         dcp.save({"w": torch.ones(4, 3), "v": torch.ones(2), "lr": 0.5}, checkpoint_id=tmp_path / "c", no_dist=True)
     report = muonckpt.verify(tmp_path / "c")
     assert (report.findings, report.unchecked) == ((), 0 if crc32 else 2)
+    # Chunks that are not there are not unchecked.
+    for file in (tmp_path / "c").glob("*.distcp"):
+        file.unlink()
+    report = muonckpt.verify(tmp_path / "c")
+    assert report.findings and report.unchecked == 0 and "unchecked" not in called("verify", tmp_path / "c").stdout
 
 
 # --- what should be there ---------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class AuditReport:
     """The result of an audit.
 
     Attributes:
-        unchecked: how many chunks have no checksum of any kind.
+        unchecked: how many chunks that are not lost have no checksum of any kind.
         fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
         notes: remarks that are no faults.
         diagnosis: what is wrong and lost, and what to do.
@@ -197,10 +197,15 @@ class _Audit:
         # Find the elements of chunks in their items.
         is_lost = self.lost_chunks[self.row : self.row + sum(len(tensor.chunks) for tensor in tensors)]
         tensors, errors = _locate(self.checkpoint, tensors, is_lost)
+        # Chunks that are lost are not unchecked: there is nothing to check.
+        start = 0
         for tensor in tensors:
+            flags = is_lost[start : start + len(tensor.chunks)].tolist()
+            start += len(flags)
             if tensor.fingerprint is None:
-                for chunk in tensor.chunks:
-                    self.unchecked += chunk.box.numel > 0 and not payloads.has_checksum(chunk)
+                for chunk, is_chunk_lost in zip(tensor.chunks, flags, strict=True):
+                    is_unchecked = chunk.box.numel > 0 and not payloads.has_checksum(chunk)
+                    self.unchecked += is_unchecked and not is_chunk_lost
         # Each thread examines the small ones of its part.
         bounds = [len(tensors) * part // jobs for part in range(jobs + 1)]
         parts = [tensors[lo:hi] for lo, hi in pairwise(bounds)]

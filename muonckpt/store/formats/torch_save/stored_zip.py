@@ -225,14 +225,20 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     signature, *disks, count_on_disk, count, size, start, comment = _END.unpack(part(length - _END.size, _END.size))
     if signature != b"PK\5\6" or comment:
         kind = DamageError if part(0, 4) == b"PK\3\4" else SourceError
-        raise kind(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
+        raise kind(
+            f"a zip archive is cut short, or something follows it: expected its end record, PK\\x05\\x06, in the last "
+            f"{_END.size} of {length} bytes, found {signature!r}"
+        )
     # The numbers of the short record are those of the long one, or the largest that fit there.
     short, maxima = (count_on_disk, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
     numbers = _end64(part, length) or short
     agree = all(number in (long, maximum) for number, long, maximum in zip(short, numbers, maxima, strict=True))
     is_saturated = numbers is short and {0xFFFF, _BIG} & {count, size, start}
     if any(disks) or numbers[0] != numbers[1] or not agree or is_saturated:
-        raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
+        raise SourceError(
+            "the end of a zip archive contradicts itself: expected end records that agree (entries here, entries in all, "
+            f"bytes and offset of the directory) on disk 0, found {short} and {numbers} on disks {disks}"
+        )
     _, count, size, start = numbers
     limits.check_limit(size, limits.ZIP_DIRECTORY, "bytes in the directory of a zip archive")
     return start, count, part(start, size)
@@ -250,7 +256,10 @@ def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
         part(end64_offset, _END64.size)
     )
     if (signature, record, disk, disks, *disk_numbers) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
-        raise SourceError(f"expected a zip64 end record of one disk, found {signature!r} of {record} bytes")
+        raise SourceError(
+            f"the end of a large zip archive is damaged: expected its zip64 end record, PK\\x06\\x06 and "
+            f"{_END64.size - 12} bytes, at byte {end64_offset} of {length}, found {signature!r} and {record} bytes"
+        )
     return count_on_disk, count, size, start
 
 
@@ -259,7 +268,10 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
     while position < len(directory):
         if len(directory) - position < _CENTRAL.size or directory[position : position + 4] != b"PK\1\2":
             signature = directory[position : position + 4]
-            raise SourceError(f"expected an entry at byte {position} of the zip directory, found {signature!r}")
+            raise SourceError(
+                f"the directory of a zip archive is damaged: expected an entry, PK\\x01\\x02, at byte {position} of "
+                f"{len(directory)}, found {signature!r}"
+            )
         _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, position)
         crc32, packed, size, name_length, extra_length, comment_length = numbers
         # The name, extra fields and a comment follow the fixed part.
@@ -268,7 +280,8 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
         position = extra_offset + extra_length + comment_length
         if position > len(directory):
             raise SourceError(
-                f"expected an entry of at most {len(directory)} bytes in the zip directory, found {position}"
+                f"the directory of a zip archive is damaged: expected its last entry to end by byte {len(directory)}, "
+                f"found that it ends at {position}"
             )
         name = directory[name_offset:extra_offset].decode("utf-8", "replace")
         if _BIG in (size, packed, header):
@@ -292,6 +305,9 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
     for number in numbers:
         if number == _BIG:
             if len(big) < 8:
-                raise SourceError("expected a zip64 field with the number that does not fit, found none")
+                raise SourceError(
+                    "the directory of a zip archive is damaged: a size or offset is too large for its entry, expected a "
+                    "zip64 field that has it, found none"
+                )
             (number,), big = struct.unpack_from("<Q", big), big[8:]
         yield number
