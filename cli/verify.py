@@ -73,8 +73,8 @@ def verify_command(
         print_line(f"note: {note}")
     if report.unchecked:
         print_line(
-            f"unchecked: {report.unchecked} of {counted(report.chunks, 'chunk')} without a checksum of any kind: damage "
-            "that leaves them readable cannot be noticed there"
+            f"unchecked: {report.unchecked} of {counted(report.chunks, 'chunk')} without a checksum of any kind: "
+            "damage that leaves them readable cannot be noticed there"
         )
     summary = (
         f"{counted(report.tensors, 'tensor')} in {counted(report.chunks, 'chunk')}, "

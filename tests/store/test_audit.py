@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import sweep
+from support.commands import called
 from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from support.resharded import reshard
-from support.commands import called
 from support.sharded import GOLDENS, as_stock, edit, manifest_edited, no_checksums
 
 import muonckpt

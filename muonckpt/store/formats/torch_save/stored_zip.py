@@ -237,7 +237,8 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     if any(disks) or numbers[0] != numbers[1] or not agree or is_saturated:
         raise SourceError(
             "the end of a zip archive contradicts itself: expected end records that agree (entries here, entries in all, "
-            f"bytes and offset of the directory) on disk 0, found {short} and {numbers} on disks {disks}"
+            f"bytes and offset of the directory) on disk 0, found {short} "
+            f"and {numbers} on disks {disks}"
         )
     _, count, size, start = numbers
     limits.check_limit(size, limits.ZIP_DIRECTORY, "bytes in the directory of a zip archive")
@@ -306,8 +307,8 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
         if number == _BIG:
             if len(big) < 8:
                 raise SourceError(
-                    "the directory of a zip archive is damaged: a size or offset is too large for its entry, expected a "
-                    "zip64 field that has it, found none"
+                    "the directory of a zip archive is damaged: a size or offset is too large for its entry, expected "
+                    "a zip64 field that has it, found none"
                 )
             (number,), big = struct.unpack_from("<Q", big), big[8:]
         yield number
