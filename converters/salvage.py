@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from ..names.errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
+from ..names.wording import counted
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE, StateRecord, by_key, entry_keys
-from ..store.formats.registry import DCP, OWN, OWN_LINES, format_of
+from ..store.formats.registry import DCP, OWN, OWN_LINES, ZERO, format_of
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.audit import audit
@@ -84,7 +85,7 @@ def salvage(
         stack.enter_context(damaged)
         opened = [stack.enter_context(_best(location(other, SourceError))) for other in others]
         damaged = _with_unlisted(damaged, opened)
-        container = container_of(format or default_format(damaged, None))
+        container = container_of(format or _format_of_files(damaged, place))
         target = target_of(mesh or {"dp": _ranks(damaged)}, {}, ROWS)
         check_use(container, target.mesh, False, ROWS)
         for checkpoint in (damaged, *opened):
@@ -117,14 +118,36 @@ def salvage(
         entry, size = salvaged.provenance["salvaged"][-1], report.payload_bytes
         last = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
         result = last.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(damaged)), workers)
-        return result and replace(result, salvaged=entry, advice=tuple(_advice(damaged.path, place)))
+        return result and replace(result, salvaged=entry, advice=tuple(_advice(damaged, place, container.name)))
 
 
-def _advice(damaged: Location, place: Location) -> Iterator[str]:
+def _format_of_files(damaged: OpenCheckpoint, place: Location) -> str:
+    """Return the format to write: DeepSpeed reads no other than that of its own stage, which only folders can have."""
+    if damaged.format.name == ZERO.name and not isinstance(place, Remote):
+        return str(damaged.provenance["zero"]["format"])
+    return default_format(damaged, None)
+
+
+def _advice(checkpoint: OpenCheckpoint, place: Location, written: str) -> Iterator[str]:
     """Say what to do with a salvaged checkpoint: how it is checked, and by which name it is found and resumed from."""
     yield f"{command('verify', place)} reads all of it again"
     # A name that no reader of the run looks for is of no use there.
+    damaged = checkpoint.path
     run, attempt = damaged.parent, new_attempt(damaged)
+    if checkpoint.format.name == ZERO.name:
+        zero = checkpoint.provenance["zero"]
+        tag = place.name if run.resolve() == place.parent.resolve() else attempt or f"{damaged.name}.2"
+        if written != zero["format"]:
+            back = command("reshard", place, "BACK", "--mesh", f"dp={zero['ranks']}", "--to", "deepspeed")
+            yield f"it is written as {written}, which DeepSpeed does not read: {back} --format {zero['format']} does"
+            return
+        if tag != place.name:
+            yield f"{shlex.join(['mv', str(place), str(run / tag)])} puts it beside the other tags of {run}"
+        yield (
+            f"engine.load_checkpoint({str(run)!r}, tag={tag!r}) of DeepSpeed loads it, on {counted(zero['ranks'], 'rank')}: "
+            f"it is written as {written}"
+        )
+        return
     if attempt is None:
         yield f"muonckpt.load(state_dict, {str(place)!r}) resumes from it, where it is of this package's optimizer"
         return
@@ -220,6 +243,9 @@ def _replicas(damaged: OpenCheckpoint, damage: Damage) -> Iterator[OpenCheckpoin
 def _ranks(checkpoint: OpenCheckpoint) -> int:
     """Return how many ranks a checkpoint is for, as far as it says so."""
     provenance = checkpoint.provenance
+    match provenance.get("zero"):
+        case {"ranks": int(ranks)}:
+            return ranks
     match provenance.get("resharded"):
         case [*_, {"mesh": dict(mesh)}]:
             return max(math.prod(size for size in mesh.values() if isinstance(size, int)), 1)

@@ -236,9 +236,8 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     is_saturated = numbers is short and {0xFFFF, _BIG} & {count, size, start}
     if any(disks) or numbers[0] != numbers[1] or not agree or is_saturated:
         raise SourceError(
-            "the end of a zip archive contradicts itself: expected end records that agree (entries here, entries in all, "
-            f"bytes and offset of the directory) on disk 0, found {short} "
-            f"and {numbers} on disks {disks}"
+            "the end of a zip archive contradicts itself: expected end records that agree (entries here, entries in "
+            f"all, bytes and offset of the directory) on disk 0, found {short} and {numbers} on disks {disks}"
         )
     _, count, size, start = numbers
     limits.check_limit(size, limits.ZIP_DIRECTORY, "bytes in the directory of a zip archive")
