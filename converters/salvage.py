@@ -144,8 +144,8 @@ def _advice(checkpoint: OpenCheckpoint, place: Location, written: str) -> Iterat
         if tag != place.name:
             yield f"{shlex.join(['mv', str(place), str(run / tag)])} puts it beside the other tags of {run}"
         yield (
-            f"engine.load_checkpoint({str(run)!r}, tag={tag!r}) of DeepSpeed loads it, on {counted(zero['ranks'], 'rank')}: "
-            f"it is written as {written}"
+            f"engine.load_checkpoint({str(run)!r}, tag={tag!r}) of DeepSpeed loads it, on "
+            f"{counted(zero['ranks'], 'rank')}: it is written as {written}"
         )
         return
     if attempt is None:

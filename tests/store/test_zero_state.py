@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_the_missing_file_of_a_rank_is_diagnosed_and_the_rest_salvaged(name, tmp
     report = muonckpt.salvage(path, tmp_path / "rest", others=[golden(name) / TAG])
     assert report is not None
     check(tmp_path / "rest", truth)
+    # It is of DeepSpeed's format again, and says how DeepSpeed finds it; another format says how to come back.
+    assert report.format == f"zero{name[-1]}-bf16" and report.ranks == 2
+    assert f"engine.load_checkpoint({str(path.parent)!r}, tag='rest') of DeepSpeed loads it" in report.advice[-1]
+    stock = muonckpt.salvage(path, tmp_path / "stock", others=[golden(name) / TAG], format="dcp")
+    back = re.search("DeepSpeed does not read: muonckpt (.*) does$", stock.advice[-1])[1].replace(
+        "BACK", str(tmp_path / "back")
+    )
+    assert called(*back.split()).returncode == 0
+    check(tmp_path / "back", truth)
     lost = [key for key in report.salvaged["tensors"] if key.endswith("momentum_buffer")]
     assert len(lost) == (0 if name == "deepspeed_zero2" else 4), "of a cut matrix rank 0 has the whole momentum"
 

@@ -104,7 +104,7 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
             missing += _missing(models, num_ranks)
         # The optimizer has the weights, too; the model states the rest.
         contents = _Contents()
-        stage = _add_optimizer(contents, run, _per_rank(files, _Optimizer.of), num_ranks)
+        first = _add_optimizer(contents, run, _per_rank(files, _Optimizer.of), num_ranks)
         _add_model(contents, run, models, num_ranks)
         _add_run(contents, next(iter(models.values())))
         opened = (*files.values(), *models.values())
@@ -113,7 +113,8 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
             check_shared(file, (chunk for chunk in chunks if chunk.item.file == file.name))
     names = (name for name in listed if not (_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name)))
     not_read = [*names, *contents.not_read]
-    provenance = {"zero": {"ranks": num_ranks, "stage": stage}} | ({signs.NOT_READ: not_read} if not_read else {})
+    zero = {"ranks": num_ranks, "stage": first.stage, "format": first.written_as}
+    provenance = {"zero": zero} | ({signs.NOT_READ: not_read} if not_read else {})
     manifest = Manifest(tuple(contents.tensors), tuple(contents.items.blobs), provenance, dict.fromkeys(missing, ""))
     checksums = checksums_inside(opened, [*contents.tensors, *contents.compared])
     in_memory = {**contents.items.in_memory, _STEPS: bytes(contents.steps)}
@@ -300,6 +301,13 @@ class _Optimizer:
         stage = self.zero.get("zero_stage")
         return stage.args[0] if isinstance(stage, Record) and type(stage.args) is tuple else 1
 
+    @property
+    def written_as(self) -> str:
+        """The word for ``--format`` of such files."""
+        if "zero_stage" not in self.zero:
+            return "bf16-optimizer"
+        return f"zero{self.stage}{'-bf16' if self.file.name.startswith('bf16_') else ''}"
+
     def listed(self, key: str, number: int, default: object = None) -> object:
         """Return what ZeRO has for a group; the default where it has no such list."""
         values = self.zero.get(key)
@@ -318,8 +326,8 @@ class _Optimizer:
 
 def _add_optimizer(
     contents: _Contents, run: Mapping[object, object], optimizers: Mapping[int, _Optimizer], num_ranks: int
-) -> object:
-    """Add the weights, state and options that ranks' optimizers have; return the stage of ZeRO.
+) -> _Optimizer:
+    """Add the weights, state and options that ranks' optimizers have; return the first of these.
 
     ZeRO flattens the parameters of each of its own groups to one tensor, cut over ranks.  To the optimizer that it
     wraps, each such tensor is one parameter, and a parameter group of that optimizer may have several of them.
@@ -353,7 +361,7 @@ def _add_optimizer(
         layouts_of_group = islice(remaining, len(expect(list, group.get(PARAMS))))
         parameters_of_group = chain.from_iterable(layout.parameters for layout in layouts_of_group)
         contents.items.add((*root, PARAMS), [parameter.name for parameter in parameters_of_group])
-    return first.stage
+    return first
 
 
 def _check_groups(optimizer: _Optimizer, num_groups: int, num_parameters: int, num_ranks: int) -> None:
