@@ -490,7 +490,7 @@ def compare(
 
 
 def _make_rank_answer(loaded: LoadedState, parts: LiveParts) -> _RankAnswer:
-    """Return this rank's answer: the differences of its other values, and what `_prove` compares tensors by.
+    """Return the differences of this rank's values that are no tensors, and what `_prove` compares tensors by.
 
     A tensor may be cut over the ranks, so each takes its shares of the fingerprints, and the first rank joins them.
     """
