@@ -86,6 +86,17 @@ def test_folders_of_one_checkpoint_side_by_side_are_no_steps(tmp_path):
     assert run_of(tmp_path) is None
 
 
+def test_second_attempts_at_several_steps_are_of_one_run(ours, tmp_path):
+    """Their names end with the same number, and what stands before it differs."""
+    names = ("step-00000010", "step-00000010.2", "step-00000020.2", "step-00000030.2")
+    for name in names:
+        shutil.copytree(ours / name[:13], tmp_path / name)
+    found = run_of(location(tmp_path, SourceError))
+    assert found is not None and [(step.name, step.state) for step in found.steps] == [
+        (name, "whole") for name in names
+    ]
+
+
 def test_a_folder_that_holds_no_checkpoint_says_so(tmp_path):
     with pytest.raises(SourceError, match="folders that end with the number of a step"):
         look_at_run(tmp_path)

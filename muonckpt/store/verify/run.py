@@ -179,8 +179,8 @@ def _is_checkpoint(path: Location) -> bool:
         return format is not None
     stems = defaultdict(set)
     for name in folders_with(path, METADATA_FILE):
-        if match := _NUMBERED.fullmatch(name):
-            stems[match["step"]].add(match["stem"])
+        if numbered := NumberedName.parsed(name):
+            stems[numbered.step].add(numbered.stem)
     return any(len(siblings) > 1 for siblings in stems.values())
 
 
