@@ -291,3 +291,13 @@ def test_charts_of_a_run_have_steps_below_and_none_is_of_one_number(driver, dama
     labels = driver.execute_script(figures)
     assert labels and all(" by step: " in label for label in labels)
     assert not any(label.startswith(("Bytes", "Time")) for label in labels)
+
+
+def test_the_page_of_a_run_of_one_step_draws_no_chart(driver, damaged):
+    alone = driver.place / "alone"
+    muonckpt.reshard(damaged / "step-00000001", alone / "step-00000001", mesh={"dp": 2})
+    muonckpt.report_run(alone).write(driver.place / "alone.html")
+    shown(driver, driver.place / "alone.html")
+    assert "Norm of weights" in text(driver, "#charts") and "RMS now" in text(driver, "#series")
+    assert driver.execute_script("return document.querySelectorAll('canvas').length") == 0
+    assert driver.get_log("browser") == []

@@ -230,8 +230,9 @@ function spectraChart({ spectra, names, odd, colourOf }) {
   return chart({ title: "Spectra", note: "largest singular values", label: "Largest singular values of " + count(lines.length, "tensor"), height: 170, draw });
 }
 
-// A small picture of values from the first layer or step to the last, for a cell of a table.
+// A small picture of values from the first layer or step to the last, for a cell of a table; one dot is none.
 function sparkline(values, odd, colourOf) {
+  if (values.filter((value) => value !== null).length < 2) return "-";
   const canvas = el("canvas", { "aria-hidden": "true" });
   const [width, height] = [150, 25];
   const context = context2d(canvas, width, height);

@@ -53,7 +53,7 @@ function runVerdict() {
   return verdictSection({
     well: (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell.",
     verdict: DATA.verdict,
-    more: el("div", { class: "verdict below" + (bad.length || differing.length ? " bad-news" : "") }, about(["newest whole", "latest"]),
+    more: el("div", { class: "below" + (bad.length || differing.length ? " verdict bad-news" : "") }, about(["newest whole", "latest"]),
       differing.map((resume) => el("p", {}, el("b", {}, "\u2715 "), "resume " + resume.attempt + ", from step " + resume.step + ": " + resume.verdict)),
       bad.length ? el("ul", {}, bad.slice(-few).map(told)) : null,
       bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).map(told))) : null),
@@ -112,11 +112,12 @@ function findingsOfRun() {
 }
 
 function chartsSection() {
-  const figures = [];
+  const [figures, figuresInWords] = [[], []];
   const add = (values, about) => {
     if (values.every((value) => value === null)) return;
-    figures.push(el("div", { class: "panel" }, dotChart({ values, names: (i) => STEPS[i].name, odd: isOddStep, colourOf: "accent", by: "step", at: STEPS.map((step) => step.step), lines: ATTEMPT,
-      ...about, tell: (i) => [DATA.resumes.length ? "after " + attemptName(ATTEMPT[i]) : null, about.drift && DATA.since[i] ? "since " + DATA.since[i] : null].filter(Boolean) })));
+    const figure = dotChart({ values, names: (i) => STEPS[i].name, odd: isOddStep, colourOf: "accent", by: "step", at: STEPS.map((step) => step.step), lines: ATTEMPT,
+      ...about, tell: (i) => [DATA.resumes.length ? "after " + attemptName(ATTEMPT[i]) : null, about.drift && DATA.since[i] ? "since " + DATA.since[i] : null].filter(Boolean) });
+    if (figure.querySelector("canvas")) figures.push(el("div", { class: "panel" }, figure)); else figuresInWords.push(el("div", { class: "tile" }, figure));
   };
   for (const role of PRESENT) {
     add(ofRole(role, "norm"), { title: "Norm of " + role, y: "2-norm", note: "2-norm of all together", colourOf: colourName(role) });
@@ -124,8 +125,9 @@ function chartsSection() {
   }
   add(STEPS.map((step) => (step.state === "whole" ? step.bytes : null)), { title: "Bytes of whole steps", y: "bytes", format: bytes });
   add(BETWEEN, { title: "Time since the step before", y: "time", format: duration });
-  return section("charts", "Step by step", el("div", { class: "grid three" }, figures),
-    el("p", { class: "muted below" }, DATA.measured === "none" ? "Norms and drift were not measured (--stats none). " : null, "Red squares: steps that are not whole. A value is left out where parts of its tensors are lost, and no line crosses it.",
+  return section("charts", "Step by step", figures.length ? el("div", { class: "grid three" }, figures) : null, figuresInWords.length ? el("div", { class: "tiles" }, figuresInWords) : null,
+    el("p", { class: "muted below" }, DATA.measured === "none" ? "Norms and drift were not measured (--stats none). " : null,
+      STEPS.some((_, i) => isOddStep(i)) ? "Red squares: steps that are not whole. A value is left out where parts of its tensors are lost, and no line crosses it." : null,
       DATA.resumes.length ? " A line is one attempt; a dashed line is where a resume saved its first step." : null));
 }
 
