@@ -21,7 +21,6 @@ from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.reading.dtypes import itemsize
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_damaged
-from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, Cuts, MeshType, WordType, shard_option
 from .printing import (
     or_dash,
@@ -35,7 +34,7 @@ from .printing import (
     print_table,
     terminal_width,
 )
-from .runs import newest_whole, print_run
+from .runs import newest_checkpoint, newest_whole, print_run
 
 if TYPE_CHECKING:
     from ..converters.look.fits import Fit
@@ -297,11 +296,7 @@ def print_fit(
     """
     from ..converters.look.fits import fits  # imports all layouts
 
-    run = run_of(checkpoint)
-    if run is not None:
-        [checkpoint] = newest_whole(run)
-
-    fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
+    fit = fits(newest_checkpoint(checkpoint), mesh, shard=shard, **({} if layout is None else {"layout": layout}))
     if as_json:
         print_json(fit)
     else:

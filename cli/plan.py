@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 @click.command("plan")
 @click.option("--model", type=CHECKPOINT, metavar="JSON", help="A config.json of Hugging Face's.")
-@click.option("--ckpt", "checkpoint", type=CHECKPOINT, metavar="CKPT", help="Or a checkpoint with optimizer state.")
+@click.option(
+    "--ckpt",
+    "checkpoint",
+    type=CHECKPOINT,
+    metavar="CKPT",
+    help="Or a checkpoint with optimizer state, or a run's folder.",
+)
 @click.option(
     "--mesh", "meshes", type=MeshType(), multiple=True,
     help="Axes, outermost first: dp=8,tp=2; repeatable.",
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
 @click.option("--algorithm", metavar="NAME", help="Of a model's matrices: muon, normuon, adamuon, hyperball or soap.")
+@click.option("--padding", is_flag=True, help="Also print the padding of each layout in flat buffers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def plan_command(
     meshes: Sequence[dict[str, int]],
@@ -62,6 +69,7 @@ def plan_command(
     hardware: str | None,
     mfu: float | None,
     keep: Sequence[str],
+    padding: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -82,6 +90,10 @@ def plan_command(
         return print_fit(checkpoint, fits, shard, None, as_json)
     if not meshes:
         raise click.UsageError("expected --mesh or --fits, such as --mesh dp=8")
+    if checkpoint is not None:
+        from .runs import newest_checkpoint  # imports numpy
+
+        checkpoint = newest_checkpoint(checkpoint)
     from ..lab.forecasting.hardware import TYPICAL_MFU, UNKNOWN_RATES, rates_of
     from ..lab.forecasting.iteration import Training  # this imports torch
     from ..lab.forecasting.prospects import forecast
@@ -113,13 +125,13 @@ def plan_command(
     if as_json:
         print_json(prospect)
         return 0
-    print_prospect(prospect)
+    print_prospect(prospect, padding)
     print_duration()
     return 0
 
 
-def print_prospect(prospect: Prospect) -> None:
-    """Print the costs on each mesh, side by side."""
+def print_prospect(prospect: Prospect, has_padding: bool = False) -> None:
+    """Print the costs on each mesh, side by side; the padding of flat buffers only where ``has_padding``."""
     print_line(
         f"{prospect.source}: {counted(prospect.parameters, 'parameter')}, {prospect.elements:,} elements; "
         f"{prospect.matrices} by Muon"
@@ -129,7 +141,7 @@ def print_prospect(prospect: Prospect) -> None:
     rows = []
     for cells in zip(*map(_column, prospect.topologies), strict=True):
         values = [value for _, value in cells]
-        if {*values} != {"-"}:
+        if {*values} != {"-"} and (has_padding or not cells[0][0].startswith("padding: ")):
             rows.append((cells[0][0], *values))
     print_table(("", *(topology.name for topology in prospect.topologies)), rows)
     print_line()

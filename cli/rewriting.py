@@ -41,6 +41,7 @@ from .argument_types import (
     shard_option,
 )
 from .printing import or_dash, print_buffers, print_duration, print_json, print_line, print_table, progress
+from .runs import newest_checkpoint
 
 
 class RootType(click.ParamType):  # type: ignore[type-arg]
@@ -201,23 +202,24 @@ _SINGLE_SOURCE_OPTIONS = frozenset(
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=CHECKPOINT)
 @decorated_by(*_LAYOUT_OPTIONS, *_OPTIONS.values())
-def reshard_command(**options: Any) -> None:
+def reshard_command(source: Location, **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
 
-    Needs no GPU.  DESTINATION must not exist; it appears when all is written and checked.
+    Needs no GPU.  Of the folder of a run, SOURCE is its newest whole step.  DESTINATION must not exist; it appears when
+    all is written and checked.
 
     \b
     muonckpt reshard step-1000 on-64 --mesh dp=64 --dry-run
     muonckpt reshard step-1000 moe --mesh ep=8,dp=8 --shard '*experts*=ep:0,dp:1'
     """
-    _rewrite(reshard, "reshard", **options)
+    _rewrite(reshard, "reshard", source=newest_checkpoint(source), **options)
 
 
 @click.command("convert", cls=RewriteCommand)
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=CHECKPOINT)
 @decorated_by(*_OPTIONS.values())
-def convert_command(**options: Any) -> None:
+def convert_command(source: Location, **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
 
     safetensors and zarr hold whole tensors; the other formats are written for one rank.  For more ranks and other
@@ -227,7 +229,7 @@ def convert_command(**options: Any) -> None:
     muonckpt convert dion-run/step-1000 ours --to muonckpt
     muonckpt convert run/step-00001000 model.safetensors --to-format safetensors --select 'model.*'
     """
-    _rewrite(convert, "convert", **options)
+    _rewrite(convert, "convert", source=newest_checkpoint(source), **options)
 
 
 @click.command("merge", cls=RewriteCommand)
@@ -328,7 +330,8 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
     else:
         files, ranks = counted(len(report.files), "file"), report.ranks
         spread = f"whole in {files}" if ranks is None else f"over {counted(ranks, 'rank')}"
-        summary = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
+        tensors = f"{counted(report.tensors, 'tensor')}, {size(sum(file.elements for file in report.files))}"
+        summary = f"{report.destination}: {tensors}, {spread} ({size(report.written)} of files)"
         print_line("; ".join((summary, *_compared(report))))
         for sentence in report.advice:
             print_line(f"next: {sentence}")

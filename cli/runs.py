@@ -8,7 +8,7 @@ from ..converters.look.run_history import RunHistory, overview_of_run
 from ..names.errors import SourceError
 from ..names.wording import counted, moment, size
 from ..store.io.location import Location
-from ..store.verify.run import Run, RunStep
+from ..store.verify.run import Run, RunStep, run_of
 from .printing import print_labelled, print_line, print_table
 
 HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
@@ -38,6 +38,16 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
     for step in run.steps[run.steps.index(steps[-1]) + 1 :]:
         print_line(f"note: {step.name} is newer and passed over, as it is {step.state}: {step.fault}", err=True)
     return [step.path for step in steps]
+
+
+def newest_checkpoint(place: Location) -> Location:
+    """Return a checkpoint, or of the folder of a run the newest whole one, and say which that is.
+
+    Raises:
+        SourceError: there is none.
+    """
+    run = run_of(place)
+    return place if run is None else newest_whole(run)[0]
 
 
 def print_steps(steps: Sequence[RunStep]) -> None:

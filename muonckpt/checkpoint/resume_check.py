@@ -193,6 +193,7 @@ class ResumeProof:
         tensors, items: how many are as they were saved.
         differences: what is not, by key.
         unchecked: what was restored and not given to the check, and what cannot be compared, as it began anew.
+        ranks_saved, ranks: how many processes wrote the checkpoint, None if that is not recorded, and how many run now.
     """
 
     step: int
@@ -200,6 +201,8 @@ class ResumeProof:
     items: int
     differences: tuple[ResumeDifference, ...]
     unchecked: tuple[str, ...] = ()
+    ranks_saved: int | None = None
+    ranks: int = 1
 
     @property
     def equal(self) -> bool:
@@ -233,9 +236,11 @@ class ResumeProof:
     def __str__(self) -> str:
         unchecked = f"; not checked: {', '.join(self.unchecked)}" if self.unchecked else ""
         equal = f"{counted(self.tensors, 'tensor')} and {counted(self.items, 'other value')} are as they were saved"
+        ranks = "" if self.ranks_saved is None else f"saved on {counted(self.ranks_saved, 'rank')}, now {self.ranks}, "
+        resumed = f"resumed from step {self.step}, {ranks}"
         if self.equal:
-            return f"resumed from step {self.step}, proved: {equal}{unchecked}"
-        return f"resumed from step {self.step}, not as it was saved: {'; '.join(self.lines)}; {equal}{unchecked}"
+            return f"{resumed}proved: {equal}{unchecked}"
+        return f"{resumed}not as it was saved: {'; '.join(self.lines)}; {equal}{unchecked}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -563,7 +568,9 @@ def _prove(loaded: LoadedState, step: int, ranks: Sequence[int], answers: Sequen
     equal_tensors = loaded.prints.keys() & live_tensors.tensors.keys() - differences.keys()
     equal_items = max(answer.equal_items for answer in answers)
     all_differences = tuple(map(differences.__getitem__, sorted(differences)))
-    return ResumeProof(step, len(equal_tensors), equal_items, all_differences, tuple(unchecked))
+    return ResumeProof(
+        step, len(equal_tensors), equal_items, all_differences, tuple(unchecked), loaded.world_size, len(ranks)
+    )
 
 
 def _parts_beside(paths: Mapping[str, KeyPath], covered_keys: Collection[str]) -> Iterator[str]:

@@ -153,3 +153,20 @@ def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path
     assert Path(found["since"]).name == "step-00000001"
     reported = printed(0, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
     assert "1 of 3 steps is not whole: step-00000003 (damaged)" in reported
+
+
+def test_a_run_is_planned_and_rewritten_as_its_newest_whole_step_and_sizes_agree(run, tmp_path):
+    (run / "step-00000003" / "__0_0.distcp").unlink()
+    newest = run / "step-00000002"
+    said = f"the newest whole: {newest.name}"
+    done = called("reshard", run, tmp_path / "new", "--mesh", "dp=3")
+    assert done.returncode == 0 and said in done.stderr
+    done_plan, plan = (
+        called("plan", "--ckpt", run, "--mesh", "dp=2"),
+        printed(0, "plan", "--ckpt", newest, "--mesh", "dp=2"),
+    )
+    assert (done_plan.stdout, "padding: " in plan) == (plan, False) and said in done_plan.stderr
+    # Bytes of tensors are the same wherever they are printed; those of files are called so.
+    tensors = re.search(r"new: (.* tensors, .*?), over 3 ranks \(.* of files\)", done.stdout)[1].split(", ")[1]
+    assert f", {tensors}; " in printed(0, "inspect", newest) and f", {tensors}: whole" in printed(0, "verify", newest)
+    assert f", {tensors}: whole" in printed(0, "verify", tmp_path / "new")

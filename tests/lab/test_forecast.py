@@ -160,6 +160,21 @@ def test_the_groups_of_a_checkpoint_say_what_its_matrices_cost(options, tmp_path
     assert found.memory["state"] == opt.report().state_bytes
 
 
+def test_a_tied_weight_is_one_parameter_and_its_padding_is_printed_when_asked_for(tmp_path):
+    embedding, matrix = torch.randn(32, 8), torch.randn(16, 8)
+    model = {"embed.weight": embedding, "head.weight": embedding, "up.weight": matrix, "frozen.weight": embedding + 1}
+    state = {"embed.weight": {"exp_avg": embedding}, "up.weight": {"momentum_buffer": matrix}}
+    groups = [
+        {"params": ["embed.weight"], "algorithm": "adamw"},
+        {"params": ["up.weight"], "algorithm": "muon", "convention": "ema"},
+    ]
+    muonckpt.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
+    prospect = muonckpt.forecast([{"dp": 2}], checkpoint=tmp_path / "run")
+    assert (prospect.parameters, prospect.elements) == (3, 2 * 32 * 8 + 16 * 8)
+    line = ("plan", "--ckpt", tmp_path / "run", "--mesh", "dp=2")
+    assert "padding: flat" in called(*line, "--padding").stdout and "padding: " not in called(*line).stdout
+
+
 def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
     state = {"a": {"momentum_buffer": torch.ones(64, 32)}, "b": {"momentum_buffer": torch.ones(32, 32)}}
     model = {"a": torch.ones(64, 32), "b": torch.ones(32, 32), "n": torch.ones(32)}

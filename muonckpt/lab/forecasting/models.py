@@ -25,6 +25,7 @@ from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix
 from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
 from ...programs.model_view import Role, matrix_sides
+from ...record.record import StateRecord
 from ...store.io.location import Location
 from ...store.io.regular import read_text_file
 from ...store.reading.dtypes import itemsize
@@ -139,8 +140,12 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
         view = first_look(opened).view
     dialect = view.dialect
     methods = MATRICES if custom_method is None else {**MATRICES, custom_method.name: custom_method}
+    stepped_weights = {_elements_of(parameter.weight) for parameter in view.parameters.values() if parameter.state}
     parameters = []
     for parameter in view.parameters.values():
+        # A tied weight is stored under several names, and has state under one of them: it is one parameter.
+        if not parameter.state and _elements_of(parameter.weight) in stepped_weights - {None}:
+            continue
         shape, state = parameter.shape, parameter.state
         momentum = next((tensor for tensor in state.values() if view.role(tensor) is Role.MOMENTUM), None)
         # Only the groups of our optimizer have our options, and may name a method that nobody here knows.
@@ -176,6 +181,11 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
             "orthogonalises what is unknown; give a checkpoint with optimizer state, or the model's config.json"
         )
     return ModelTensors(str(path), tuple(parameters))
+
+
+def _elements_of(weight: StateRecord | None) -> tuple[object, ...] | None:
+    """Return what tells the elements of a weight from others; None where nothing recorded does."""
+    return None if weight is None or weight.fingerprint is None else (weight.shape, weight.dtype, weight.fingerprint)
 
 
 def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
