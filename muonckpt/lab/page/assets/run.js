@@ -93,7 +93,7 @@ function openStep(i) {
   dialog.replaceChildren(
     el("div", { class: "head" }, el("h2", { id: "tensor-title" }, step.name), el("form", { method: "dialog", class: "bar" }, el("button", { autofocus: true }, "Close"))),
     el("dl", { class: "facts" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
-    changes.map((change) => [el("h3", { class: "below" }, "Since " + shown(change.since)), el("ul", {}, change.lines.length ? change.lines.map((line) => el("li", {}, line)) : el("li", {}, "nothing but elements"))]),
+    ...changes.flatMap((change) => [el("h3", { class: "below" }, "Since " + shown(change.since)), el("ul", {}, change.lines.length ? change.lines.map((line) => el("li", {}, line)) : el("li", {}, "nothing but elements"))]),
     el("h3", { class: "below" }, "Findings"),
     DATA.findings[i].length ? el("ul", { class: "findings" }, DATA.findings[i].map((found) => finding(found, found.names, found.means, null))) : el("p", { class: "muted" }, "None."));
   dialog.showModal();
