@@ -244,8 +244,8 @@ def _ranks(checkpoint: OpenCheckpoint) -> int:
     """Return how many ranks a checkpoint is for, as far as it says so."""
     provenance = checkpoint.provenance
     match provenance.get("zero"):
-        case {"ranks": int(ranks)}:
-            return ranks
+        case {"ranks": int(num_ranks)}:
+            return num_ranks
     match provenance.get("resharded"):
         case [*_, {"mesh": dict(mesh)}]:
             return max(math.prod(size for size in mesh.values() if isinstance(size, int)), 1)

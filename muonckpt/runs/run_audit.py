@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..names.errors import SourceError
@@ -43,7 +43,8 @@ class StepVerdict:
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.sentence) and (self.report is not None or self.step.state == "damaged")
+        """True if it is not whole, or could not be read although its files are there: an alarm stays on."""
+        return bool(self.sentence) and (self.report is not None or self.step.state in ("damaged", "whole"))
 
 
 def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
@@ -112,6 +113,7 @@ def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
     try:
         report, note = verify_recorded(step.path, auditor, step.folder)
     except SourceError as error:
-        fault = str(error) if step.path.exists() else "it was removed while it was read"
-        return StepVerdict(step, None, fault)
+        if step.path.exists():
+            return StepVerdict(step, None, str(error))
+        return StepVerdict(replace(step, state="incomplete"), None, "it was removed while it was read")
     return StepVerdict(step, report, report.diagnosis.sentence, note)

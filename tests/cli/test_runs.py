@@ -11,6 +11,9 @@ from support.commands import called
 from support.damages import flip_last_bit
 from support.golden import golden
 
+import muonckpt
+from muonckpt import SourceError
+
 
 def printed(code: int, *arguments: object) -> str:
     done = called(*arguments)
@@ -67,6 +70,19 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     assert lines[0].startswith("step-00000003: faulty: ")
     assert lines[1].startswith("step-00000002: whole, ")
     assert lines[2] == f"newest whole  {run / 'step-00000002'}"
+
+
+def test_a_step_that_cannot_be_read_although_its_files_are_there_is_an_alarm(run):
+    def fail(count: int, total: int) -> None:
+        raise SourceError("input/output error")
+
+    verdicts = [*muonckpt.verify_run(run, progress=fail)]
+    assert len(verdicts) == 3 and all(verdict.is_damaged and not verdict.is_whole for verdict in verdicts)
+    shutil.rmtree(run / "step-00000001")
+    [*_, gone] = muonckpt.verify_run(
+        run, progress=lambda count, total: shutil.rmtree(run, ignore_errors=True) or fail(0, 0)
+    )
+    assert not gone.is_damaged and "removed while it was read" in gone.sentence
 
 
 def test_verify_says_the_same_of_a_run_however_often_it_is_asked(run):
