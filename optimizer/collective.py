@@ -211,7 +211,6 @@ class NonFinite:
             f"a step was skipped, number {self.skipped} of this run and {self.in_a_row} in a row: "
             f"{report or f'other ranks have {complaint}'}",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

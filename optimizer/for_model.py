@@ -167,7 +167,7 @@ class ForModel:
         return sort_parameters(model, self._model_groups.rules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _warn_of_left_out(self, stacklevel: int) -> None:
+    def _warn_of_left_out(self) -> None:
         """Warn once of each parameter of the model that has a gradient and is in no group."""
         if self._model_groups is None or (model := self._model_groups.model()) is None:
             return
@@ -188,7 +188,6 @@ class ForModel:
                 f"optimizer was made, or came later): {', '.join(shown)}. To train them, write this on all ranks, and "
                 f"make a scheduler anew: {'; '.join(self._model_groups.lines_to_add(model, ungrouped))}",
                 RuntimeWarning,
-                stacklevel=stacklevel,
             )
 
     def describe(self, model: nn.Module | None = None) -> dict[str, Any]:

@@ -451,9 +451,9 @@ class Muon(ForModel, CollectiveOptimizer):
         if self._warns:
             params = [*params_of(self.param_groups)]
             if params and all(param.grad is None for param in params):
-                warn_of_no_gradient(stacklevel=6)
+                warn_of_no_gradient()
             if self._model_groups is not None:
-                self._warn_of_left_out(stacklevel=7)
+                self._warn_of_left_out()
         # Refuse what no step can do before ranks meet.
         if self._offload is not None and is_capturing():
             raise RuntimeError(

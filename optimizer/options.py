@@ -304,5 +304,4 @@ def adopt_saved_options(
             "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
             f"gives now: {listed(overridden, SHOWN_GROUPS, '; ')}. To train with the code's, set them in "
             "optimizer.param_groups after loading; with a scheduler set initial_lr and its base_lrs as well",
-            stacklevel=2,
         )

@@ -210,14 +210,13 @@ def find_doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterat
         )
 
 
-def warn_of_no_gradient(stacklevel: int) -> None:
-    """Warn that no parameter has a gradient; ``stacklevel`` is counted from here."""
+def warn_of_no_gradient() -> None:
+    """Warn that no parameter has a gradient."""
     warn_on_rank(
         "no parameter of this optimizer has a gradient, so a step changes nothing. If the model was sharded "
         "(fully_shard) or materialised (to_empty) after the optimizer was built, it has other parameters now: "
         "build the optimizer of those",
         RuntimeWarning,
-        stacklevel=stacklevel,
     )
 
 
@@ -231,5 +230,4 @@ def warn_if_unshared(rank_set: RankSet) -> None:
             "of them. If ranks hold the same parameters (DDP, without ZeroRedundancyOptimizer), give "
             "replicas=torch.distributed.group.WORLD, or the group of DDP, and they share the work",
             RuntimeWarning,
-            stacklevel=2,
         )

@@ -232,7 +232,7 @@ def _restore_options(
         differing = [key for key, (a, b) in values.items() if _comparable(key, a) != _comparable(key, b)]
         if differing:
             shown = ", ".join("{}={!r} (saved {!r})".format(key, *values[key]) for key in differing)
-            warn_on_rank(f"group {number} keeps the code's {shown}", stacklevel=4)
+            warn_on_rank(f"group {number} keeps the code's {shown}")
         # Rates come from the saved run; so does what its code gave them at first, under the keys of `GIVEN_KEYS`, from
         # which `adopt_saved_options` tells what has changed in the code since.
         options = {key: _convert_option(group.get(key), saved[key]) for key in RESTORED if key in saved}
@@ -246,7 +246,7 @@ def _restore_options(
     if misfit := scheduler_misfit(saved_rates, rates):
         if any("initial_lr" in group for group in groups):
             raise ValueError(f"the state does not fit, training would go on wrongly: {misfit}")
-        warn_on_rank(misfit, stacklevel=4)
+        warn_on_rank(misfit)
     return restored
 
 
@@ -331,7 +331,7 @@ class FreshStart:
         if _are_equal(optimizer.state_dict(), state_dict):
             return state_dict
         fitted = fit_state_dict(optimizer, state_dict, tensor_misfit, self.globs)
-        warn_on_rank(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}", stacklevel=2)
+        warn_on_rank(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}")
         return {"state": fitted.state, "param_groups": fitted.groups}
 
 

@@ -140,7 +140,7 @@ class AsyncSave:
 
     def warn(self, error: BaseException) -> None:
         self.mark_reported()
-        warn_on_rank(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
+        warn_on_rank(f"saving {self.path} failed: {error}", RuntimeWarning)
 
     def mark_reported(self) -> None:
         self._outcome.reported = True

@@ -636,11 +636,9 @@ def _run(joint: JointLoad, path: object) -> LoadReport:
         raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
         kept_options = "; ".join(matching.own_options)
-        warn_on_rank(
-            f"{path} does not say options, which stay as the running optimizer's: {kept_options}", stacklevel=4
-        )
+        warn_on_rank(f"{path} does not say options, which stay as the running optimizer's: {kept_options}")
     for doubt in matching.doubts:
-        warn_on_rank(f"{path}: {doubt}", stacklevel=4)
+        warn_on_rank(f"{path}: {doubt}")
     if dropped_options := dropped_by_torch(matching.added):
         warn_on_rank(
             f"{path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened state dict, "
@@ -648,6 +646,5 @@ def _run(joint: JointLoad, path: object) -> LoadReport:
             "loaded lr: give "
             "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
             "a nested state dict",
-            stacklevel=4,
         )
     return report

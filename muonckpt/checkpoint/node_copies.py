@@ -316,7 +316,6 @@ def remove_copies(folder: Path, superfluous: Callable[[StepName | None], bool], 
                 warn_on_rank(
                     f"cannot remove {entry}, so it takes memory on this node: {error.strerror or error}",
                     RuntimeWarning,
-                    stacklevel=3,
                 )
 
 
@@ -458,4 +457,4 @@ def find_copies(
 
 
 def _warn(message: str) -> None:
-    warn_on_rank(message, RuntimeWarning, stacklevel=4)
+    warn_on_rank(message, RuntimeWarning)

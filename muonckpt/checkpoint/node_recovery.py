@@ -140,7 +140,6 @@ class NodeFiles:
                     f"the copy of step {self._copy.step} on the node of rank {ranks[place]} is damaged: {fault}; "
                     "another node's is taken, if there is one",
                     RuntimeWarning,
-                    stacklevel=3,
                 )
                 self.of(file)  # raises if no node is left
 

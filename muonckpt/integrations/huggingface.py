@@ -117,7 +117,6 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
                 f"anew ({counts}), and the schedule with its warm-up. For the same run, resume from one that was saved "
                 "with save_only_model=False",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -183,7 +183,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ()
         )
         if self._fresh and self.is_global_zero:
-            warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{report}", stacklevel=2)
+            warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{report}")
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])

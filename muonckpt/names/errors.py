@@ -116,13 +116,21 @@ def lost_ranks() -> Iterator[None]:
         ) from error
 
 
-def warn_on_rank(message: str, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
-    """Warn, but do not raise on a rank of several, for which the others would wait in the next collective.
+_FRAMES_OF_CALLS = ("muonckpt.", "torch.", "contextlib", "functools")
+"""Modules that stand between the line of a user and a warning."""
+
+
+def warn_on_rank(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of this package that led here, but do not raise on a rank of several, for which the
+    others would wait in the next collective.
 
     Where warnings are errors (``-W error``), the message goes to standard error instead.
     """
+    frame, stacklevel = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_FRAMES_OF_CALLS):
+        frame, stacklevel = frame.f_back, stacklevel + 1
     try:
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
+        warnings.warn(message, category, stacklevel=stacklevel)
     except category:
         distributed = sys.modules.get("torch.distributed")  # whoever has ranks has imported it
         if distributed is None or not distributed.is_initialized() or distributed.get_world_size() == 1:

@@ -72,7 +72,6 @@ def record_exchange(ranks: Ranks, bits: int) -> None:
             "a signal asked for a checkpoint some steps ago, and there is none yet: write "
             "`if series.due(step): series.save(step, state_dict)` after each step",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -407,7 +407,6 @@ class LayerWise(CollectiveOptimizer):
                 f"{', '.join(in_globs(names, model_params.keys() - {*names}))}. To train them, close() this optimizer "
                 "and build another with groups of all parameters",
                 RuntimeWarning,
-                stacklevel=6,
             )
 
     def _step_with_ranks(self, failure: Exception | None) -> bool:
@@ -425,7 +424,7 @@ class LayerWise(CollectiveOptimizer):
         if self._active_names is None:
             self._finish_gradients(failure)
         if failure is None and not self._active_names:
-            warn_of_no_gradient(stacklevel=7)
+            warn_of_no_gradient()
         # Leave out the step on all ranks alike, if one of them asked for it when the gradients were finished.
         if self._nonfinite is not None and failure is None:
             if self._is_skipped:

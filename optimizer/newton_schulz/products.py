@@ -342,5 +342,4 @@ def missing_triton(error: ModuleNotFoundError, consequence: str) -> None:
     warn_on_rank(
         f"Triton is not installed: {consequence}. Install triton, in the version that torch names",
         RuntimeWarning,
-        stacklevel=4,
     )

@@ -297,7 +297,6 @@ class NodeMemory:
                 f"all ranks are on one node, or have one folder, {self._folder}: copies outlive the processes that "
                 "train, but not the node",
                 RuntimeWarning,
-                stacklevel=3,
             )
         # The copy is this series' from now on, even if it fails: `end` looks for what has become of it.
         self._used = self._folder / run
@@ -375,4 +374,4 @@ class NodeMemory:
 
 
 def _warn(message: str) -> None:
-    warn_on_rank(message, RuntimeWarning, stacklevel=5)
+    warn_on_rank(message, RuntimeWarning)

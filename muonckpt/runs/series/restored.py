@@ -116,4 +116,4 @@ def _warning(folder: Location) -> Iterator[None]:
         yield
     except (MuonckptError, OSError) as error:
         message = f"the resume cannot be recorded in {folder}; training goes on: {error}"
-        warn_on_rank(message, RuntimeWarning, stacklevel=5)
+        warn_on_rank(message, RuntimeWarning)

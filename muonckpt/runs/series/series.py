@@ -504,7 +504,7 @@ class Series:
         try:
             run = self._ask_first(lambda: self._folder.identity(make=False))
         except SourceError as error:
-            warn_on_rank(f"copies in memory are not taken: {error}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"copies in memory are not taken: {error}", RuntimeWarning)
             return []
         return self._memory.find(run)
 
@@ -574,22 +574,24 @@ class Series:
                 f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
                 "be restored; if this run went back, move the later ones out of the folder",
                 RuntimeWarning,
-                stacklevel=6,
             )
 
     def _try_removal(self, subject: str, remove: Callable[[], None]) -> None:
         try:
             remove()
         except (MuonckptError, OSError) as error:
-            warn_on_rank(f"cannot remove {subject}; training goes on: {error}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"cannot remove {subject}; training goes on: {error}", RuntimeWarning)
 
     def _warn_of(self, newest: Newest, consequence: str) -> None:
+        # All ranks know the same, and one says it.
+        if not is_coordinator(self._group):
+            return
         for name, fault in newest.faults.items():
             path = self._folder.path(name)
-            warn_on_rank(f"{path} is not whole: {fault}; {consequence}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"{path} is not whole: {fault}; {consequence}", RuntimeWarning)
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
-            warn_on_rank(message, RuntimeWarning, stacklevel=3)
+            warn_on_rank(message, RuntimeWarning)
 
     def _decide(
         self,
