@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from muonckpt import conform
 from muonckpt.lab.conform.conform import BITS, OTHER, REFUSED, ROUNDED, UNSURE
@@ -44,10 +46,12 @@ def dion_normuon(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 
 def keller(model: nn.Module, mesh: DeviceMesh) -> Any:
-    return import_module("muon").Muon(model.parameters(), lr=LR)
+    return import_module("muon").Muon(list(model.parameters()), lr=LR)  # it wants a list
 
 
 def xtuner(model: nn.Module, mesh: DeviceMesh) -> Any:
+    if not isinstance(model.weight, DTensor):  # it takes nothing else
+        fully_shard(model, mesh=mesh)
     return import_module("xtuner.v1.optim.muon").Muon(model.parameters(), lr=LR)
 
 
