@@ -13,6 +13,7 @@ from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
+from ..store.verify.diagnosis import command
 from ..store.verify.run import Run, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
@@ -122,6 +123,10 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
         print_line(f"newest whole  {newest.path if newest else 'none'}")
+        damaged = [verdict.step for verdict in verdicts if verdict.is_damaged]
+        if damaged:
+            newest_damaged = max(damaged, key=lambda step: (step.step, step.attempt))
+            print_line(f"next: {command('verify', newest_damaged.path)} says what to do about {newest_damaged.name}")
         print_duration()
     return int(any(verdict.is_damaged for verdict in verdicts) or newest is None)
 

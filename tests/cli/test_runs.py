@@ -70,6 +70,9 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     assert lines[0].startswith("step-00000003: faulty: ")
     assert lines[1].startswith("step-00000002: whole, ")
     assert lines[2] == f"newest whole  {run / 'step-00000002'}"
+    # The next command says what to do, and exits with 1 as the alarm does.
+    following = lines[3].partition("next: muonckpt ")[2].partition(" says")[0].split()
+    assert following == ["verify", str(run / "step-00000003")] and "What to do:" in printed(1, *following)
 
 
 def test_a_step_that_cannot_be_read_although_its_files_are_there_is_an_alarm(run):
@@ -92,7 +95,7 @@ def test_verify_says_the_same_of_a_run_however_often_it_is_asked(run):
     (run / "step-00000003" / "__0_0.distcp").unlink()
     lines = printed(1, "verify", run).splitlines()
     assert lines[0].startswith("step-00000003: damaged, not verified: rank 0's file __0_0.distcp is missing: ")
-    assert lines[-1] == f"newest whole  {run / 'step-00000002'}"
+    assert lines[-2] == f"newest whole  {run / 'step-00000002'}"
 
 
 def test_what_verify_has_found_is_what_inspect_diff_and_fits_say(run):
