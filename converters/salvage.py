@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
 from ..names.errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
-from ..names.wording import counted
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE, StateRecord, by_key, entry_keys
 from ..store.formats.registry import DCP, OWN, OWN_LINES, ZERO, format_of
@@ -19,8 +17,7 @@ from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.audit import audit
 from ..store.verify.damage import Damage
-from ..store.verify.diagnosis import command, diagnosis_of
-from ..store.verify.run import StepName, new_attempt, newer_steps, same_step
+from ..store.verify.diagnosis import diagnosis_of
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -29,7 +26,7 @@ from .merge.filling import Filling
 from .merge.same_save import FillingSource, WholePart, compare, one_save
 from .options import IN_ONE_GO, Execution
 from .report import Report
-from .rewrite import check_use, default_format, notes_on_unread, target_of
+from .rewrite import advice_on_attempt, check_use, default_format, notes_on_unread, target_of
 from .target.topology import ROWS
 
 
@@ -118,7 +115,8 @@ def salvage(
         entry, size = salvaged.provenance["salvaged"][-1], report.payload_bytes
         last = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
         result = last.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(damaged)), workers)
-        return result and replace(result, salvaged=entry, advice=tuple(_advice(damaged, place, container.name)))
+        advice = tuple(advice_on_attempt(damaged, place, container.name))
+        return result and replace(result, salvaged=entry, advice=advice)
 
 
 def _format_of_files(damaged: OpenCheckpoint, place: Location) -> str:
@@ -126,45 +124,6 @@ def _format_of_files(damaged: OpenCheckpoint, place: Location) -> str:
     if damaged.format.name == ZERO.name and not isinstance(place, Remote):
         return str(damaged.provenance["zero"]["format"])
     return default_format(damaged, None)
-
-
-def _advice(checkpoint: OpenCheckpoint, place: Location, written: str) -> Iterator[str]:
-    """Say what to do with a salvaged checkpoint: how it is checked, and by which name it is found and resumed from."""
-    yield f"{command('verify', place)} reads all of it again"
-    # A name that no reader of the run looks for is of no use there.
-    damaged = checkpoint.path
-    run, attempt = damaged.parent, new_attempt(damaged)
-    if checkpoint.format.name == ZERO.name:
-        zero = checkpoint.provenance["zero"]
-        tag = place.name if run.resolve() == place.parent.resolve() else attempt or f"{damaged.name}.2"
-        if written != zero["format"]:
-            back = command("reshard", place, "BACK", "--mesh", f"dp={zero['ranks']}", "--to", "deepspeed")
-            yield f"it is written as {written}, which DeepSpeed does not read: {back} --format {zero['format']} does"
-            return
-        if tag != place.name:
-            yield f"{shlex.join(['mv', str(place), str(run / tag)])} puts it beside the other tags of {run}"
-        yield (
-            f"engine.load_checkpoint({str(run)!r}, tag={tag!r}) of DeepSpeed loads it, on "
-            f"{counted(zero['ranks'], 'rank')}: it is written as {written}"
-        )
-        return
-    if attempt is None:
-        yield f"muonckpt.load(state_dict, {str(place)!r}) resumes from it, where it is of this package's optimizer"
-        return
-    of_series = StepName.parsed(damaged.name) is not None
-    is_found = run.resolve() == place.parent.resolve() and same_step(damaged.name, place.name)
-    if not is_found or (of_series and StepName.parsed(place.name) is None):
-        yield f"{shlex.join(['mv', str(place), str(run / attempt)])} makes it the checkpoint of its step in {run}"
-        return
-    # A newer step goes before this one, if it is whole.
-    newer = newer_steps(place)
-    if newer and newer[0].state == "whole":
-        yield f"{newer[0].name} is newer and whole, so that is resumed from, and not this: move it away to go back"
-        return
-    if newer:
-        yield f"{newer[0].name}, which is newer, is {newer[0].state}, and passed over for this: {newer[0].fault}"
-    sentence = "Series.restore takes it" if of_series else "resume from it"
-    yield f"{sentence}, and {command('inspect', run)} lists it"
 
 
 def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenCheckpoint]:

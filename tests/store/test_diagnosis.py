@@ -112,6 +112,10 @@ def test_a_damaged_metadata_file_has_one_verdict_and_costs_no_step(damaged, seri
         muonckpt.diff(broken, series / "step-00000002")
     assert bits(pasted(found.remedies[0].command)) == bits(broken)
     shutil.rmtree(series / "step-00000003.2")
+    report = muonckpt.reshard(broken, series / "step-00000003.2", mesh={"dp": 2})
+    assert report.advice[0].startswith("muonckpt verify ") and report.advice[-1].startswith("Series.restore takes it")
+    assert Series(series).latest().path.endswith("step-00000003.2")
+    shutil.rmtree(series / "step-00000003.2")
     restored = state(0)
     with pytest.warns(RuntimeWarning, match=r"is taken, as nothing of it is lost, but: its \.metadata is damaged"):
         assert Series(series).restore(restored).step == 3
