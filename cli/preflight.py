@@ -9,8 +9,10 @@ import click
 
 from ..names.wording import counted
 from ..store.io.location import Location
+from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, MeshType
 from .printing import print_duration, print_json, print_line, print_table
+from .runs import newest_whole
 
 if TYPE_CHECKING:
     from ..lab.preflight.preflight import Preflight
@@ -45,7 +47,8 @@ def preflight_command(
 
     FUNCTION returns a model and its optimizer, or a list of optimizers; if it takes an argument, that is the device
     mesh.  It is called on the meta device, in a fake process group of the size of the mesh, so that the answer for 512
-    ranks takes no GPU and little memory.  The answer is that of muonckpt.load, or of another program's loader.
+    ranks takes no GPU and little memory.  The answer is that of muonckpt.load, or of another program's loader.  Of the
+    folder of a run, its newest whole step is asked.
 
     This runs your file, with your rights: name only what you would run yourself.
 
@@ -55,6 +58,9 @@ def preflight_command(
     """
     from ..lab.preflight.preflight import preflight  # imports torch
 
+    run = run_of(checkpoint)
+    if run is not None:
+        [checkpoint] = newest_whole(run, 1)
     answer = preflight(checkpoint, source, mesh, rank=rank, loader=loader, allow_extra=allow_extra, fresh=fresh)
     if as_json:
         print_json(answer)

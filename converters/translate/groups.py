@@ -130,7 +130,7 @@ def write_options(
     writer.report_private(options)
     # What the source does not say.
     target_options |= writer.template_additions(target_options, template_options)
-    target_options |= writer.default_additions(target_options)
+    target_options |= writer.default_additions(target_options, losses)
     writer.report_missing(target_options)
     return target_options | ({target.method_option: method.name} if target.method_option else {})
 
@@ -223,12 +223,22 @@ class _OptionWriter:
             self._report(Action.CARRIED, option, reason, additions[option])
         return additions
 
-    def default_additions(self, target_options: Mapping[str, object]) -> dict[str, object]:
+    def default_additions(
+        self, target_options: Mapping[str, object], losses: Mapping[str, object]
+    ) -> dict[str, object]:
         """Return options of a new optimizer of the target's program, which cannot run without them."""
         additions: dict[str, object] = {}
+        lost_options = {
+            option for coding in self.method.codings if losses.keys() & coding.common for option in coding.options
+        }
         for option, value in self.method.default_options.items():
             if option not in {*target_options, *self.target.unwritten_options}:
-                reason = f"{self._silence(option)}; written as in a new optimizer of {self.target.name}"
+                reason = (
+                    f"{self.target.name} cannot say the value above"
+                    if option in lost_options
+                    else self._silence(option)
+                )
+                reason += f"; written as in a new optimizer of {self.target.name}"
                 self._report(Action.SET, option, reason, value)
                 additions[option] = value
         for option, value in self.method.inert_options.items():

@@ -238,6 +238,8 @@ class ResumeProof:
         equal = f"{counted(self.tensors, 'tensor')} and {counted(self.items, 'other value')} are as they were saved"
         ranks = "" if self.ranks_saved is None else f"saved on {counted(self.ranks_saved, 'rank')}, now {self.ranks}, "
         resumed = f"resumed from step {self.step}, {ranks}"
+        if self.equal and not self.tensors and self.unchecked:
+            return f"{resumed}with nothing to prove: no tensor that runs now was loaded{unchecked}"
         if self.equal:
             return f"{resumed}proved: {equal}{unchecked}"
         return f"{resumed}not as it was saved: {'; '.join(self.lines)}; {equal}{unchecked}"

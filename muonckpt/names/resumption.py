@@ -217,6 +217,11 @@ def explain_differences(
         if members := names_by_reason.get(reason):
             rule = f"Rule({kind!r}, {tuple(in_globs(members, set(names) - {*members}))!r})"
             keep_advice += f", as by rules=[[{rule}], RULES] where RULES are those given now"
+    if names_by_reason[NEW] and names_by_reason[GONE] and not wrappers:
+        keep_advice += (
+            "; if they were only renamed, muonckpt convert OLD NEW --to-format dcp --rules FILE gives them their new "
+            "names, with [[rule]] from = 'old.{a*}', to = 'new.{a*}' for each"
+        )
     globs = in_globs(differences, set(names) - differences.keys())
     return f"{message}. {keep_advice}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
 

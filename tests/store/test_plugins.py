@@ -52,6 +52,20 @@ def test_a_plugin_is_found_where_it_is_installed_and_serves_every_command(arrays
     assert (muonckpt.open(tmp_path / "two").tensors["up"].numpy() == values["up"]).all()
 
 
+def test_a_plugin_refuses_what_it_cannot_read_as_it_lies(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(PLUGIN)
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    np.save(folder / "w.npy", np.arange(3, dtype=">f4"))
+    with pytest.raises(muonckpt.SourceError, match="elements of >f4 cannot be read as they lie"):
+        muonckpt.inspect(folder)
+    np.save(folder / "w.npy", np.arange(3, dtype="<f4"))
+    whole = (folder / "w.npy").read_bytes()
+    (folder / "w.npy").write_bytes(whole.replace(b"(3,)", b"((3,"))
+    with pytest.raises(muonckpt.SourceError):
+        muonckpt.inspect(folder)
+
+
 def test_a_plugin_writes(tiny_checkpoint, tmp_path, monkeypatch):
     arguments = ("convert", tiny_checkpoint, tmp_path / "out", "--format", "npy", "--tensors-only")
     refused = called(*arguments)

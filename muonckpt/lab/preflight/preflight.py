@@ -199,7 +199,10 @@ def _option_changes(outcome: Outcome, stored: Stored, state_dict: Mapping[str, A
         reading = next(OptimizerKey.of_option(paths[key]), None)
         if reading is None or reading.leaf in NAMES_OF_GROUPS | HISTORY_OPTIONS:
             continue
-        saved_value, code_value = as_tuples(stored.option(outcome.sources[key])), as_tuples(values[key])
+        # Rates that a scheduler has changed are compared as they began.
+        initial_key = f"{key.removesuffix(reading.leaf)}initial_{reading.leaf}"
+        saved_key = initial_key if initial_key in stored.entries else outcome.sources[key]
+        saved_value, code_value = as_tuples(stored.option(saved_key)), as_tuples(values.get(initial_key, values[key]))
         if saved_value != code_value:
             change = reading.leaf, repr(saved_value), repr(code_value)
             names = members.get(f"{key.removesuffix(reading.leaf)}{PARAMS}", [reading.name])

@@ -7,10 +7,11 @@ begin with one of your own, copy it.
 from __future__ import annotations
 
 from io import BytesIO
+from tokenize import TokenError
 
 from numpy.lib import format as npy
 
-from muonckpt import DamageError
+from muonckpt import DamageError, SourceError
 from muonckpt.algebra.box import Box
 from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats.registry import Format
@@ -32,6 +33,7 @@ def record(file: Location) -> StateRecord:
 
     Raises:
         DamageError: the header is damaged, or the file has another size than it says.
+        SourceError: its elements are big-endian, or Python objects.
     """
     key = file.name.removesuffix(".npy")
     with open_regular(file) as opened:
@@ -39,8 +41,10 @@ def record(file: Location) -> StateRecord:
         try:
             npy.read_magic(head)
             shape, fortran_order, dtype = npy.read_array_header_1_0(head, max_header_size=LONGEST_HEADER)
-        except ValueError as error:
+        except (ValueError, SyntaxError, TokenError) as error:  # numpy parses headers as Python does
             raise DamageError(f"{file}: {error}") from error
+        if dtype.byteorder == ">" or dtype.hasobject:  # a record's elements are little-endian
+            raise SourceError(f"{file}: elements of {dtype.str} cannot be read as they lie")
         payload = Extent(file.name, head.tell(), opened.size - head.tell())
         size = dtype.itemsize * Box.of(shape).numel
         if fortran_order or payload.length != size:
