@@ -106,6 +106,22 @@ class AgreedPlans:
             del self._plans[name]
 
 
+def refuse_lone_process(path: str | os.PathLike[str]) -> None:
+    """Refuse a process of several that has no process group: each would take itself for the only one.
+
+    Raises:
+        DestinationError: torchrun started several processes, and this one has no process group.
+    """
+    # Processes that do not know of each other would publish over one another.
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
+        raise DestinationError(
+            f"torchrun started {world} processes, but this one has no process group, so each of them would save "
+            f"alone, and all at {os.fspath(path)}: call torch.distributed.init_process_group() at the start of the "
+            "program"
+        )
+
+
 class JointSave:
     """One save.
 
@@ -126,14 +142,7 @@ class JointSave:
         plans: AgreedPlans,
         progress: SaveProgress,
     ) -> None:
-        # Processes that do not know of each other would publish over one another.
-        world = os.environ.get("WORLD_SIZE", "1")
-        if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
-            raise DestinationError(
-                f"torchrun started {world} processes, but this one has no process group, so each of them would save "
-                f"alone, and all at {os.fspath(path)}: call torch.distributed.init_process_group() at the start of the "
-                "program"
-            )
+        refuse_lone_process(path)
         self._path = path
         self._provenance = provenance
         self._group = process_group

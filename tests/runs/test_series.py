@@ -473,3 +473,12 @@ def test_a_step_is_an_integer_and_comes_first(step, tmp_path):
         with pytest.raises(ArgumentError, match="a step is an integer, 0 or more, and comes before the state dict"):
             save(step, {"w": torch.ones(2)})
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_do_not_know_of_each_other_do_not_restore(tmp_path, monkeypatch):
+    series = Series(tmp_path / "run")
+    series.save(1, {"w": torch.ones(2)})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DestinationError, match="init_process_group"):
+        series.restore({"w": torch.zeros(2)})

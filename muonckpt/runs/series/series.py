@@ -24,7 +24,7 @@ from ...checkpoint.all_ranks import (
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, lane_of, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.loading import load_to_prove
 from ...checkpoint.node_copies import CopyOnNodes
-from ...checkpoint.saving import save
+from ...checkpoint.saving import refuse_lone_process, save
 from ...checkpoint.signals import On, Signals, Then
 from ...converters.engine.container import container_of
 from ...converters.engine.job import check_destination, make_job
@@ -398,7 +398,9 @@ class Series:
             DamageError: there are checkpoints, and none is whole.
             SourceError, LayoutError, ArgumentError, LostRankError: as in `muonckpt.load`; or the series is empty, and
                 must not be.
+            DestinationError: torchrun started several processes, and this one has no process group.
         """
+        refuse_lone_process(str(self._folder.place))
         patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
         refuse_mixed_calls(self._group, "Series.restore")
         copies = self._copies()
