@@ -26,7 +26,7 @@ def folder() -> Iterator[Path]:
 @pytest.mark.parametrize("part", sweep(range(32), 1))
 def test_one_process_restores_the_newest_whole_state_of_its_branch_and_tells_each_step_back(part, folder):
     outcomes = branches.play(0, 1, folder, range(60 * part, 60 * (part + 1)), nodes=1 + part % 3)
-    assert min(outcomes[kind] for kind in ("memory", "disk", "None", "no whole one")) > 3, "all of it was tried"
+    assert min(outcomes[kind] for kind in ("memory", "disk", "None", "no whole one")) > 0, "all of it was tried"
 
 
 RANKS = [(2, range(8)), (2, range(8, 300)), (3, range(300, 500))]
