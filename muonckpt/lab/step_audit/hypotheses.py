@@ -104,14 +104,11 @@ def rules_to_try(options: Mapping[str, Any], method: str) -> list[UpdateRule]:
     schedules: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for name, polynomials, steps in sets:
         schedules.setdefault((polynomials.schedule(steps), polynomials.norm_scale), (name, polynomials, steps))
-    orthogonal = [
-        replace(base, nesterov=nesterov, name=name, coefficients=polynomials, steps=steps)
-        for nesterov in flags
-        for name, polynomials, steps in schedules.values()
-    ]
-    plain = [
-        replace(base, method=method, nesterov=nesterov)
-        for method in ("the sign of the momentum", "the momentum as it is")
-        for nesterov in flags
-    ]
-    return orthogonal + plain
+    rules: list[UpdateRule] = []
+    for nesterov in flags:
+        for name, polynomials, steps in schedules.values():
+            rules.append(replace(base, nesterov=nesterov, name=name, coefficients=polynomials, steps=steps))
+    # Updates without Newton-Schulz come last.
+    for method in ("the sign of the momentum", "the momentum as it is"):
+        rules += [replace(base, method=method, nesterov=nesterov) for nesterov in flags]
+    return rules
