@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algebra.box import Index
+from ...converters.engine.outputs import bfloat16_words
 from ...names.coefficients import CoefficientSet
 
 Matrix = NDArray[np.float64]
@@ -160,8 +161,8 @@ def spacing(values: Matrix, dtype: str) -> Matrix:
 
 def to_bfloat16(values: Rounded) -> Rounded:
     """Round float32 to bfloat16, to the nearest, ties to even."""
-    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    nearest: Rounded = ((words + 0x7FFF + (words >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    words = bfloat16_words(values.astype(np.float64))
+    nearest: Rounded = (words.astype(np.uint32) << 16).view(np.float32)
     return nearest
 
 
