@@ -42,7 +42,6 @@ COMMANDS = {
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "stats": "Measure weights and state: norms, spectra, updates; say what looks odd.",
     "conform": "Say whether an optimizer does on a mesh what it does on one process.",
-    "doctor": "Say what your program's optimizer does, what is probably not meant, and the same in ours.",
     "audit-step": "Say what the step between two consecutive checkpoints really did.",
     "report": "Write a page for a browser: what is wrong, a map of shards, norms; of a checkpoint or a run.",
     "preflight": "Say whether a job would resume from a checkpoint, before it is queued.",

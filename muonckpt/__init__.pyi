@@ -27,7 +27,6 @@ from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard
 from .converters.salvage import salvage as salvage
 from .lab.conform.conform import Conformity as Conformity, ConformityReport as ConformityReport, conform as conform
-from .lab.doctor.doctor import Checkup as Checkup, doctor as doctor
 from .lab.forecasting.hardware import Rates as Rates, rates_of as rates_of
 from .lab.forecasting.iteration import Training as Training
 from .lab.forecasting.prospects import Prospect as Prospect, forecast as forecast

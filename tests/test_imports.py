@@ -41,7 +41,7 @@ RULES = {
     "runs": "names record programs store/io store/reading store/verify",
     "runs/series": "names record programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
-    "lab": "",
+    "lab": "names",
     "optimizer/ground": "names algebra",
     "optimizer/triton": "algebra optimizer/ground",
     "converters/target": "names algebra record layouts layouts/buffers",
@@ -65,11 +65,9 @@ RULES = {
     "optimizer/ground converters/target optimizer/newton_schulz optimizer/planning optimizer/methods converters/look",
     "converters/compare": "names algebra record programs store/io store/reading store/formats store store/verify "
     "converters/engine converters/translate converters/look",
-    "lab/doctor": "names programs converters/target optimizer/newton_schulz optimizer/planning optimizer/methods "
-    "optimizer converters/engine converters/translate optimizer/__init__ lab/forecasting",
     "lab/page": "names record programs store/io store/reading store store/verify converters/look converters/compare",
-    "lab/conform": "names lab/doctor lab/step_audit",
-    "lab/preflight": "names record programs store/io store store/verify checkpoint optimizer/__init__ lab/doctor",
+    "lab/conform": "names lab lab/step_audit",
+    "lab/preflight": "names record programs store/io store store/verify checkpoint optimizer/__init__ lab",
     "lab/step_audit": "names algebra record programs store/io store/reading store store/verify converters/engine "
     "converters/translate converters/look converters/compare",
     "converters/merge": "names algebra record programs store/io store/reading store store/verify "
@@ -77,10 +75,10 @@ RULES = {
     "converters": "names algebra record programs store/io store/reading store/formats store store/verify "
     "converters/target converters/engine converters/translate converters/look converters/merge",
     "cli": "names record programs store/io store/reading store store/verify runs converters/target "
-    "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/doctor lab/page "
+    "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/page "
     "lab/conform lab/preflight lab/step_audit converters",
     "": "names layouts store store/verify checkpoint runs runs/series converters/look lab/forecasting "
-    "converters/compare lab/doctor lab/page "
+    "converters/compare lab/page "
     "lab/conform lab/preflight lab/step_audit converters",
     "integrations": "names store/io store store/verify checkpoint runs/series optimizer optimizer/__init__",
     "__main__": "cli",
@@ -93,7 +91,7 @@ TORCH = (
     "checkpoint/",
     "runs/series/",
     "compat/",
-    "lab/doctor/",
+    "lab/built",
     "lab/conform/",
     "lab/preflight/",
     "integrations/",
@@ -234,7 +232,6 @@ def test_nobody_needs_the_lab():
         "",
         "cli",
         "lab/conform",
-        "lab/doctor",
         "lab/forecasting",
         "lab/page",
         "lab/preflight",

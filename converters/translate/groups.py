@@ -42,7 +42,7 @@ class GroupOptions:
     expectations: Mapping[str, str] = field(default_factory=dict)
 
 
-EXECUTION_OPTIONS = frozenset(
+_EXECUTION_OPTIONS = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "use_cuda_graph", "clip_grad", NAMES, "name"}
 )
 """Options that say how a program computes, or what a group is called, but not what is computed."""
@@ -53,7 +53,7 @@ _ROUNDING = frozenset({"gram", "ns_dtype"})
 _REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is added to the gradient"}
 """Common options without which an update is another one altogether, and what they mean."""
 
-SILENT_VALUES: Mapping[str, object] = MappingProxyType(
+_SILENT_VALUES: Mapping[str, object] = MappingProxyType(
     {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False, "amsgrad": False,
      "flatten": False, "gram": None, "ns_dtype": "bfloat16"}
 )  # fmt: skip
@@ -77,7 +77,7 @@ def common_options(
     named = {
         *method.options.values(),
         *method.inert_options,
-        *EXECUTION_OPTIONS,
+        *_EXECUTION_OPTIONS,
         *HISTORY_OPTIONS,
         dialect.method_option,
     }
@@ -165,7 +165,7 @@ class _OptionWriter:
         target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
         # A value without a name is no loss where the target's program always computes with it, or it changes nothing.
         for name, value in common.items():
-            if name not in translatable_names and value not in (self._constants.get(name), SILENT_VALUES.get(name)):
+            if name not in translatable_names and value not in (self._constants.get(name), _SILENT_VALUES.get(name)):
                 losses[name] = value
         for option in self.target.unwritten_options & target_options.keys():
             del target_options[option]
@@ -194,7 +194,7 @@ class _OptionWriter:
 
     def report_constants(self, common: Mapping[str, object]) -> None:
         """Report the constants of the target's program, with which it computes whatever the source did and left out."""
-        for name in sorted(self._constants.keys() - common.keys() - SILENT_VALUES.keys()):
+        for name in sorted(self._constants.keys() - common.keys() - _SILENT_VALUES.keys()):
             hint = self.source.hints.get(name, "unknown")
             reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
             self._report(Action.SET, name, reason, self._constants[name])
@@ -218,7 +218,7 @@ class _OptionWriter:
         """Return the template's options that the source does not say; those that change no update are not reported."""
         source_options = {*target_options, self.target.method_option}
         additions = {option: value for option, value in template_options.items() if option not in source_options}
-        for option in sorted(additions.keys() - self.method.inert_options.keys() - EXECUTION_OPTIONS):
+        for option in sorted(additions.keys() - self.method.inert_options.keys() - _EXECUTION_OPTIONS):
             reason = f"{self.source.name} does not say it; taken from the template"
             self._report(Action.CARRIED, option, reason, additions[option])
         return additions

@@ -1,4 +1,4 @@
-"""What observes and advises: the doctor, forecasts and the report's page; only commands and the public door import it.
+"""What observes and advises: checks, forecasts and the report's page; only commands and the public door import it.
 
-Open ``doctor/doctor`` first.
+Open ``preflight/preflight`` first.
 """

@@ -192,18 +192,6 @@ OPTIONAL_FLATTEN = Coding(("flatten",), ("flatten",), FLATTEN.read, _write_flatt
 """The same, where only flattened groups have the option, and no stack has more than three dims."""
 
 
-def flattened_kernels(*options: str) -> Coding:
-    """Return the coding of a program that flattens what has four dims, and takes all else for stacks; with the options
-    that are always true of its matrices.
-    """
-
-    def write(common: OptionValues, shape: Index) -> OptionValues | None:
-        is_expressible = len(shape) < 3 or common.get("flatten", len(shape) == 4) == (len(shape) == 4)
-        return dict.fromkeys(options, True) if is_expressible else None
-
-    return Coding(options, ("flatten",), lambda _, shape: {"flatten": True} if len(shape) == 4 else {}, write)
-
-
 def _read_form(options: OptionValues, shape: Index) -> OptionValues:
     match options:
         case {"ns_implementation": "std"}:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..algebra.box import Index
 from ..names.vocabulary import Convention
-from .codings import Coding, OptionValues, flattened_kernels
+from .codings import Coding, OptionValues
 from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
 
@@ -33,6 +33,17 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
     return None
 
 
+def _write_flatten(common: OptionValues, shape: Index) -> OptionValues | None:
+    is_expressible = len(shape) < 3 or common.get("flatten", len(shape) == 4) == (len(shape) == 4)
+    return {"use_muon": True} if is_expressible else None
+
+
+_KERNELS = Coding(
+    ("use_muon",), ("flatten",), lambda _, shape: {"flatten": True} if len(shape) == 4 else {}, _write_flatten
+)
+"""It flattens what has four dims, and takes all else for stacks."""
+
+
 PROGRAM = Dialect(
     "deepspeed",
     "DeepSpeed's Muon and AdamW, in the folders of ZeRO 1, 2 and 3",
@@ -42,7 +53,7 @@ PROGRAM = Dialect(
             "muon",
             {"momentum": "momentum_buffer"},
             {**RATES, "momentum": "momentum"},
-            (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), flattened_kernels("use_muon")),
+            (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), _KERNELS),
             inert_options={"name": "muon-params"},
             default_options={"ns_method": "gram"},
         ),

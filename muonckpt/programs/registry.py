@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from ..names.errors import SourceError, TargetError
 from ..names.plugins import load_plugins
-from . import deepspeed, dion, megatron, ours, scripts, torch, veomni
+from . import deepspeed, dion, megatron, moonlight, ours, torch, veomni
 from .dialect import Dialect
 
 ENTRY_POINTS = "muonckpt.programs"
@@ -31,7 +31,7 @@ BUILT_IN = (
     deepspeed.PROGRAM,
     dion.XTUNER,
     ours.PROGRAM,
-    scripts.MOONLIGHT,
+    moonlight.PROGRAM,
     megatron.FSDP_DTENSOR,
     torch.BY_NUMBER,
     torch.UNKNOWN,

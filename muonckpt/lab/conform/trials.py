@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.optim import Optimizer
 
 from ...names.errors import TargetError
-from ..doctor.built import maker_of
+from ..built import maker_of
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "square": (24, 24),

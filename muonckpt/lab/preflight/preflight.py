@@ -29,7 +29,7 @@ from ...programs.model_view import Role, view_by_keys
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.verify.diagnosis import open
-from ..doctor.built import Built, Maker, maker_of
+from ..built import Built, Maker, maker_of
 from .loaders import LOADERS, POSITIONAL, Outcome
 from .stand_ins import build_on, fake_ranks, state_of
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ...names.errors import TargetError
 from ...names.keys import StateForm
-from ..doctor.built import Built, Maker, build
+from ..built import Built, Maker, build
 
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that launchers set, which a user's function may read."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...names.errors import TargetError, did_you_mean
-from ...names.vocabulary import PARAMS
+from ..names.errors import TargetError, did_you_mean
+from ..names.vocabulary import PARAMS
 
 Maker = Callable[[], Any]
 
@@ -27,18 +27,10 @@ _INNER = ("chained_optimizers", "optimizers", "optimizer")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """A model, its optimizers, and where they were made.
+    """A model and its optimizers."""
 
-    Attributes:
-        source: the function, as the user named it.
-        device: "meta", or "cpu" where it cannot be made without memory; ``why`` says why.
-    """
-
-    source: str
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-    device: str
-    why: str = ""
 
 
 def maker_of(source: str) -> Maker:
@@ -93,26 +85,23 @@ def build(make: Maker, source: str) -> Built:
     Raises:
         TargetError: it fails on the CPU as well, or returns something else.
     """
-    why = ""
-    # Some options are tensors: those made on the meta device have no values, so they need the CPU as well.
+    # Options that are tensors have no values on the meta device, so they need the CPU as well.
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):
                 result = make()
-            built = _sort(result, source, device, why)
+            built = _sort(result, source)
             if device == "cpu" or not _has_meta_options(built.optimizers):
                 return built
-            why = "options of groups are tensors made on the default device"
         except TargetError:
             raise
         except (Exception, SystemExit) as error:
             if device == "cpu":
                 raise TargetError(f"{source}() fails: {_describe(error)}") from error
-            why = _describe(error)
     raise AssertionError("the CPU is the last device")
 
 
-def _sort(result: Any, source: str, device: str, why: str) -> Built:
+def _sort(result: Any, source: str) -> Built:
     """Tell the model from the optimizers in the result of the user's function."""
     parts = [*result.values()] if isinstance(result, Mapping) else result
     if isinstance(parts, tuple | list) and len(parts) >= 2 and isinstance(parts[0], nn.Module):
@@ -123,7 +112,7 @@ def _sort(result: Any, source: str, device: str, why: str) -> Built:
                 f"{source}(): {lazy_names[0]} is uninitialized and has no shape yet; run the model once first"
             )
         if optimizers:
-            return Built(source, parts[0], optimizers, device, why)
+            return Built(parts[0], optimizers)
     returned_parts = parts if isinstance(parts, tuple | list) else [result]
     types = ", ".join(type(part).__name__ for part in returned_parts)
     raise TargetError(

@@ -1,0 +1,40 @@
+"""MoonshotAI/Moonlight's ``Muon`` (``examples/toy_train.py``), whose checkpoints can be read but not written."""
+
+from __future__ import annotations
+
+from ..names.vocabulary import Convention
+from .codings import betas
+from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
+from .torch import PLAIN
+
+_RATES = {"lr": "lr", "weight_decay": "wd"}
+
+PROGRAM = Dialect(
+    "moonlight",
+    "MoonshotAI/Moonlight",
+    Convention.SUM,
+    (
+        StoredMethod(
+            "muon",
+            {"momentum": "momentum_buffer"},
+            {**_RATES, "momentum": "momentum", "nesterov": "nesterov", "ns_steps": "ns_steps"},
+            inert_options={"adamw_betas": None, "adamw_eps": None},
+        ),
+        StoredMethod(
+            "adamw",
+            {"first": "moment1", "second": "moment2", "step": "step"},
+            {**_RATES, "eps": "adamw_eps"},
+            (betas("adamw_betas"),),
+            inert_options={"momentum": None, "nesterov": None, "ns_steps": None},
+        ),
+    ),
+    OptionTable(
+        {"wd": Kinds.NUMBER, "momentum": Kinds.NUMBER, "adamw_betas": Kinds.PAIR, "adamw_eps": Kinds.NUMBER},
+        {"lr": Kinds.NUMBER, "nesterov": Kinds.FLAG, "ns_steps": Kinds.COUNT},
+        closed=True,
+    ),
+    marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
+    derived=frozenset({"use_muon"}),
+    constant_options={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
+    writable=False,
+)
