@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import saved_ranks, sharded, workers
 from support.rank_files import written
-from support.trainer_files import of_nanochat, of_one_process
 
 import muonckpt
 from muonckpt import MuonckptError
@@ -28,9 +29,20 @@ WHY_NOT_WRITTEN = {
 }
 
 
-def nanochat_run(folder: Path) -> Path:
-    of_nanochat(folder / "nanochat")
-    return folder / "nanochat"
+def of_one_process(folder: Path) -> Path:
+    """As Hugging Face's Trainer saves a model of a matrix and a vector under AdamW, and the names of the optimizer."""
+    path = folder / "checkpoint-1"
+    path.mkdir()
+    weights = {"up.weight": torch.ones(4, 6), "norm.weight": torch.ones(6)}
+    params = [torch.nn.Parameter(weight.clone()) for weight in weights.values()]
+    optimizer = torch.optim.AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save_file(weights, path / "model.safetensors")
+    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    (path / "parameter_names.json").write_text(json.dumps([*weights]))
+    return path
 
 
 def of_ranks(folder: Path) -> Path:
@@ -47,7 +59,6 @@ FORMATS = {
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
     "files of each rank with DTensors (verl, accelerate without DCP)": None,
     "torch_checkpointing": "torch_checkpointing",
-    "nanochat's `model_{step}.pt` and `optim_{step}_rank{r}.pt`": None,
     "ZeRO's files of each rank (DeepSpeed)": "zero2",
     "DeepSpeed's universal folders": "universal",
     "safetensors": "safetensors",
@@ -57,7 +68,6 @@ FORMATS = {
 READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
-    "nanochat": (nanochat_run, "only its own code knows the groups that it stacks; write `dcp`"),
     "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }
 """By how the name in the table begins: what makes one, and why it is not written."""

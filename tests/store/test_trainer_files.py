@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from support import hostile, sweep
 from support.commands import called
 from support.continued import EXACT, Model, load_ours, train
-from support.trainer_files import of_nanochat
 
 import muonckpt
-from muonckpt import DamageError, SourceError
+from muonckpt import SourceError
 from muonckpt.optimizer import Muon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,40 +91,6 @@ def test_names_that_torch_recorded_are_taken_and_tables_name_numbers(tmp_path):
     with muonckpt.open(tmp_path / "o") as out:
         np.testing.assert_array_equal(out.tensors["optimizer.state.qkv.exp_avg"].numpy(), moment)
         assert out.groups["optimizer.param_groups.0"]["params"] == order
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_state_that_nanochat_stacks_and_cuts_is_that_of_each_parameter(world, tmp_path):
-    truth = of_nanochat(tmp_path / "d12", world)
-    assert muonckpt.verify(tmp_path / "d12").verdict == "whole"
-    muonckpt.reshard(tmp_path / "d12", tmp_path / "out", mesh={"dp": 3})
-    with muonckpt.open(tmp_path / "out") as out:
-        assert out.tensors.keys() == truth.keys()
-        for key, value in truth.items():
-            np.testing.assert_array_equal(out.tensors[key].numpy(), value.numpy())
-        assert out.items["optimizer.state.lambdas.step"] == 7
-        assert out.tensors["optimizer.state.h.1.q.weight.momentum_buffer"].record.convention == "ema"
-        assert out.groups["optimizer.param_groups.3"]["params"] == [f"h.{n}.up.weight" for n in range(3)]
-
-
-def test_steps_lost_ranks_and_missing_names_of_nanochat_are_refused(tmp_path):
-    of_nanochat(tmp_path)
-    later = of_nanochat(tmp_path, step=200)
-    with pytest.raises(SourceError, match=r"steps 000100, 000200 of a run of nanochat: .*model_000200.pt"):
-        muonckpt.open(tmp_path)
-    with muonckpt.open(tmp_path / "model_000200.pt") as opened:
-        np.testing.assert_array_equal(opened.tensors["model.lambdas"].numpy(), later["model.lambdas"].numpy())
-        assert "optimizer.state.lambdas.exp_avg" in opened.tensors and opened.provenance["step"] == 200
-    (tmp_path / "optim_000200_rank1.pt").rename(tmp_path / "gone")
-    with pytest.raises(DamageError, match=r"3 of 3 matrices on each of 1 ranks, found 2|of its weight, or rows of it"):
-        muonckpt.open(tmp_path / "model_000200.pt")
-    assert "the file of a rank may be missing" in muonckpt.verify(tmp_path / "model_000200.pt").diagnosis.sentence
-    with pytest.raises(DamageError, match="restore the missing description or file from a copy"):
-        muonckpt.salvage(tmp_path / "model_000200.pt", tmp_path / "new")
-    (tmp_path / "gone").rename(tmp_path / "optim_000200_rank1.pt")
-    (tmp_path / "parameter_names.json").unlink()
-    with pytest.raises(SourceError, match="state of number 0"):
-        muonckpt.reshard(tmp_path / "model_000200.pt", tmp_path / "out", mesh={"dp": 2})
 
 
 def test_deepspeeds_universal_folders_are_read(tmp_path):
@@ -296,11 +261,3 @@ def test_groups_that_do_not_list_the_parameters_are_refused(kind, tmp_path):
     with pytest.raises(SourceError, match=why):
         muonckpt.open(tmp_path)
     assert called("verify", tmp_path).returncode in (1, 3)
-
-
-def test_a_name_in_nanochats_list_that_the_model_lacks_is_refused(tmp_path):
-    of_nanochat(tmp_path)
-    names = (tmp_path / "parameter_names.json").read_text()
-    (tmp_path / "parameter_names.json").write_text(names.replace("h.1.up", "h.1.vp"))
-    with pytest.raises(SourceError, match=r"'h\.1\.vp\.weight', which the model lacks; did you mean 'h.1.up.weight'"):
-        muonckpt.open(tmp_path)

@@ -13,7 +13,6 @@ one of these, and cost nothing elsewhere.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -139,11 +138,6 @@ RANK_STATE = Format(
     writer=f"{_WRITERS}.torch_checkpointing_files:TorchCheckpointingFiles",
     remains=f"{_FORMATS}.trainers.rank_state:remains",
 )
-NANOCHAT = Format(
-    "nanochat's files of ranks",
-    f"{_FORMATS}.trainers.nanochat_state:reader",
-    ("optim_[0-9][0-9][0-9][0-9][0-9][0-9]*_rank[0-9]*.pt", "model_[0-9][0-9][0-9][0-9][0-9][0-9]*.pt"),
-)
 PROCESS_FILES = Format(
     "torch.save's files of one process",
     f"{_FORMATS}.trainers.process_files:reader",
@@ -195,7 +189,6 @@ BUILT_IN = (
     TORCH_DIST,
     ZARR,
     RANK_STATE,
-    NANOCHAT,
     PROCESS_FILES,
     SAFETENSORS,
     UNIVERSAL,
@@ -215,8 +208,6 @@ _NEEDS_FOLDER = (
 )
 """Files that say nothing without those beside them."""
 
-_NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
-
 
 def format_of(path: Location) -> Format:
     """Return the format of a checkpoint; DCP's if it shows no sign of any, because its reader says what is missing.
@@ -231,9 +222,6 @@ def format_of(path: Location) -> Format:
                 return SAFETENSORS
             if fnmatch.fnmatch(path.name, "*.bin.index*.json"):
                 return PROCESS_FILES
-            match = _NANOCHAT_STEP.fullmatch(path.name)
-            if match and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
-                return NANOCHAT
             if any(fnmatch.fnmatchcase(path.name, sign) for sign in _NEEDS_FOLDER):
                 raise SourceError(f"{path} is one file of a checkpoint: give its folder, {path.parent}")
             with open_regular(path) as file:

@@ -52,7 +52,7 @@ from ..weight_files import (
 from .state_tree import (
     AS_PARAMETER,
     NamesFile,
-    check_shapes,
+    PlainTensor,
     decoded,
     is_mapping,
     mapping,
@@ -60,7 +60,6 @@ from .state_tree import (
     optimizers_with_names,
     state_by_optimizer,
     trainer_reader,
-    whole_records,
 )
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
@@ -175,7 +174,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
         for optimizer, slots in state.items():
             if optimizer not in parts.numbered:
-                check_shapes(slots, weights)
+                _check_shapes(slots, weights)
     not_read = [name for name in listed if name not in parts.files and name != signs.NAMES_FILE]
     provenance = {
         "files": parts.files,
@@ -183,6 +182,17 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
         signs.NUMBERED: parts.numbered,
     }
     return trainer_reader(folder, tensors, parts.items, parts.checksums, provenance, parts.faults)
+
+
+def _check_shapes(tensors: Sequence[StateRecord], weights: Mapping[str, Index]) -> None:
+    """Refuse state in other shapes than the weights beside it: names and numbers are not in the same order."""
+    for tensor in tensors:
+        name, slot = map(str, tensor.path[-2:])
+        if slot in AS_PARAMETER and weights.get(name, tensor.shape) != tensor.shape:
+            raise SourceError(
+                f"expected {slot} of {name!r} in the shape {weights[name]} of its weight, found {tensor.shape}: the "
+                "names are in another order than the optimizer's parameters"
+            )
 
 
 def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
@@ -216,14 +226,20 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
 def _read(
     file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory
 ) -> tuple[list[StateRecord], list[str]]:
-    """Return a file's tensors, and the roots of its optimizers whose parameters have only numbers."""
+    """Return a file's tensors, and the roots of its optimizers whose parameters have only numbers; add its items."""
     content: object = file.content
     if not is_mapping(content):
         raise SourceError("expected a state dict, found something else; nothing was run")
     if not root and is_optimizer(mapping(content)):
         root = ("optimizer",)
     content, numbered = optimizers_with_names(mapping(content), root, names)
-    return whole_records(decoded(file, content, root), items), numbered
+    tensors = []
+    for path, value in decoded(file, content, root):
+        if isinstance(value, PlainTensor):
+            tensors.append(whole_record(path, value.dtype, value.chunk))
+        else:
+            items.add(path, value)
+    return tensors, numbered
 
 
 _ZERO = "zero"

@@ -41,7 +41,6 @@ from .state_tree import (
     NamesFile,
     PlainTensor,
     RankPart,
-    check_same_keys,
     decoded,
     is_dtensor,
     is_mapping,
@@ -224,6 +223,15 @@ def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
     return order
 
 
+def _check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
+    """Refuse ranks whose files do not have the same paths."""
+    for rank, values in enumerate(ranks):
+        if differing := values.keys() ^ ranks[0].keys():
+            key = key_of(min(differing, key=str))
+            only = f"only one of {files[0]} and {files[rank]}"
+            raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
+
+
 @dataclass(frozen=True, slots=True)
 class _JoinedRanks:
     """The tensors and items of all ranks, or if it is partial of some, and the damage found."""
@@ -240,7 +248,7 @@ class _JoinedRanks:
             kinds[path].add(type(value))
         # A data loader may have what it keeps under keys of the rank; where there are shards, all ranks have all keys.
         if any(RankPart in types for types in kinds.values()):
-            check_same_keys(ranks, files)
+            _check_same_keys(ranks, files)
         for path, types in kinds.items():
             values = {rank: of_rank[path] for rank, of_rank in enumerate(ranks) if path in of_rank}
             holders = [files[rank] for rank in values]

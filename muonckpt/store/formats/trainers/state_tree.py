@@ -34,7 +34,7 @@ from ...io.regular import read_text_file
 from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
-from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor, whole_record
+from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor
 
 T = TypeVar("T")
 
@@ -117,33 +117,9 @@ def decoded(
     check_shared(file, chunks)
 
 
-def whole_records(values: Iterable[tuple[KeyPath, object]], items: ItemsInMemory) -> list[StateRecord]:
-    """Return the tensors among decoded values, each in one chunk, and add the others to the items."""
-    tensors = []
-    for path, value in values:
-        if isinstance(value, PlainTensor):
-            tensors.append(whole_record(path, value.dtype, value.chunk))
-        else:
-            items.add(path, value)
-    return tensors
-
-
 def names_in(folder: Location) -> list[str]:
     """Return the names of files and folders in a folder, in order."""
     return sorted(str(entry.name) for entry in folder.iterdir())
-
-
-def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
-    """Refuse ranks whose files do not have the same paths.
-
-    Raises:
-        SourceError: names a path that only one of two files has.
-    """
-    for rank, values in enumerate(ranks):
-        if differing := values.keys() ^ ranks[0].keys():
-            key = key_of(min(differing, key=str))
-            only = f"only one of {files[0]} and {files[rank]}"
-            raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
 
 
 def same_on_ranks(noun: str, values: Mapping[int, T], advice: str = "") -> T:
@@ -357,21 +333,6 @@ def _recorded_names(groups: Sequence[Mapping[object, object]]) -> list[str] | No
         if len(group_names) != len(expect(list, group[PARAMS])):
             raise SourceError("expected as many param_names as parameters in a group, found others")
     return names
-
-
-def check_shapes(tensors: Iterable[StateRecord], weights: Mapping[str, Index]) -> None:
-    """Compare the shapes of state with the weights beside it.
-
-    Raises:
-        SourceError: they differ, so names and numbers are not in the same order.
-    """
-    for tensor in tensors:
-        name, slot = map(str, tensor.path[-2:])
-        if slot in AS_PARAMETER and weights.get(name, tensor.shape) != tensor.shape:
-            raise SourceError(
-                f"expected {slot} of {name!r} in the shape {weights[name]} of its weight, found {tensor.shape}: the "
-                "names are in another order than the optimizer's parameters"
-            )
 
 
 _WRAPPER = "torch._utils _rebuild_wrapper_subclass"
