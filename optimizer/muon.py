@@ -22,7 +22,7 @@ from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
 from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
-from .collective import MAX_SKIPPED_STEPS, CollectiveOptimizer, NonFinite, guard_gradients
+from .collective import CollectiveOptimizer
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .ground.codecs import LocalFragments, check_stored, codec_of
 from .ground.cuda_graphs import is_capturing
@@ -125,10 +125,6 @@ class Muon(ForModel, CollectiveOptimizer):
         layout: returns the layout of a parameter, its state and gradients; None if mesh and placements say it.
         offload: "cpu": state rests in host memory, pinned for a GPU, and comes to the parameters' device stage by
             stage, with the same bits.  A step waits until its state is back, so none can be captured in a CUDA graph.
-        nonfinite: if a gradient on any of the ranks that share parameters is not finite, or too large for its state,
-            "skip" the step, which changes nothing, or "raise".  It needs no collective; on one GPU a step waits for the
-            device, and none can be captured in a CUDA graph.
-        most_skipped: steps that may be skipped in a row; the next one raises.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -169,8 +165,6 @@ class Muon(ForModel, CollectiveOptimizer):
         stages: int | None = None,
         layout: Callable[[Tensor], TensorLayout | None] | None = None,
         offload: str | None = None,
-        nonfinite: str | None = None,
-        most_skipped: int = MAX_SKIPPED_STEPS,
     ) -> None:
         refuse_no_parameters(params)
         if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
@@ -186,7 +180,6 @@ class Muon(ForModel, CollectiveOptimizer):
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
         self._offload = offload
         self._cost, self._form = cost, form
-        self._nonfinite = NonFinite(nonfinite, most_skipped) if nonfinite is not None else None
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
         self._owners: dict[Tensor, tuple[int, ...]] = {}  # of parameters with state at the owners of their matrices
         self._planned_options: list[dict[str, Any]] = []
@@ -360,7 +353,6 @@ class Muon(ForModel, CollectiveOptimizer):
             owner_bytes=count_owner_bytes(self.param_groups, self._methods, self._owners, self._replicas),
             offload=self._offload,
             visiting_bytes=self._visiting_bytes(),
-            skipped_steps=self.skipped_steps,
             doubts=tuple(find_doubts(self.param_groups, most_elementwise)),
         )
         for doubt in report.doubts:
@@ -382,8 +374,8 @@ class Muon(ForModel, CollectiveOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrix_defaults _replicas _exchange _stages _offload _layout _cost _form _nonfinite _scales "
-            "_methods _owners _planned_options _group_snapshots _has_history _rateless_algorithm code_options"
+            "_ordinals _matrix_defaults _replicas _exchange _stages _offload _layout _cost _form _scales _methods "
+            "_owners _planned_options _group_snapshots _has_history _rateless_algorithm code_options"
         )
         attributes = {name: getattr(self, name) for name in copied.split()}
         made_anew = {"_steps": Steps(), "_slot_snapshot": SlotSnapshot(), "_restarted": {}}
@@ -468,15 +460,15 @@ class Muon(ForModel, CollectiveOptimizer):
                 )
             refuse_meta(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
-        # Matrices together with other ranks; then, if no rank skips the step, elements by itself.
+        # Matrices together with other ranks, then elements by itself.
         self._has_history = True
-        if self._step_with_ranks(None):
-            for group in self.param_groups:
-                if group["algorithm"] in SCALARS:
-                    memory = STATE_MEMORIES[self._offload]
-                    SCALARS[group["algorithm"]].step(group, self.state, self._local_fragments, memory)
-                if STEPS_TAKEN in group:
-                    group[STEPS_TAKEN] += 1
+        self._step_with_ranks(None)
+        for group in self.param_groups:
+            if group["algorithm"] in SCALARS:
+                memory = STATE_MEMORIES[self._offload]
+                SCALARS[group["algorithm"]].step(group, self.state, self._local_fragments, memory)
+            if STEPS_TAKEN in group:
+                group[STEPS_TAKEN] += 1
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -568,26 +560,16 @@ class Muon(ForModel, CollectiveOptimizer):
         self._planned_options = [plan_options(group) for group in self.param_groups]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step_with_ranks(self, failure: Exception | None) -> bool:
+    def _step_with_ranks(self, failure: Exception | None) -> None:
         self._has_waiting_peers = False
-        # Whether this rank skips the step travels with the first notes.
-        skip: Tensor | None = None
-        if self._nonfinite is not None:
-            skip, failure = self._nonfinite.check(guard_gradients(self.param_groups, self.state), failure)
         history = self._consume_gradients()
 
         def constants(ranks: Ranks) -> Facts:
             ordinal = f"number {self._ordinals.get(ranks)}"
             return {"the optimizer, of those built of equal parameters": ordinal, **history}
 
-        is_taken = self._steps.update(
-            self.param_groups, self.state, self._replicas, self._plan, failure, skip, constants
-        )
+        self._steps.update(self.param_groups, self.state, self._replicas, self._plan, failure, constants)
         self._restarted = {}  # all ranks have planned with it
-        if self._nonfinite is not None:
-            gradients = guard_gradients(self.param_groups, self.state)
-            self._nonfinite.record_step(not is_taken, gradients, self._steps.widest)
-        return is_taken
 
     def _plan(self, rank_set: RankSet, failure: Exception | None) -> Step:
         if self._warns and self._replicas is None:
@@ -607,7 +589,6 @@ class Muon(ForModel, CollectiveOptimizer):
             self._methods,
             self._owners,
             self._offload,
-            self._nonfinite_policy,
             self._restarted.keys(),
         )
 

@@ -74,7 +74,6 @@ class MuonReport:
         offload: where state rests, as `Muon` takes it.
         visiting_bytes: the most bytes of state that a step has on the device at once, in any of its parts; None if it
             rests there, or before the first step.
-        skipped_steps: steps of this run that were skipped, as gradients were not finite.
         doubts: warnings of settings that are probably not meant.
     """
 
@@ -85,7 +84,6 @@ class MuonReport:
     owner_bytes: tuple[int, int] | None
     offload: str | None
     visiting_bytes: int | None
-    skipped_steps: int
     doubts: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -114,8 +112,6 @@ class MuonReport:
             lines[-1] += "; it rests in host memory"
         if self.visiting_bytes is not None:
             lines[-1] += f", and a step has at most {self.visiting_bytes:,} bytes of it on the device"
-        if self.skipped_steps:
-            lines.append(f"{self.skipped_steps} steps were skipped, as gradients were not finite")
         return "\n".join([*lines, *(f"warning: {doubt}" for doubt in self.doubts)])
 
 

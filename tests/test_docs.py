@@ -50,7 +50,6 @@ LAUNCHES = ROOT / "docs" / "guide" / "reshard_many.md"
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node", "ignore:hyper-parameters are those of the saved run")
-@pytest.mark.filterwarnings("default:a step was skipped")  # an example looks at it
 @pytest.mark.parametrize(
     "page", sweep(PAGES, *[page for page in PAGES if page != LAUNCHES]), ids=lambda page: page.name
 )

@@ -112,12 +112,6 @@ def a_hole() -> None:
     muonckpt.open("hole")
 
 
-def a_skipped_step() -> None:
-    weight = parameter(3, 3)
-    weight.grad = torch.full((3, 3), torch.nan)
-    Muon([weight], lr=0.02, nonfinite="skip").step()
-
-
 def another_option() -> None:
     layer = nn.Linear(4, 4, bias=False)
     state = Muon(layer.parameters(), lr=0.02).state_dict()
@@ -200,7 +194,6 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: Muon([{"params": [parameter(3, 3)], "nesterow": True}], lr=0.02)
     yield lambda: sort_parameters(two_words, MODULE_TYPES)
     yield Muon([parameter(3, 3)], lr=0.02).step
-    yield a_skipped_step
     yield lambda: called("convert", unknown, "translated", "--to", "muonckpt").stderr
     yield moments_without_their_steps
     yield lambda: called("reshard", "run", "two").stderr

@@ -45,7 +45,7 @@ from ...names.state_forms import (
     stored_slot,
 )
 from ...names.vocabulary import ROUNDING_SEED, STEPS_TAKEN, ParamGroup
-from .tensors import LocalCodec, Tensors, cut_portions, exact_dtype, portion_elements, stack_boxes, view_boxes
+from .tensors import LocalCodec, Tensors, cut_portions, portion_elements, stack_boxes, view_boxes
 
 # Increment and multipliers of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), as torch's signed numbers.
 GOLDEN, *MIX = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -327,10 +327,6 @@ class Codec(Protocol):
         """Return numbers ``[count, *sizes]`` of equal boxes of averages, whose local tensors are listed by part."""
         ...
 
-    def decode_ahead(self, stored: Sequence[Tensors], boxes: Boxes, gradients: Tensors, rate: float | Tensor) -> Tensor:
-        """Return the same as it will be decoded after averages have taken gradients in, rounded to the nearest."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class NumberCodec:
@@ -364,11 +360,6 @@ class NumberCodec:
 
     def decode(self, stored: Sequence[Tensors], boxes: Boxes) -> Tensor:
         return stack_boxes(view_boxes(stored[0], *boxes))
-
-    def decode_ahead(self, stored: Sequence[Tensors], boxes: Boxes, gradients: Tensors, rate: float | Tensor) -> Tensor:
-        averages, targets = (stack_boxes(view_boxes(tensors, *boxes)) for tensors in (stored[0], gradients))
-        exact = exact_dtype(averages)
-        return torch.lerp(averages.to(exact), targets.to(exact), rate).to(averages.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,16 +406,6 @@ class BlockCodec:
     def decode(self, stored: Sequence[Tensors], boxes: Boxes) -> Tensor:
         pieces = self._whole_blocks(stored, boxes, stored[0])
         return stack_boxes([blocks.decode(codes)[..., columns] for codes, _, blocks, columns in pieces])
-
-    def decode_ahead(self, stored: Sequence[Tensors], boxes: Boxes, gradients: Tensors, rate: float | Tensor) -> Tensor:
-        decoded = []
-        for codes, gradient, blocks, columns in self._whole_blocks(stored, boxes, gradients):
-            exact = torch.lerp(blocks.decode(codes), gradient.to(torch.float32), rate)
-            # Encode into fresh memory: the stored average takes the gradient in later.
-            later_codes, later_blocks = torch.empty_like(codes), Blocks(blocks.scales.clone(), self.block)
-            later_blocks.encode(later_codes, exact)
-            decoded.append(later_blocks.decode(later_codes)[..., columns])
-        return stack_boxes(decoded)
 
     def _whole_blocks(
         self, stored: Sequence[Tensors], boxes: Boxes, companions: Tensors

@@ -7,7 +7,7 @@ A `BufferLayout` says where parameters lie and who owns them, whichever placemen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ...names.state_forms import MOMENTUM_DTYPE, STATE_DTYPE
 from ...names.vocabulary import MASTER, MUON, STEPS_TAKEN
 from ...ranks import requests
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
-from ..collective import MAX_SKIPPED_STEPS, CollectiveOptimizer, GuardedGradient, NonFinite, max_gradient
+from ..collective import CollectiveOptimizer
 from ..ground.codecs import codec_of
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
@@ -49,7 +49,7 @@ from ..step.agreement import (
     step_intent,
 )
 from ..step.exchange import GroupAgreement, Notes, gather_numbers, reduce_flags
-from ..step.rank_sets import crossing_error, ordinals, ranks_of_group, refuse_ended_groups, unique_groups
+from ..step.rank_sets import ordinals, ranks_of_group, refuse_ended_groups, unique_groups
 from .buffers import (
     Gathers,
     Gradients,
@@ -95,7 +95,6 @@ class LayerWise(CollectiveOptimizer):
         overlap: `step` returns before gathers are done, and each module waits for its own parameters before its next
             forward.  Where a parameter is used elsewhere, call `wait` first.
         previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
-        nonfinite, most_skipped: as for `Muon`, but of reduced gradients.
         options: of `Muon`, except those of exchange.
 
     Raises:
@@ -120,8 +119,6 @@ class LayerWise(CollectiveOptimizer):
         exact: bool = True,
         overlap: bool = False,
         previous: Mapping[str, int | None] | None = None,
-        nonfinite: str | None = None,
-        most_skipped: int = MAX_SKIPPED_STEPS,
         **options: Any,
     ) -> None:
         default_group = dist.group.WORLD if dist.is_initialized() else None
@@ -137,10 +134,6 @@ class LayerWise(CollectiveOptimizer):
             for name, value in {"average": average, "exact": exact, "overlap": overlap}.items():
                 check_value(name, value, FLAG)
             check_value("bucket_size", bucket_size, COUNT_OR_NONE)
-            if nonfinite is not None:
-                self._nonfinite = NonFinite(nonfinite, most_skipped)
-                if refusal := crossing_error(list(map(ranks_of_group, self._agreement.groups))):
-                    raise refusal
             Optimizer.__init__(self, groups, {})
             self._members = Members.of(model, self.param_groups, group, experts, expert_group)
             self._template = self._make_template(lr, options)
@@ -151,7 +144,6 @@ class LayerWise(CollectiveOptimizer):
                 "exact": str(exact),
                 "overlap": str(overlap),
                 "gradient_dtype": str(gradient_dtype),
-                "nonfinite": str(self._nonfinite_policy),
                 "expert_group": "reaches beyond group" if self._outside_ranks else "lies in group",
             }
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
@@ -171,8 +163,7 @@ class LayerWise(CollectiveOptimizer):
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active_names: set[str] | None = None  # with a gradient on any rank; None until gradients are finished
-        self._is_skipped, self._is_closed = False, False
-        self._model, self._warned = weakref.ref(model), set[str]()
+        self._model, self._warned, self._is_closed = weakref.ref(model), set[str](), False
         IN_BUFFERS.update(dict.fromkeys(self._members.name_of, True))
         self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []
 
@@ -299,20 +290,15 @@ class LayerWise(CollectiveOptimizer):
         """
         arrived_names, group_of = self._gradients.arrived_names, self._members.group_of
         active = {name for name, group in group_of.items() if group is None and name in arrived_names}
-        skip = torch.zeros((), dtype=torch.bool)
-        if self._nonfinite is not None:
-            skip, failure = self._nonfinite.check(self._guard_gradients(), failure)
 
         def compare(notes: Notes, intent: Intent) -> None:
-            # One collective reduces the flags of parameters, the requests of signals, and whether a rank skips.
-            nonlocal skip
+            # One collective reduces the flags of parameters and the requests of signals.
             names = [name for name, group in group_of.items() if group is notes.group]
             flags = torch.tensor([name in arrived_names for name in names], dtype=torch.uint8, device=notes.device)
             request_flags = torch.tensor([requests.pending() & bit > 0 for bit in requests.BITS]).to(flags)
-            flags = torch.cat([flags, request_flags, skip.view(1).to(flags)])
-            flags, differing = reduce_flags(flags, intent, notes.group)
+            flags, differing = reduce_flags(torch.cat([flags, request_flags]), intent, notes.group)
             notes.check(intent, differing, at_once=True)
-            name_flags, request_flags, skip = torch.split(flags, [len(names), len(requests.BITS), 1])
+            name_flags, request_flags = torch.split(flags, [len(names), len(requests.BITS)])
             active.update(name for name, flag in zip(names, name_flags.tolist(), strict=True) if flag)
             notes.report(request_flags.tolist())
 
@@ -327,13 +313,7 @@ class LayerWise(CollectiveOptimizer):
         self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure
-        self._is_skipped = bool(skip)
         return active
-
-    def _guard_gradients(self) -> Iterator[GuardedGradient]:
-        for name, part in self._parts.items():
-            if part.gradient.numel():
-                yield GuardedGradient(part.gradient, max_gradient(self._inner.state[part.master]), name)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -409,15 +389,12 @@ class LayerWise(CollectiveOptimizer):
                 RuntimeWarning,
             )
 
-    def _step_with_ranks(self, failure: Exception | None) -> bool:
+    def _step_with_ranks(self, failure: Exception | None) -> None:
         """Step this rank's parts with the reduced gradients, and start to gather the parameters of all ranks.
 
         Args:
             failure: an error of this rank from before the ranks met, of a closure, say.  The rank takes part in
                 collectives all the same, as the others wait for it there, and raises the error afterwards.
-
-        Returns:
-            False if the step is skipped, because a rank has gradients that are not finite, or too large for its state.
         """
         self._has_waiting_peers = False  # from here on the other ranks hear of errors in the collectives below
         # Finish the reduction of gradients, unless it is done: clipping, for one, needs them before the step.
@@ -425,13 +402,6 @@ class LayerWise(CollectiveOptimizer):
             self._finish_gradients(failure)
         if failure is None and not self._active_names:
             warn_of_no_gradient()
-        # Leave out the step on all ranks alike, if one of them asked for it when the gradients were finished.
-        if self._nonfinite is not None and failure is None:
-            if self._is_skipped:
-                self.zero_grad()
-            self._nonfinite.record_step(self._is_skipped, self._guard_gradients(), self._agreement.widest)
-            if self._is_skipped:
-                return False
         # Gathers of the last step may still run, for parameters that no forward pass has used since.
         self.wait()
         # Step this rank's parts in their masters, with the options of the groups as they are now.
@@ -462,7 +432,6 @@ class LayerWise(CollectiveOptimizer):
         if intent.error is not None:
             raise intent.error
         self._restarted_names = []
-        return True
 
     def _publish(self) -> None:
         """Round masters to this rank's parts of the parameters, and start to gather those of others.  Collective."""

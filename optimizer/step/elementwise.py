@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, cast
 
@@ -21,7 +21,7 @@ from ...algebra.plan import Copies
 from ...layouts.tensors import local_of
 from ...names.state_forms import stored_parts, stored_slot
 from ...names.vocabulary import MOMENTUM, ParamGroup
-from ..ground.codecs import Boxes, Codec, LocalFragments, codec_of, cut_state_portions
+from ..ground.codecs import LocalFragments, codec_of, cut_state_portions
 from ..ground.host_memory import TURNS_AHEAD, SlotKey, StateMemory, Visits
 from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once, stack_boxes
 from ..planning.matrices import Spec
@@ -45,7 +45,6 @@ class LocalTensors:
         dense_copies: tensors that are not contiguous in their own memory, and their copies.
         layouts: with fragments on this ``rank``.
         until_computed, until_applied: visits of the state that a stage needs until then, if it rests elsewhere.
-        saved_momenta: tensors of momenta, and copies of what they were before `save_momenta`.
     """
 
     groups: Sequence[ParamGroup]
@@ -60,7 +59,6 @@ class LocalTensors:
     rank: int
     until_computed: Visits
     until_applied: Visits
-    saved_momenta: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -135,18 +133,6 @@ class LocalTensors:
             self.slots[name][param] = tensor
             if (stored := stored_slot(name)).slot == MOMENTUM and stored.is_shaped:
                 self.momenta[param] = tensor
-
-    def save_momenta(self, params: Iterable[int]) -> None:
-        """Copy the momenta of some parameters, until `restore_momenta`."""
-        for param in params:
-            for part in self.momentum_parts:
-                if param in part:
-                    self.saved_momenta.append((part[param], part[param].clone()))
-
-    def restore_momenta(self) -> None:
-        """Undo what has changed the momenta that `save_momenta` copied."""
-        for tensor, copy in self.saved_momenta:
-            tensor.copy_(copy)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         """Average gradients into momenta, of lists of parameters as `equal_momenta` returns them."""
@@ -228,9 +214,6 @@ class Elementwise(Protocol):
     def locate(self, local: LocalTensors) -> None:
         """Read where momenta are now: they have come to the device."""
 
-    def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        """Write what `send` will write once momenta have accumulated the gradients."""
-
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         """Average gradients into the momenta that a stage is the first to need: now, or in `send` and `assemble`."""
 
@@ -305,13 +288,6 @@ class TorchElementwise:
 
     def locate(self, local: LocalTensors) -> None:
         return None  # every use does so
-
-    def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for block in self._update_blocks[stage]:
-            rate = 1 - local.groups[block.params[0]].get("momentum", 0.0)
-            codec, stored, boxes = _stored_boxes(local, block)
-            gradients = [cast("Tensor", local.gradients[param]) for param in block.params]
-            block.write(wire, self._updates(local, block, codec.decode_ahead(stored, boxes, gradients, rate)))
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         local.accumulate(self._equal_momenta[stage])
@@ -394,12 +370,6 @@ class TorchElementwise:
             torch._foreach_copy_(boxes, exact.unbind())
 
 
-def _stored_boxes(local: LocalTensors, block: EqualBoxes) -> tuple[Codec, list[Tensors], Boxes]:
-    """Return how the momenta of a block are stored: their codec, what is stored of them by part, and their boxes."""
-    boxes = block.sizes, block.strides, block.offsets
-    return codec_of(local.groups[block.params[0]]), local.stored_momenta(block.params), boxes
-
-
 def _decoded_momenta(local: LocalTensors, block: EqualBoxes) -> Tensor:
-    codec, stored, boxes = _stored_boxes(local, block)
-    return codec.decode(stored, boxes)
+    codec, boxes = codec_of(local.groups[block.params[0]]), (block.sizes, block.strides, block.offsets)
+    return codec.decode(local.stored_momenta(block.params), boxes)

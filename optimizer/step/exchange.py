@@ -208,19 +208,10 @@ def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
     reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
     with lost_ranks():
         dist.broadcast_object_list(reference, group=group, group_src=0)
-    complaints = gather_texts(intent.complaint(ranks[0], reference[0]), group)
-    return intent.error or refusal(intent.task, complaints)
-
-
-def gather_texts(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Return the text of each rank of a group, by rank.  Collective."""
-    if group is None:
-        return {0: text}
-    ranks = dist.get_process_group_ranks(group)
-    texts = [""] * len(ranks)
+    complaints = [""] * len(ranks)
     with lost_ranks():
-        dist.all_gather_object(texts, text, group)
-    return dict(zip(ranks, texts, strict=True))
+        dist.all_gather_object(complaints, intent.complaint(ranks[0], reference[0]), group)
+    return intent.error or refusal(intent.task, dict(zip(ranks, complaints, strict=True)))
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -242,8 +233,8 @@ class Notes:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.bits = torch.tensor([1, *(bit << 1 for bit in requests.BITS)], dtype=torch.uint8, device=device)
-        """The bits that the last byte of a note can have: one skips the step, and `requests.BITS`."""
+        self.bits = torch.tensor(requests.BITS, dtype=torch.uint8, device=device)
+        """The bits that the last byte of a note can have."""
         self._ranks = frozenset(ranks_of_group(group))
         self._unread: list[Tensor] = []
 
@@ -282,19 +273,15 @@ class StepExchange:
 
     Args:
         notes: None: this rank is alone, or a CUDA graph is being captured.
-        skip: whether this rank skips the step, and so all ranks: a bool without dims, a bit of a note's last byte,
-            which is not compared; others are `requests`.  None: nothing can.
     """
 
-    def __init__(self, intent: Intent, notes: Notes | None, skip: Tensor | None = None) -> None:
-        self._notes, self._skip = notes, skip
+    def __init__(self, intent: Intent, notes: Notes | None) -> None:
+        self._notes = notes
         self._set_intent(intent)
 
     def _set_intent(self, intent: Intent) -> None:
         self._intent = intent
-        self._note = intent.note(self._notes.device, requests.pending() << 1) if self._notes is not None else None
-        if self._note is not None and self._skip is not None:
-            self._note[-1].add_(self._skip)
+        self._note = intent.note(self._notes.device, requests.pending()) if self._notes is not None else None
 
     def attempt(self, work: Callable[..., R], *arguments: object) -> R | None:
         """Return ``work(*arguments)``; None if it or work before it fails."""
@@ -302,14 +289,10 @@ class StepExchange:
             try:
                 return work(*arguments)
             except Exception as error:
-                self.fail(error)
+                if self._notes is None:
+                    raise AgreedError(error) from error
+                self._set_intent(self._intent.failed(error, dist.get_rank()))
         return None
-
-    def fail(self, error: Exception) -> None:
-        """Do no more work; the others learn why."""
-        if self._notes is None:
-            raise AgreedError(error)
-        self._set_intent(self._intent.failed(error, dist.get_rank()))
 
     def start(self, wire: Wire) -> None:
         """Begin an exchange."""
@@ -317,21 +300,17 @@ class StepExchange:
             wire.memory.zero_()
         wire.start(self._note)
 
-    def check_first(self, wire: Wire) -> bool:
-        """Return whether any rank skips the step; raise an `AgreedError` on every rank if first notes differ.
-
-        Reports the requests of all ranks.
-        """
+    def check_first(self, wire: Wire) -> None:
+        """Raise an `AgreedError` on every rank if first notes differ, and report the requests of all ranks."""
         if self._notes is None:
-            return self._skip is not None and bool(self._skip)
+            return
         # The last byte of a note is no part of an intent: any rank's bit counts for all.
         notes = wire.notes()
         flags = (notes[:, -1:] & self._notes.bits).any(0)
-        differ, skipped, *requested = torch.cat([wire.differ(notes).view(1), flags]).tolist()  # one wait for the device
+        differ, *requested = torch.cat([wire.differ(notes).view(1), flags]).tolist()  # one wait for the device
         if differ:
             raise AgreedError(disagreement(self._intent, self._notes.group))
         self._notes.report(requested)
-        return bool(skipped)
 
     def check(self, wire: Wire) -> None:
         """Compare the notes that have arrived, as `Notes.check` does."""
@@ -353,11 +332,6 @@ class GroupAgreement:
         distinct = {group: None for group in unique_groups(*groups) if group is not None}
         self.groups = sorted(distinct, key=lambda group: collective_order(ranks_of_group(group)))
         self._notes = [Notes(group, device) for group in self.groups]
-
-    @property
-    def widest(self) -> dist.ProcessGroup | None:
-        """The group compared last; it has heard every failure."""
-        return self.groups[-1] if self.groups else None
 
     def agree(self, intent: Intent, compare: Callable[[Notes, Intent], None]) -> None:
         """Compare what the ranks intend, by ``compare`` with one group after the other.  Collective.

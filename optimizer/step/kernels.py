@@ -42,8 +42,7 @@ class KernelElementwise:
     Args:
         specs: of the schedule's parameters.
         numels: elements of each parameter that rest on this rank.
-        accumulated_before: parameters whose momenta torch's operators let accumulate the gradient: all where updates
-            are sent ahead of momenta, and those that are rounded with noise.
+        noisy_params: parameters whose momenta are rounded with noise, which torch's operators do.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class KernelElementwise:
         numels: Sequence[int],
         device: torch.device,
         *,
-        accumulated_before: Collection[int] = (),
+        noisy_params: Collection[int] = (),
     ) -> None:
         self._copies, self._specs, self._device = SlotCopies(schedule), specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
@@ -65,7 +64,7 @@ class KernelElementwise:
         sent_elements = np.zeros(len(specs), np.int64)
         np.add.at(sent_elements, [unit.param for unit in schedule.units], self._copies.sent_elements())
         sent_params = {param for param, numel in enumerate(numels) if sent_elements[param] == numel}
-        self._accumulated_by_kernels = frozenset(sent_params) - frozenset(accumulated_before)
+        self._accumulated_by_kernels = frozenset(sent_params) - frozenset(noisy_params)
         self._params_of_stages = params_by_first_stage(schedule, len(specs))
         # Launches are planned once for each list of kinds, tables sent to the device when they change.
         self._kinds: list[LaunchKind] = []
@@ -123,9 +122,6 @@ class KernelElementwise:
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._send(("update", stage), lambda: self._copies.update_sends[stage], wire)
 
-    def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._send(("update", stage), lambda: self._copies.update_sends[stage], wire, ahead=True)
-
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         numbers = [param for param in self._params_of_stages[stage] if param not in self._accumulated_by_kernels]
         local.accumulate(local.equal_momenta(numbers))
@@ -148,11 +144,11 @@ class KernelElementwise:
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._apply(("result", stage), lambda: self._copies.result_receives[stage], wire)
 
-    def _send(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor, *, ahead: bool = False) -> None:
+    def _send(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor) -> None:
         for kind, segments in self._planned_segments(key, copies, lambda kind: kind.sent_dtype):
             momenta, gradients = self._momenta[kind], self._gradients[kind]
-            accumulate = updates.AHEAD if ahead else kind.accumulate
-            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.sent_dtype, accumulate=accumulate)
+            dtype, accumulate = kind.sent_dtype, kind.accumulate
+            updates.send(segments, momenta, gradients, self._averaging, buffer, dtype, accumulate=accumulate)
 
     def _apply(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor) -> None:
         for kind, segments in self._planned_segments(key, copies, lambda kind: kind.returned_dtype):

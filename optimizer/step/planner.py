@@ -37,7 +37,6 @@ class Planner:
         methods: by the names that groups hold.
         owners: of the matrices of parameters that have state there.
         offload: a key of `STATE_MEMORIES`.
-        nonfinite: the policy for gradients that are not finite; None: no step is skipped.
         begun_anew: parameters whose state was cleared since the last step.
     """
 
@@ -51,7 +50,6 @@ class Planner:
     methods: Methods
     owners: Mapping[Tensor, tuple[int, ...]]
     offload: str | None
-    nonfinite: str | None
     begun_anew: Collection[Tensor]
 
     def plan(self, rank_set: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
@@ -63,11 +61,7 @@ class Planner:
         group = group_of(rank_set.ranks, self.replicas, *groups_of_mesh(rank_set.mesh))
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else rank_set.ranks or (0,)
         rank = dist.get_rank() if group is not None else ranks[0]
-        params, device, guarded = (
-            [member.param for member in rank_set.matrices],
-            rank_set.device,
-            self.nonfinite is not None,
-        )
+        params, device = [member.param for member in rank_set.matrices], rank_set.device
         options = [groups[member.group] for member in rank_set.matrices]
         memory = STATE_MEMORIES[self.offload]
         intent = Intent.of(AGREE_ON_PLAN, {})
@@ -83,11 +77,10 @@ class Planner:
             # The element-wise parts run on kernels where these know all dtypes.
             weights = [local_of(param) for param in params]
             noisy_params = [number for number, group_options in enumerate(options) if codec_of(group_options).noise]
-            accumulated_before = range(len(params)) if guarded else noisy_params
             dtypes: set[torch.dtype] = set()
             for group_options, param in zip(options, params, strict=True):
                 dtypes |= {dtype for _, dtype in stored_slots(codec_of(group_options), MOMENTUM, param).values()}
-            backend = elementwise(schedule, specs, weights, device, accumulated_before, dtypes)
+            backend = elementwise(schedule, specs, weights, device, noisy_params, dtypes)
 
             # Ranks that were built differently are told how, in words of these facts.
             intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
@@ -105,15 +98,13 @@ class Planner:
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
-        arguments = schedule, params, specs, methods, labels, rank, backend, group, links, device, memory
-        return Step(*arguments, guarded=guarded, noisy=bool(noisy_params))
+        return Step(schedule, params, specs, methods, labels, rank, backend, group, links, device, memory)
 
     def _facts(
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule
     ) -> Facts:
         """Return everything that has to be the same on all ranks for their schedules to be parts of one."""
-        facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
-        facts["offload"] = repr(self.offload)
+        facts = {"exchange": self.exchange, "offload": repr(self.offload)}
         members = list(zip(rank_set.members, rank_set.labels, strict=True))
         facts[CLEARED] = ", ".join(label for member, label in members if member.param in self.begun_anew) or "none"
         for index, (member, label) in enumerate(members):
@@ -199,13 +190,13 @@ def elementwise(
     specs: Sequence[Spec],
     weights: Sequence[Tensor],
     device: torch.device,
-    accumulated_before: Collection[int],
+    noisy_params: Collection[int],
     momentum_dtypes: Collection[torch.dtype],
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
 
     Args:
-        accumulated_before: see `KernelElementwise`.
+        noisy_params: those whose momenta are rounded with noise.
         momentum_dtypes: those in which momenta are stored.
 
     Warns:
@@ -220,5 +211,5 @@ def elementwise(
         else:
             if {*momentum_dtypes, *(weight.dtype for weight in weights)} <= {*KERNEL_DTYPES}:
                 numels = [weight.numel() for weight in weights]
-                return KernelElementwise(schedule, specs, numels, device, accumulated_before=accumulated_before)
+                return KernelElementwise(schedule, specs, numels, device, noisy_params=noisy_params)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

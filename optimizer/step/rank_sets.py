@@ -77,21 +77,6 @@ def collective_order(ranks: Ranks) -> tuple[int, int, Ranks]:
     return ranks[-1] - ranks[0] if ranks else -1, len(ranks), ranks
 
 
-def crossing_error(sets: Sequence[Ranks]) -> ValueError | None:
-    """Return why ranks could not decide alike on a step: none of this rank's sets, in `collective_order`, has all ranks
-    of the others.
-    """
-    for ranks in sets:
-        if not {*ranks} <= {*sets[-1]}:
-            return ValueError(
-                f"nonfinite: this rank shares some parameters with ranks {ranks} and others with {sets[-1]}, and "
-                "neither are all of them, so what one finds would not reach the others without one more collective. "
-                "Put a parameter on a mesh of all these ranks, such as a norm's weight, replicated on one axis, or "
-                "give nonfinite=None, and look at the norm that clip_grad_norm_ returns"
-            )
-    return None
-
-
 _new_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
 """The groups that `group_of` has made, by the default process group: they end with it."""
 

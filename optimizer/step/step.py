@@ -4,7 +4,7 @@ Stages overlap: while the matrices of one are orthogonalised, the next one's upd
 and the previous one's results on their way back, so at most two are in memory.
 
 Every part of an exchange begins with a note, a digest of what its sender is about to do.  All ranks compare the notes,
-so that they go on, skip the step or raise together.
+so that they go on or raise together.
 
 A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Steps` updates those of all sets in order.
 """
@@ -36,10 +36,10 @@ from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import VISITS, Elementwise, LocalTensors, params_by_first_stage, state_of
+from .elementwise import VISITS, Elementwise, LocalTensors, state_of
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
-from .rank_sets import RankSet, State, crossing_error, rank_sets, refuse_ended_groups
+from .rank_sets import RankSet, State, rank_sets, refuse_ended_groups
 
 MAX_BATCH_ELEMENTS = 1 << 25
 """Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time."""
@@ -166,24 +166,6 @@ def _cut(members: Sequence[int], sizes: Sequence[int], max_elements: int) -> Ite
     yield part
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingStep:
-    """A started step, to be finished or aborted: its first notes, and the first of its ``wires`` to the owners, have
-    arrived.
-    """
-
-    exchange: StepExchange
-    local: LocalTensors
-    wires: deque[Wire]
-    skipped: bool
-
-    def abort(self) -> None:
-        """Restore momenta, and wait for what is under way."""
-        self.local.restore_momenta()
-        for wire in list(self.wires)[1:]:
-            wire.arrive()
-
-
 @dataclass(eq=False)
 class Step:
     """The steps of one set of ranks, with a link there and one back for each stage.
@@ -192,9 +174,6 @@ class Step:
         group: None for this process alone.
         device: where ranks exchange.
         memory: where state rests.
-        guarded: whether a step may be skipped: then momenta change only after the first notes have arrived.
-        noisy: whether momenta are rounded with noise.  Then they cannot be known before they change, so those that are
-            needed for the first notes are saved.
     """
 
     schedule: Schedule
@@ -208,39 +187,31 @@ class Step:
     links: Sequence[tuple[Link, Link]]
     device: torch.device
     memory: StateMemory
-    guarded: bool = False
-    noisy: bool = False
 
     def __post_init__(self) -> None:
         self._notes = Notes(self.group, self.device) if self.group is not None else None
         self._state = MatrixState(self.schedule, self.specs, self.rank, self.device)
         self._params_of_stages = self.schedule.params()
-        self._params_by_first_stage = params_by_first_stage(self.schedule, len(self.params))
         self._state_kinds: list[tuple[Hashable, ...]] = []
         for param, spec in zip(self.params, self.specs, strict=True):
             self._state_kinds.append((param.device, *(slot.sent_dtype for slot in spec.slots)))
-        self._sends_ahead, self._saves_momenta = self.guarded and not self.noisy, self.guarded and self.noisy
         self._is_active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
         self._num_steps = 0
 
-    def begin(
+    def update(
         self,
         rank_set: RankSet,
         groups: Sequence[ParamGroup],
         state: State,
         failure: Exception | None,
-        skip: Tensor | None,
         constants: Facts = MappingProxyType({}),
-    ) -> PendingStep:
-        """Begin to update the parameters that have a gradient, until all ranks have agreed on the step.  Collective.
-
-        They agree by the notes that arrive with the first stage's updates.
+    ) -> None:
+        """Update the parameters that have a gradient.  Collective.
 
         Args:
             rank_set: all parameters of these ranks, matrices or not.
             failure: of this rank; the others learn of it.
-            skip: see `StepExchange`.
             constants: facts that must be the same on all ranks.
 
         Raises:
@@ -267,7 +238,7 @@ class Step:
 
         with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
-            exchange = StepExchange(intent, None if is_captured else self._notes, skip)
+            exchange = StepExchange(intent, None if is_captured else self._notes)
 
             # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a
             # failure zeros leave instead, as the others wait for something.
@@ -275,35 +246,18 @@ class Step:
             local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
             wires = self._first_wires(exchange, local)
 
-            # All ranks have the same notes, so they go on, skip the step, or raise alike.
-            try:
-                skipped = exchange.check_first(wires[0])
-            except AgreedError:
-                if local is not None:
-                    local.restore_momenta()
-                raise
-        assert local is not None, "all ranks stop at the first check if one has failed"
-        return PendingStep(exchange, local, wires, skipped)
+            # All ranks have the same notes, so they go on or raise alike.
+            exchange.check_first(wires[0])
+            assert local is not None, "all ranks stop at the first check if one has failed"
 
-    def finish(self, pending: PendingStep, failure: Exception | None = None) -> None:
-        """Do the rest of a step.  Collective; raises an `AgreedError` on all ranks if one of them fails."""
-        exchange, local, wires = pending.exchange, pending.local, pending.wires
-        if failure is not None:
-            exchange.fail(failure)
-        stages = self.schedule.stages if self.schedule.units else ()
-        with torch.autocast(self.device.type, enabled=False):
-            # The step is taken, so momenta accumulate the gradients of updates that were sent ahead of them.
-            if self._sends_ahead:
-                for number in range(len(wires)):
-                    exchange.attempt(self.elementwise.accumulate_gradients, local, number)
-
+            stages = self.schedule.stages if self.schedule.units else ()
             results: Wire | None = None
             for number, stage in enumerate(stages):
                 # The next stage's updates travel while this one's are computed; the first two already do.
                 if 0 < number < len(stages) - 1:
                     wires.append(self._gather(exchange, local, number + 1))
 
-                # This stage's updates have come to their owners, with notes that say whether all ranks are well.
+                # This stage's updates come to their owners, with notes that say whether all ranks are well.
                 updates = wires.popleft()
                 if number:
                     updates.arrive()
@@ -387,16 +341,8 @@ class Step:
             # State that rests in host memory has come to the device, where kernels have to find it.
             if exchange.attempt(local.fetch_state, stage):
                 exchange.attempt(self.elementwise.locate, local)
-            # Until the first notes have arrived, the step may be skipped: momenta stay, or can be restored.
-            is_first = stage < STAGES_IN_FLIGHT
-            if is_first and self._saves_momenta:
-                exchange.attempt(local.save_momenta, self._params_by_first_stage[stage])
-            if is_first and self._sends_ahead:
-                send = self.elementwise.send_ahead
-            else:
-                exchange.attempt(self.elementwise.accumulate_gradients, local, stage)
-                send = self.elementwise.send
-            exchange.attempt(send, local, stage, wire.memory)
+            exchange.attempt(self.elementwise.accumulate_gradients, local, stage)
+            exchange.attempt(self.elementwise.send, local, stage, wire.memory)
             exchange.attempt(self._state.send, local, stage, wire.memory)
         exchange.start(wire)
         return wire
@@ -474,12 +420,6 @@ class Steps:
         """Let the next update take what parameters have as state from where it is now."""
         self._sets = None
 
-    @property
-    def widest(self) -> dist.ProcessGroup | None:
-        """The group of all ranks that decide together whether a step is taken."""
-        sets = [rank_set for rank_set in self._sets or () if rank_set.members and rank_set.ranks in self.planned]
-        return self.planned[sets[-1].ranks].group if sets else None
-
     def update(
         self,
         groups: Sequence[ParamGroup],
@@ -487,18 +427,13 @@ class Steps:
         replicas: dist.ProcessGroup | None,
         plan: Callable[[RankSet, Exception | None], Step],
         failure: Exception | None,
-        skip: Tensor | None,
         constants: Callable[[Ranks], Facts],
-    ) -> bool:
-        """Update all matrices that have a gradient; returns False if some rank skips it.  Collective.
-
-        If the step may be skipped, the first notes of all sets are read before anything is changed.  The last set
-        contains all ranks that this one shares parameters with, so they decide alike.
+    ) -> None:
+        """Update all matrices that have a gradient.  Collective.
 
         Args:
             plan: plans the steps of a set of ranks, or tells them of a failure.
             failure: of this rank; the others learn of it.
-            skip: see `StepExchange`.
             constants: facts that must be the same on all ranks of a set.
 
         Raises:
@@ -509,11 +444,6 @@ class Steps:
         sets = self._sets or rank_sets(groups, replicas, state)
         if failure is None:  # which may be that groups are not as they should be
             self._sets = sets
-        if skip is not None and failure is None:
-            failure = crossing_error(
-                [rank_set.ranks for rank_set in sets if rank_set.members and not rank_set.is_alone]
-            )
-        pending_steps: list[tuple[Step, PendingStep]] = []
 
         def make_plan(rank_set: RankSet) -> None:
             if rank_set.ranks not in self.planned:
@@ -523,19 +453,15 @@ class Steps:
                 self.planned[rank_set.ranks] = plan(rank_set, failure)
                 self._outdated.pop(rank_set.ranks, None)
 
-        def begin(rank_set: RankSet) -> None:
+        def update_set(rank_set: RankSet) -> None:
             if rank_set.members and rank_set.ranks in self.planned:
                 step = self.planned[rank_set.ranks]
-                pending = step.begin(rank_set, groups, state, failure, skip, constants(rank_set.ranks))
-                if skip is None:
-                    step.finish(pending)
-                else:
-                    pending_steps.append((step, pending))
+                step.update(rank_set, groups, state, failure, constants(rank_set.ranks))
 
         # All plans come before the first exchange: then all connections are made.  What fails in one set is told in the
         # next, so that no rank of any waits.
         is_planned = self.planned.keys() >= {rank_set.ranks for rank_set in sets}
-        for work in (begin,) if is_planned else (make_plan, begin):
+        for work in (update_set,) if is_planned else (make_plan, update_set):
             for rank_set in sets:
                 if rank_set.is_alone and (failure or not rank_set.matrices):
                     continue
@@ -546,17 +472,5 @@ class Steps:
                         raise agreed.error from None
                     failure = failure or agreed.error
 
-        # Where the step may be skipped, the last set has heard of all ranks.
-        skipped = skip is not None and (pending_steps[-1][1].skipped if pending_steps else bool(skip))
-        is_stopped = skipped or failure is not None
-        for step, pending in pending_steps:
-            if is_stopped:
-                pending.abort()
-                continue
-            try:
-                step.finish(pending, failure)
-            except AgreedError as agreed:
-                failure = failure or agreed.error
         if failure is not None:
             raise failure
-        return not skipped

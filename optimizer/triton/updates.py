@@ -132,10 +132,6 @@ def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
     return np.stack((copies.source[row], near, length, near_row, near_step, elements, far, far_row, far_step), axis=1)
 
 
-AHEAD = 2
-"""A value of ``accumulate``: updates are those of averaged momenta, and momenta stay as they are."""
-
-
 def send(
     segments: Segments,
     momenta: TensorTable,
@@ -144,7 +140,7 @@ def send(
     buffer: Tensor,
     dtype: torch.dtype,
     *,
-    accumulate: int,
+    accumulate: bool,
 ) -> None:
     """Average gradients into momenta, and write updates to a buffer, in one pass.
 
@@ -154,7 +150,7 @@ def send(
         weights: fp32 ``[tensors, 2]``: ``1 - momentum``, and ``momentum`` for Nesterov's update or 1 for the momentum
             itself.  Read when the kernel runs, so a captured graph follows them.
         buffer: uint8, for updates of ``dtype``.
-        accumulate: whether momenta are changed; False if they have been already, or `AHEAD`.
+        accumulate: whether momenta are changed; False if they have been already.
 
     Raises:
         ValueError: another number of tensors than the segments are for.
@@ -248,8 +244,7 @@ def _send(
         m = as_fp32(tl.load(momentum + near, mask=mask, other=0.0))
         if ACCUMULATE:
             averaged = narrowed(_lerp(m, g, tl.load(weights + tensor * 2)), MOMENTUM)
-            if ACCUMULATE == 1:
-                tl.store(momentum + near, averaged, mask=mask)
+            tl.store(momentum + near, averaged, mask=mask)
             m = as_fp32(averaged)
         ahead = tl.load(weights + tensor * 2 + 1)
         update = tl.where(ahead == 1.0, m, _lerp(g, m, ahead))

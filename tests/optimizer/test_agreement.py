@@ -396,15 +396,8 @@ def test_dtypes_of_gradients_and_momenta_are_compared() -> None:
         assert f"rank {ODD}: the gradient of parameter 0 is there, torch.bfloat16, on rank 0 there, torch" in gradient
 
 
-def other_guards(rank: int, world: int) -> list[str]:
+def other_limits(rank: int, world: int) -> list[str]:
     mesh, found = init_device_mesh("cpu", (world,)), []
-    for usual, odd in (
-        ({"nonfinite": "skip"}, {"nonfinite": "raise"}),
-        ({"nonfinite": "skip"}, {"nonfinite": "skip", "most_skipped": 3}),
-    ):
-        options = odd if rank == ODD else usual
-        found.append(raised(Muon([rows(mesh, 8, 12)], **options).step))
-        found.append(raised(lambda options=options: LayerWise(net := Net(("qkv",)), groups(net), **options)))
     limit = 0.5 if rank == ODD else 0.25
     param = rows(mesh, 8, 12)
     found.append(raised(clip_grad_norm_, [param], limit))
@@ -415,9 +408,8 @@ def other_guards(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_guards_that_differ_are_told() -> None:
-    for rank, (*guards, clipped, layer_wise) in enumerate(run(3, other_guards)):
-        assert all(f"rank {ODD}: nonfinite is '" in told for told in guards)
+def test_limits_of_norms_that_differ_are_told() -> None:
+    for rank, (clipped, layer_wise) in enumerate(run(3, other_limits)):
         mine, others = (0.5, 0.25) if rank == ODD else (0.25, 0.5)
         for told in (clipped, layer_wise):
             assert f"max_norm is {mine} on rank {rank}, and {others} on others" in told

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import sweep
-from support.every_kind import local_of, values
+from support.every_kind import assert_same_bits, local_of, make, snapshot, train, values
 from support.failing import raised
 from support.topologies import HARD, TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
@@ -117,6 +117,36 @@ def test_a_nonfinite_norm_scales_as_torchs_does(bad):
     outcomes = run(4, clip_nonfinite, bad, False)
     assert [outcome for outcome, _ in outcomes] == [str(expected)] * 4
     torch.testing.assert_close(torch.tensor(outcomes[3][1][-2:]), param.grad, equal_nan=True)
+
+
+def stepped_if_finite(rank: int, world: int, homes: tuple[Home | None, ...]) -> tuple[list[torch.Tensor], list[bool]]:
+    """What comes of two steps, with a gradient that is not finite between them; and which norms were finite."""
+    place, finite = placer(homes), []
+    params = [nn.Parameter(place(number, value)) for number, value in enumerate(values(0, torch.float32))]
+    optimizer = make(params, replicas=dist.group.WORLD)
+    for seed in (1, -3, 2):
+        gradients = values(abs(seed), torch.float32)
+        if seed < 0:
+            gradients[seed].view(-1)[-1] = math.nan
+        for number, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+            param.grad = place(number, gradient)
+        norm = clip_grad_norm_(params, 1e9)
+        if norm.isfinite():
+            optimizer.step()
+        finite.append(bool(norm.isfinite()))
+        optimizer.zero_grad()
+    return snapshot(params, optimizer), finite
+
+
+@pytest.mark.parametrize("name", ["FSDP2, rows, 3 ranks", "HSDP", "DDP"])
+def test_ranks_leave_out_a_step_together_where_the_norm_is_not_finite(name):
+    params = [nn.Parameter(value) for value in values(0, torch.float32)]
+    optimizer = make(params)
+    train(params, optimizer, lambda gradient: gradient, torch.float32, steps=2)
+    expected = snapshot(params, optimizer)
+    for found, finite in run(world_of(TOPOLOGIES[name]), stepped_if_finite, TOPOLOGIES[name]):
+        assert finite == [True, False, True]
+        assert_same_bits(found, expected)
 
 
 def clip_with_one_missing(rank: int, world: int) -> float:

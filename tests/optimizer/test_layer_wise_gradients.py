@@ -151,6 +151,27 @@ def test_clipping_is_by_the_norm_of_the_whole_model(world):
         check([state for _, state in found], expected, layout)
 
 
+def stepped_if_finite(rank: int, world: int, layout: str) -> dict:
+    """Two steps, with an expert's gradient that is not finite on one rank between them."""
+    net = Net()
+    pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    options = {"experts": [net.up, net.down], "expert_group": pairs[rank % 2]}
+    opt = LayerWise(net, groups(net), layout=layout, average=False, bucket_size=700, **options)
+    for step, bad in ((0, False), (7, True), (1, False)):
+        by = gradients(net, step, rank)
+        by["up"].view(-1)[0] += math.nan if bad and rank == 1 else 0.0
+        net(by).backward()
+        if opt.clip_grad_norm_(1e9).isfinite():
+            opt.step()
+        opt.zero_grad()
+    return pieces(net, opt)
+
+
+def test_ranks_leave_out_a_step_together_where_the_norm_is_not_finite():
+    for layout, found in run_each(4, stepped_if_finite, layouts=("padded-nscost", "balanced")):
+        check(found, of_dense(alone(4, 2)), layout)
+
+
 def mixed(rank: int, world: int) -> dict[str, tuple[dict, float]]:
     """Four ranks, expert parallelism 2: ranks 0 and 2 share some experts, 1 and 3 others."""
     shared = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]

@@ -74,6 +74,13 @@ def test_hyperball_is_its_formula_and_keeps_the_norm():
     assert abs(rounded.norm() / radius - 1) < 1e-4
 
 
+@pytest.mark.parametrize("update_norm", ["muon", "rms"])
+def test_zeros_make_no_nan_of_normuon(update_norm):
+    given = [torch.zeros(128, 128)]
+    found = stepped(torch.ones(128, 128), given, algorithm="normuon", update_norm=update_norm, weight_decay=0.0)
+    assert torch.equal(found, torch.ones(128, 128))
+
+
 def test_a_rate_of_zero_leaves_a_hyperball_where_it_is():
     start = torch.randn(4, 6)
     param = nn.Parameter(start.clone())

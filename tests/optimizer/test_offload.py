@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.every_kind import TENSORS, assert_same_bits, local_of, make, single, snapshot, train, values
+from support.every_kind import TENSORS, assert_same_bits, make, single, snapshot, train, values
 from support.interpreted import DEVICE, on_gpu
 from support.topologies import TOPOLOGIES, placer
 from support.workers import run
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon, muon as muon_module
 from muonckpt.optimizer.ground import host_memory
@@ -127,39 +124,6 @@ def on_ranks(rank: int, world: int, names: list[str], expected: list[Tensor]) ->
 
 def test_ranks_have_the_bits_of_a_process_with_state_on_its_device() -> None:
     run(4, on_ranks, ["plain and sharded in one group"], single(torch.float32))
-
-
-def with_skipped_steps(rank: int, world: int, offload: str | None) -> tuple[list[Tensor], int, bool]:
-    """Bits after two steps, each followed by one that a rank forbids; and whether these left all as it was."""
-    mesh = init_device_mesh("cpu", (world,))
-
-    def place(tensor: Tensor) -> Tensor:
-        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
-
-    params = [nn.Parameter(place(v)) for v in values(0, torch.float32)]
-    opt = make(params, offload=offload, nonfinite="skip")
-    untouched = True
-    for step in (1, 2):
-        train(params, opt, place, torch.float32, steps=step)
-        before = copy.deepcopy([opt.state[p] for p in params])
-        if rank == 1:
-            local_of(params[0].grad).view(-1)[0] = math.nan
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            opt.step()
-        pairs = (
-            (local_of(opt.state[p][s]), local_of(old[s])) for p, old in zip(params, before, strict=True) for s in old
-        )
-        untouched &= all(torch.equal(*pair) for pair in pairs)
-    return snapshot(params, opt), opt.skipped_steps, untouched
-
-
-def test_a_step_that_a_rank_forbids_leaves_state_where_it_rests() -> None:
-    (expected, *counts), _ = run(2, with_skipped_steps, None)
-    found = run(2, with_skipped_steps, "cpu")
-    assert counts == [2, True] and [given[1:] for given in found] == [(2, True)] * 2
-    for bits, *_ in found:
-        assert_same_bits(bits, expected)
 
 
 @pytest.mark.filterwarnings("ignore:100% of the elements")

@@ -195,7 +195,6 @@ def test_a_rate_that_a_schedule_makes_wrong_is_refused_before_anything_moves(opt
             for value in ("False", 0)
         ),
         ({"bucket_size": "100"}, "bucket_size='100': expected None, or a whole number"),
-        ({"nonfinite": "skip", "most_skipped": "3"}, "most_skipped='3': expected a number of steps"),
     ],
 )
 def test_arguments_of_layer_wise_have_their_types(arguments, message):

@@ -82,7 +82,7 @@ def untouched(state: dict[str, Any]) -> bool:
     return not any(bool(torch.as_tensor(full(value)).any()) for value in state.values())
 
 
-def optimizer(guarded: bool) -> Muon:
+def optimizer() -> Muon:
     """Matrices on both axes, on one axis, and on one axis only a vector: two sets of ranks, one without matrices."""
     grid = grid_of_all()
     params = []
@@ -91,12 +91,12 @@ def optimizer(guarded: bool) -> Muon:
         params.append(nn.Parameter(value))
         params[-1].grad = torch.ones_like(value)
     adamw = {"params": params[3:], "algorithm": "adamw", "lr": 0.1}
-    return Muon([{"params": params[:3]}, adamw], stages=2, nonfinite="skip" if guarded else None)
+    return Muon([{"params": params[:3]}, adamw], stages=2)
 
 
-def step(guarded: bool, steps: int) -> Callable[[Path], Callable[[], None]]:
+def step(steps: int) -> Callable[[Path], Callable[[], None]]:
     def prepared(trial_folder: Path) -> Callable[[], None]:
-        opt = optimizer(guarded)
+        opt = optimizer()
         for _ in range(steps):
             opt.step()
         return opt.step
@@ -140,9 +140,8 @@ def told_if_touched(state: dict[str, Any], call: Callable[[], object]) -> Callab
 
 
 CALLS: dict[str, Callable[[Path], Callable[[], None]]] = {
-    "step": step(guarded=False, steps=1),
-    "first step": step(guarded=False, steps=0),
-    "step with nonfinite": step(guarded=True, steps=1),
+    "step": step(steps=1),
+    "first step": step(steps=0),
     "save": save,
     "async_save": async_save,
     "load": load,
