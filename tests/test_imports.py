@@ -60,7 +60,7 @@ RULES = {
     "optimizer/__init__": "optimizer/newton_schulz optimizer/methods optimizer optimizer/layer_wise",
     "converters/look": "names algebra record programs layouts/buffers store/io store/reading store store/verify "
     "runs converters/target converters/engine converters/translate",
-    "compat": "names programs layouts optimizer/__init__",
+    "compat": "names optimizer/__init__",
     "lab/forecasting": "names algebra record programs layouts layouts/buffers store/io store/reading store/verify "
     "optimizer/ground converters/target optimizer/newton_schulz optimizer/planning optimizer/methods converters/look",
     "converters/compare": "names algebra record programs store/io store/reading store/formats store store/verify "

@@ -76,7 +76,6 @@ MODULES = {
         [
             *(f"muonckpt.integrations.{name}" for name in ("huggingface", "lightning", "megatron", "torchtitan")),
             "muonckpt.compat.torch_muon",
-            "muonckpt.compat.dion",
         ],
     ),
 }

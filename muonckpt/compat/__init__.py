@@ -1,4 +1,4 @@
-"""Our optimizer under the names and arguments of other packages, so that a trainer changes one import.
+"""Our optimizer with the arguments of ``torch.optim.Muon``, so that a trainer changes one import.
 
-``torch_muon`` has ``torch.optim.Muon``, ``dion`` microsoft/dion's ``Muon``.  Open ``torch_muon`` first.
+Open ``torch_muon`` first.
 """

@@ -31,10 +31,10 @@ SLOTS = {
 }
 """The slots of each algorithm, by common names."""
 
-SCALES = {"original": ("original",), "rms": ("match_rms_adamw",), "spectral": ("spectral",), "none": ("none",)}
-"""The word of ``adjust_lr_fn`` for each common scale."""
-
-_SCALE = scale("adjust_lr_fn", SCALES)
+_SCALE = scale(
+    "adjust_lr_fn",
+    {"original": ("original",), "rms": ("match_rms_adamw",), "spectral": ("spectral",), "none": ("none",)},
+)
 _COMMON = {"ns_coefficients": "ns"}
 _CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
 
