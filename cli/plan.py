@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 @click.option("--offload", type=click.Choice(["cpu"]), help="Where state rests, as Muon takes it.")
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
-@click.option("--algorithm", metavar="NAME", help="Of a model's matrices: muon, normuon, adamuon, hyperball or soap.")
+@click.option("--algorithm", metavar="NAME", help="Of a model's matrices: muon, normuon, adamuon or hyperball.")
 @click.option("--padding", is_flag=True, help="Also print the padding of each layout in flat buffers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def plan_command(

@@ -125,10 +125,10 @@ def attach(optimizer: Muon, model: Any) -> Attached:
 
     def describe(_: Optimizer) -> None:
         for group in optimizer.param_groups:
-            # State by row is sharded evenly, as its placements say, and the optimizer declares state at owners.
+            # State by row is sharded evenly, as its placements say.
             method = optimizer._method_of(group)
             slots = method.slots_of(group).items() if method is not None else ()
-            other_slots = {name for name, slot in slots if slot.at_owner or slot.shape != "[m, n]"}
+            other_slots = {name for name, slot in slots if slot.shape != "[m, n]"}
             for param in group["params"]:
                 for name, value in optimizer.state[param].items():
                     if name not in other_slots:

@@ -52,7 +52,6 @@ from .planning.schedule import Ranks, Schedule
 from .report import (
     MuonReport,
     count_matrices,
-    count_owner_bytes,
     count_sent_bytes,
     find_doubts,
     report_group,
@@ -66,17 +65,15 @@ from .state import (
     carry_over,
     check_gradients,
     check_state,
-    declare_owner_boxes,
     find_changes,
     find_cleared,
     fresh_state,
-    owner_state,
     refuse_meta,
 )
 from .step.agreement import Facts, plan_options
 from .step.exchange import LINKS
 from .step.planner import Planner
-from .step.rank_sets import RankSet, ordinals, rank_sets, ranks_of
+from .step.rank_sets import RankSet, ordinals, ranks_of
 from .step.step import Step, Steps
 
 
@@ -84,15 +81,15 @@ class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon", "adamuon",
-    "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on any mesh
+    "hyperball"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on any mesh
     (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``), and the same global gradients give
     the same bits on all of them.  A parameter of three dims is a stack of matrices (experts), unless its group says
     ``flatten``: then it, or one of more dims, is a convolution, and one matrix.
 
     Every parameter has state from construction on, so stock ``get_optimizer_state_dict`` and DCP save and load all of
     it: in its own layout ``momentum_buffer`` (``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment``
-    (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and ``step``; and state at the owners of matrices.  A
-    parameter without a gradient is skipped, as in torch; it must then have none on any rank that holds it.
+    (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and ``step``.  A parameter without a gradient is skipped,
+    as in torch; it must then have none on any rank that holds it.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -181,7 +178,6 @@ class Muon(ForModel, CollectiveOptimizer):
         self._offload = offload
         self._cost, self._form = cost, form
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
-        self._owners: dict[Tensor, tuple[int, ...]] = {}  # of parameters with state at the owners of their matrices
         self._planned_options: list[dict[str, Any]] = []
         self.code_options = []
         self._group_snapshots: list[GroupSnapshot] = []
@@ -240,7 +236,6 @@ class Muon(ForModel, CollectiveOptimizer):
                 except LayoutError as error:
                     raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
                 self._refuse_cut_blocks(name, param, group)
-            self._add_owner_state(fresh)
         except Exception:
             del self.param_groups[number:]
             raise
@@ -296,32 +291,6 @@ class Muon(ForModel, CollectiveOptimizer):
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
 
-    def _add_owner_state(self, fresh: Mapping[Tensor, dict[str, Tensor]]) -> None:
-        """Choose owners for new parameters whose methods keep state there, and add that state to the ``fresh`` one."""
-        if not any(map(self._has_owner_state, self.param_groups)):
-            return  # the sets of ranks are those of all parameters: too much for each of many groups
-        chosen: dict[Tensor, tuple[int, ...]] = {}
-        for rank_set in rank_sets(self.param_groups, self._replicas):
-            # Owners are those of all matrices of a set of ranks, as these share the work.
-            groups = [self.param_groups[member.group] for member in rank_set.matrices]
-            params = [member.param for member in rank_set.matrices]
-            is_new = [p in fresh and self._has_owner_state(group) for p, group in zip(params, groups, strict=True)]
-            if not any(is_new):
-                continue
-            param_owners = self._planner.owners_of(rank_set, self.param_groups)
-            for param, group, owners, new in zip(params, groups, param_owners, is_new, strict=True):
-                if new:
-                    method = self._methods[group["algorithm"]]
-                    slots = owner_state(param, group, method, owners, self._replicas)
-                    fresh[param].update(self._store_state(param, slots))
-                    declare_owner_boxes(param, group, method, owners, fresh[param])
-                    chosen[param] = owners
-        self._owners |= chosen
-
-    def _has_owner_state(self, group: dict[str, Any]) -> bool:
-        method = self._method_of(group)
-        return method is not None and any(slot.at_owner for slot in method.slots_of(group).values())
-
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
         """The owners and stages of matrices, by the ranks that share them; planned by the first step."""
@@ -350,7 +319,6 @@ class Muon(ForModel, CollectiveOptimizer):
             matrices_by_rank=count_matrices(schedules),
             sent_bytes=count_sent_bytes(schedules),
             state_bytes=state_bytes,
-            owner_bytes=count_owner_bytes(self.param_groups, self._methods, self._owners, self._replicas),
             offload=self._offload,
             visiting_bytes=self._visiting_bytes(),
             doubts=tuple(find_doubts(self.param_groups, most_elementwise)),
@@ -375,7 +343,7 @@ class Muon(ForModel, CollectiveOptimizer):
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
             "_ordinals _matrix_defaults _replicas _exchange _stages _offload _layout _cost _form _scales _methods "
-            "_owners _planned_options _group_snapshots _has_history _rateless_algorithm code_options"
+            "_planned_options _group_snapshots _has_history _rateless_algorithm code_options"
         )
         attributes = {name: getattr(self, name) for name in copied.split()}
         made_anew = {"_steps": Steps(), "_slot_snapshot": SlotSnapshot(), "_restarted": {}}
@@ -391,16 +359,7 @@ class Muon(ForModel, CollectiveOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
         self._follow_parameters()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in self._owners:
-                    self._declare_owner_boxes(param, group)
         return super().state_dict()
-
-    def _declare_owner_boxes(self, param: Tensor, group: Mapping[str, Any]) -> None:
-        """Declare the boxes of state at owners, as loaded state has no hooks."""
-        method = self._methods[group["algorithm"]]
-        declare_owner_boxes(param, group, method, self._owners[param], self.state[param])
 
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load state, and the hyper-parameters that schedules change (`RESTORED`).  If refused, nothing is changed.
@@ -479,20 +438,12 @@ class Muon(ForModel, CollectiveOptimizer):
         self._follow_state()
         if not changes:
             return
-        # Fresh state for the new parameters, which keep their owners if these still hold them.
+        # Fresh state for the new parameters.
         fresh = {}
         for change in changes:
             group = self.param_groups[change.group]
             fresh[change.current] = self._fresh_state(change.current, group)
             self._refuse_cut_blocks(change.name, change.current, group)
-            if change.former in self._owners:
-                if change.former not in self._restarted:
-                    self._declare_owner_boxes(change.former, group)
-                owners = self._owners.pop(change.former)
-                has_owners = {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}
-                if has_owners and change.current.shape == change.former.shape:
-                    self._owners[change.current] = owners
-        self._add_owner_state(fresh)
         # The former state, unless nothing has happened to it yet.
         for change in changes if self._has_history else ():
             if change.former not in self._restarted:
@@ -511,7 +462,6 @@ class Muon(ForModel, CollectiveOptimizer):
             return
         cleared = list(find_cleared(self._group_snapshots, self._slot_snapshot, self.param_groups, self.state))
         fresh = {param: self._fresh_state(param, self.param_groups[number]) for param, number in cleared}
-        self._add_owner_state(fresh)
         for param, slots in fresh.items():
             self.state.setdefault(param, {}).update(slots)
         # Restarted are these, and earlier ones whose state nobody has replaced.
@@ -526,10 +476,8 @@ class Muon(ForModel, CollectiveOptimizer):
     def _reset_state(self) -> None:
         """Replace all state by new state for the groups' present parameters."""
         self.state.clear()
-        self._owners.clear()
         for group in self.param_groups:
             self.state.update({param: self._fresh_state(param, group) for param in group["params"]})
-        self._add_owner_state(self.state)
         self._take_snapshots()
         self._steps.plan_anew()
 
@@ -587,7 +535,6 @@ class Muon(ForModel, CollectiveOptimizer):
             self._form,
             self._scales.factor,
             self._methods,
-            self._owners,
             self._offload,
             self._restarted.keys(),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from ..names.errors import warn_on_rank
 from ..names.vocabulary import ParamGroup
 from ..names.wording import folded, listed, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
-from .planning.matrices import SHAPES, sides_of
+from .planning.matrices import sides_of
 from .planning.schedule import Schedule
-from .step.rank_sets import RankSet, ranks_of
+from .step.rank_sets import RankSet
 
 LARGEST_VECTOR = 1 << 22
 """Elements of the largest vector that a model is expected to have; wrappers flatten matrices to larger ones."""
@@ -69,8 +68,6 @@ class MuonReport:
             before the first step, which plans.
         sent_bytes: bytes that this rank sends to others in a step; None before the first step.
         state_bytes: bytes of state on this rank.
-        owner_bytes: the fewest and the most bytes of a rank's state that rests with it as an owner; None where no
-            method keeps any.
         offload: where state rests, as `Muon` takes it.
         visiting_bytes: the most bytes of state that a step has on the device at once, in any of its parts; None if it
             rests there, or before the first step.
@@ -81,7 +78,6 @@ class MuonReport:
     matrices_by_rank: tuple[int, int, int] | None
     sent_bytes: int | None
     state_bytes: int
-    owner_bytes: tuple[int, int] | None
     offload: str | None
     visiting_bytes: int | None
     doubts: tuple[str, ...]
@@ -105,9 +101,6 @@ class MuonReport:
                 "step"
             )
         lines.append(f"{self.state_bytes:,} bytes of state on this rank")
-        if self.owner_bytes is not None:
-            fewest, highest = self.owner_bytes
-            lines[-1] += f"; {fewest:,} to {highest:,} bytes a rank rest at the owners of matrices"
         if self.offload is not None:
             lines[-1] += "; it rests in host memory"
         if self.visiting_bytes is not None:
@@ -161,28 +154,6 @@ def report_group(
     labels = tuple(group.get("param_names") or (names[param] for param in params if param in names))
     name = str(group.get("name", ""))
     return GroupReport(number, name, algorithm, len(params), len(matrices), elements, bounds, labels)
-
-
-def count_owner_bytes(
-    groups: Sequence[ParamGroup],
-    methods: Methods,
-    owners: Mapping[Tensor, Sequence[int]],
-    replicas: dist.ProcessGroup | None,
-) -> tuple[int, int] | None:
-    """Return the fewest and the most bytes that a rank has of state that rests at owners."""
-    counts: Counter[int] = Counter()
-    for group in groups:
-        for param in group["params"]:
-            if param not in owners:
-                continue
-            counts.update(dict.fromkeys(ranks_of(param, replicas), 0))
-            # Each matrix has its state on one rank.
-            shapes = sides_of(tuple(param.shape), fused_of(group))
-            for slot in methods[group["algorithm"]].slots_of(group).values():
-                itemsize = (slot.dtype or param.dtype).itemsize if slot.at_owner else 0
-                for owner, shape in zip(owners[param], shapes, strict=True):
-                    counts[owner] += math.prod(SHAPES[slot.shape].of_matrix(*shape)) * itemsize
-    return (min(counts.values()), max(counts.values())) if counts else None
 
 
 def find_doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:

@@ -6,7 +6,6 @@ one from the meta device.  Such a parameter gets new state, into which the forme
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pickle import PicklingError
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -31,7 +29,7 @@ from .ground.codecs import codec_of, detect_codec, in_a_dim, stored_slots
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
 from .methods.scalar import SCALARS, fresh_average
-from .planning.matrices import Reduced, matrices_of
+from .planning.matrices import matrices_of
 
 
 def fresh_state(
@@ -59,9 +57,9 @@ def fresh_state(
     # Slots of the method, in the layout of the parameter or sharded as its rows or columns are.
     for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
         dtype = slot.dtype or param.dtype
-        if slot.shape == "[m, n]" and not slot.at_owner:
+        if slot.shape == "[m, n]":
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-        elif not slot.at_owner:
+        else:
             state[name] = zeros_sharded_like(param, reduced.shape, dtype)
     return state
 
@@ -109,57 +107,6 @@ def boxed_dtensor(local: Tensor, mesh: DeviceMesh, shape: Index, boxes: Sequence
     )
     declare_boxes(dtensor, boxes)
     return dtensor
-
-
-def owner_boxes(reduced: Reduced, owners: Sequence[int]) -> list[Box]:
-    """Return this rank's boxes of a slot that rests at the owners of a parameter's matrices."""
-    rank, boxes = dist.get_rank(), list[Box]()
-    for pieces, owner in zip(matrices_of(reduced.shape, reduced.fused), owners, strict=True):
-        if owner == rank:
-            boxes += [piece.box for piece in pieces]
-    return boxes
-
-
-def owner_state(
-    param: Tensor,
-    group: Mapping[str, Any],
-    method: MatrixMethod,
-    owners: Sequence[int],
-    replicas: dist.ProcessGroup | None,
-) -> dict[str, Tensor]:
-    """Return the state of a parameter that rests at its owners, as zeros: matrix after matrix, each row by row, as
-    DTensors on the mesh of the parameter, or of the ``replicas`` that share a plain one; plain for this rank alone.
-    """
-    mesh = param.device_mesh if isinstance(param, DTensor) else None
-    if mesh is None and replicas is not None and dist.get_world_size(replicas) > 1:
-        mesh = DeviceMesh.from_group(replicas, param.device.type)
-    state: dict[str, Tensor] = {}
-    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
-        if not slot.at_owner:
-            continue
-        shape, dtype = reduced.shape, slot.dtype or param.dtype
-        if mesh is None:
-            state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
-            continue
-        # This rank's matrices end to end, under the global shape.
-        boxes = owner_boxes(reduced, owners)
-        numel = sum(box.numel for box in boxes)
-        local_shape = shape if numel == math.prod(shape) else (numel, *(1,) * (len(shape) - 1))
-        state[name] = boxed_dtensor(torch.zeros(local_shape, dtype=dtype, device=param.device), mesh, shape, boxes)
-    return state
-
-
-def declare_owner_boxes(
-    param: Tensor,
-    group: Mapping[str, Any],
-    method: MatrixMethod,
-    owners: Sequence[int],
-    state: Mapping[str, Tensor],
-) -> None:
-    """Tell DCP this rank's boxes of the slots that rest at owners."""
-    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
-        if slot.at_owner and isinstance(tensor := state[name], DTensor):
-            declare_boxes(tensor, owner_boxes(reduced, owners))
 
 
 def check_state(

@@ -80,7 +80,7 @@ MADE = {
     "Muon([model.up.weight, model.up.weight])": "parameter 1 of group 0 is parameter 0 of group 0, too: expected each",
     "Muon([{'params': [model.up.weight]}, {'params': iter([model.up.weight])}])": "parameter 0 of group 1 is",
     "Muon([{'params': [model.up.weight], 'use_muon': True}])": "'name' for your logs. Write 'algorithm': 'muon' in its",
-    "Muon([model.up.weight], algorithm='soap')": "argument 'algorithm'. Write [{'params': ..., 'algorithm': ...}], as",
+    "Muon([model.up.weight], algorithm='lion')": "argument 'algorithm'. Write [{'params': ..., 'algorithm': ...}], as",
     "Muon([model.up.weight], replicas=2)": "found 2. Write replicas=torch.distributed.group.WORLD",
     "Muon.for_model(model.requires_grad_(False), rules=RULES, lr=0.02)": "model: expected parameters to train, found",
     "Muon([model.up.weight]).load_state_dict('run')": "expected a state dict, found str. Write weights, state = get_st",

@@ -140,11 +140,6 @@ ADAMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95, "adjust_lr_fn":
 HYPERBALL: Mapping[str, object] = MappingProxyType({"weight_decay": 0.0, "adjust_lr_fn": "none"})
 """Options of a group of MuonH with other defaults."""
 
-SOAP: Mapping[str, object] = MappingProxyType(
-    {"betas": (0.95, 0.95), "shampoo_beta": 0.95, "eps": 1e-8, "period": 10, "adjust_lr_fn": "none"}
-)
-"""Options of a SOAP group besides rates and fusion: the defaults of the authors' code."""
-
 ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8})
 """Options of an AdamW group besides ``lr``, ``weight_decay`` and ``cautious``, which are those of `MUON`."""
 
@@ -153,7 +148,6 @@ LION: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.99)})
 
 _EVERY = {name: asdict(MUON)[name] for name in ("lr", "weight_decay", "cautious")}
 _MATRIX = {**asdict(MUON), "convention": MUON_CONVENTION.value}
-_GRADIENT = {**_EVERY, **{name: asdict(MUON)[name] for name in ("pieces", "columns", "interleaved")}}
 
 GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
@@ -161,7 +155,6 @@ GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "normuon": MappingProxyType({**_MATRIX, **NORMUON}),
         "adamuon": MappingProxyType({**_MATRIX, **ADAMUON}),
         "hyperball": MappingProxyType({**_MATRIX, **HYPERBALL}),
-        "soap": MappingProxyType({**_GRADIENT, **SOAP}),
         "adamw": MappingProxyType({**_EVERY, **ADAMW}),
         "lion": MappingProxyType({**_EVERY, **LION}),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...algebra.box import Index
 from ...names.vocabulary import FUSION, MOMENTUM, ParamGroup
 from ..ground.tensors import align_matrices
-from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced, at_owners
+from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced
 
 OPTIONS_OF_INPUT: Mapping[str, tuple[str, ...]] = {
     "gradient": ("adjust_lr_fn", *FUSION),
@@ -31,29 +31,25 @@ Nesterov's look ahead), or that after Newton-Schulz."""
 
 @dataclass(frozen=True, slots=True)
 class MethodSlot:
-    """State that a method keeps of each matrix; zeros before the first update.
+    """State that a method keeps of each matrix; zeros before the first update.  It is sharded as the parameter is, and
+    travels to the owner and back.
 
     Args:
         shape: a key of `planning.matrices.SHAPES`, such as ``"[m, 1]"``.
         dtype: None: the parameter's.
-        at_owner: it is whole on the rank that has the matrix in every step, and no step sends it.  False: it is sharded
-            as the parameter is, and travels to the owner and back.
 
     Raises:
-        ValueError: an unknown shape, no floating dtype, or a square that would be sharded.
+        ValueError: an unknown shape, or no floating dtype.
     """
 
     shape: str = "[m, n]"
     dtype: torch.dtype | None = torch.float32
-    at_owner: bool = False
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: expected one of {', '.join(SHAPES)}")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"dtype={self.dtype}: expected a floating-point dtype, or None for the parameter's")
-        if SHAPES[self.shape].sharded is None and not self.at_owner:
-            raise ValueError(f"shape={self.shape!r} has no rows and columns to be sharded by: give at_owner=True")
 
     @property
     def dtype_name(self) -> str | None:
@@ -62,10 +58,7 @@ class MethodSlot:
 
     def of(self, shape: Index, fused: Fused) -> Reduced:
         """Return its shape for a parameter."""
-        kind = SHAPES[self.shape]
-        if self.at_owner or not kind.sharded:
-            return at_owners(shape, fused, kind.of_matrix)
-        return kind.sharded(shape, fused)
+        return SHAPES[self.shape](shape, fused)
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -13,7 +13,6 @@ from ..planning.matrices import SHAPES, Fused, Reduced
 from .form import MatrixMethod, MethodSlot, dtype_named
 from .muon import ADAMUON, HYPERBALL, MUON, NORMUON
 from .scalar import SCALARS
-from .soap import SOAP
 
 Scale = Callable[[int, int], float]
 
@@ -59,7 +58,7 @@ class Scales:
         return {**ADJUST_LR, **self.registered}[group["adjust_lr_fn"]](rows, columns)
 
 
-MATRICES: Mapping[str, MatrixMethod] = {method.name: method for method in (MUON, NORMUON, ADAMUON, HYPERBALL, SOAP)}
+MATRICES: Mapping[str, MatrixMethod] = {method.name: method for method in (MUON, NORMUON, ADAMUON, HYPERBALL)}
 """The methods that groups choose by name."""
 
 
@@ -109,21 +108,16 @@ def as_stored(
 ) -> MatrixMethod:
     """Return a method of which only its state is known: shapes and names of dtypes, by slot.
 
-    Its own FLOPs are unknown.  What could be sharded as the parameter is, rests so.
+    Its own FLOPs are unknown.
     """
     slots: dict[str, MethodSlot] = {}
     for name_of_slot, (slot_shape, dtype_name) in state.items():
         if name_of_slot.isidentifier() and (dtype := dtype_named(dtype_name)):
-            for kind, at_owner in _SLOT_KINDS:
-                slot = MethodSlot(kind, dtype, at_owner)
+            for kind in (kind for kind in SHAPES if kind != "longer"):  # which is one of two others
+                slot = MethodSlot(kind, dtype)
                 if slot.of(shape, fused).shape == slot_shape:
                     slots[name_of_slot] = slot
     return MatrixMethod(name, MUON.update, slots=slots, takes="orthogonal" if averages else "gradient")
-
-
-_SLOT_KINDS = [(kind, True) for kind in SHAPES if kind != "longer"]
-_SLOT_KINDS += [(kind, False) for kind, _ in _SLOT_KINDS if SHAPES[kind].sharded is not None]
-"""Shapes of slots and whether they rest at owners, the likeliest last; "longer" is one of two others."""
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:

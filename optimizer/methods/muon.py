@@ -81,7 +81,7 @@ NORMUON = MatrixMethod(
 # AdaMuon divides every element by the root of its mean square.
 
 SQUARES = "squares"
-"""The slot of the mean squares of orthogonalised matrices; with their owners, as it is as large as the matrix."""
+"""The slot of the mean squares of orthogonalised matrices."""
 
 
 def _adapted(whole: WholeMatrix) -> Tensor:
@@ -96,7 +96,7 @@ def _adapted(whole: WholeMatrix) -> Tensor:
 ADAMUON = MatrixMethod(
     "adamuon",
     _adapted,
-    slots={SQUARES: MethodSlot("[m, n]", at_owner=True)},
+    slots={SQUARES: MethodSlot()},
     options={
         "beta2": Option(options_of.ADAMUON["beta2"], *FRACTION),
         "adjust_lr_fn": Option(options_of.ADAMUON["adjust_lr_fn"]),

@@ -155,37 +155,12 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
     return one_row(shape, fused) if True in are_wide else one_column(shape, fused)
 
 
-def at_owners(shape: Index, fused: Fused, of_matrix: Callable[[int, int], tuple[int, int]]) -> Reduced:
-    """Return a part of the shape ``of_matrix(m, n)`` for each matrix, to rest at its owner: in two dims if a parameter,
-    or an expert of it, is one matrix; otherwise row by row and end to end in one column.
-    """
-    row_dim = fused.row_dim(shape)
-    stack, expert = shape[:row_dim], shape[row_dim:]
-    sides = [of_matrix(*matrix) for matrix in sides_of(expert, fused)]
-    if len(sides) > 1:
-        numels = tuple(rows * columns for rows, columns in sides)
-        return Reduced((*stack, sum(numels), 1), Fused(numels))
-    return Reduced((*stack, *(sides or [(0, 0)])[0]), Fused())
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeKind:
-    """A shape that state can have: ``of_matrix`` for an ``m x n`` matrix, ``sharded`` for all of a parameter if it is
-    sharded as that is; None: it cannot be.
-    """
-
-    of_matrix: Callable[[int, int], tuple[int, int]]
-    sharded: Callable[[Index, Fused], Reduced] | None = None
-
-
-SHAPES: Mapping[str, ShapeKind] = {
-    "[m, n]": ShapeKind(lambda m, n: (m, n), Reduced),
-    "[m, 1]": ShapeKind(lambda m, n: (m, 1), one_column),
-    "[1, n]": ShapeKind(lambda m, n: (1, n), one_row),
-    "[1, 1]": ShapeKind(lambda m, n: (1, 1), one_number),
-    "longer": ShapeKind(lambda m, n: (m, 1) if m >= n else (1, n), one_line),
-    "[m, m]": ShapeKind(lambda m, n: (m, m)),
-    "[n, n]": ShapeKind(lambda m, n: (n, n)),
+SHAPES: Mapping[str, Callable[[Index, Fused], Reduced]] = {
+    "[m, n]": Reduced,
+    "[m, 1]": one_column,
+    "[1, n]": one_row,
+    "[1, 1]": one_number,
+    "longer": one_line,
 }
 """Shapes of the state of a matrix ``[m, n]``; "longer" is a number for each row of tall matrices, each column of wide
 ones."""
@@ -286,16 +261,13 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A parameter: the ``slots`` that travel, the update first; the cost, form and learning-rate factor of an ``m x n``
-    matrix, of which the parameter has ``copies``.  Where state stays at the owners, these are given as global ranks, by
-    matrix, and ``staying`` has the slots and their shapes (`SHAPES`).
+    matrix, of which the parameter has ``copies``.
     """
 
     slots: tuple[Slot, ...]
     cost: Callable[[int, int], int]
     form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=gram_is_cheaper(m, n))
     scale: Callable[[int, int], float] = lambda m, n: 1.0
-    owners: tuple[int, ...] | None = None
-    staying: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

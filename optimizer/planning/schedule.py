@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from ...algebra.layout import TensorLayout
 from ...algebra.overlap import IntArray
 from ...algebra.plan import NO_COPIES, Copies
 from ..newton_schulz.products import Form
-from .matrices import SHAPES, Slot, Spec, Unit
+from .matrices import Slot, Spec, Unit
 from .residence import OwnedMatrices, RankCopies, matrix_parts, rank_copies, residence
 
 Ranks = tuple[int, ...]
@@ -109,7 +109,7 @@ class Schedule:
 @dataclass(frozen=True, slots=True)
 class Work:
     """One matrix to give away: ``cost`` in any unit, the same for all; ``holders`` are positions, ascending, of the
-    ranks that hold so many ``elements`` of it; ``owner`` is the position of the rank that has it already.
+    ranks that hold so many ``elements`` of it.
     """
 
     cost: int
@@ -117,7 +117,6 @@ class Work:
     shape: tuple[int, int]
     holders: IntArray
     elements: IntArray
-    owner: int | None = None
 
 
 @contextmanager
@@ -165,14 +164,6 @@ def make_schedule(
     counts = list(map(len, kinds))
     by_stage = _stages(specs, counts, np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
     return Schedule(ranks, tuple(units), tuple(by_stage), _digest(specs, ranks, units))
-
-
-def choose_owners(specs: Sequence[Spec], ranks: Ranks) -> list[tuple[int, ...]]:
-    """Return the owners, as global ranks, of each parameter's matrices, as `make_schedule` chooses them."""
-    kinds = _matrices(specs, ranks)
-    positions = assign_owners([work for work, _ in chain.from_iterable(kinds)], ranks)
-    owners = map(ranks.__getitem__, positions)
-    return [tuple(islice(owners, len(kind))) for kind in kinds]
 
 
 def _stages(
@@ -273,8 +264,7 @@ def assign_owners(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> 
     makespan, ``max(sum / ranks, largest)``; after that, to the least loaded rank of all.  Among equally loaded ranks
     comes the one that holds the most of it, then one that has matrices of its shape, then one on the node (``node``
     consecutive ranks) of its first holder, then the first.  No rank receives more elements than the mean and one
-    largest matrix: the one that has received the least is always below the mean.  Matrices that have an owner keep it,
-    which may be more, and count as its load.
+    largest matrix: the one that has received the least is always below the mean.
     """
     if not work:
         return []
@@ -283,17 +273,12 @@ def assign_owners(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> 
     max_received = -(-sum(sizes) // len(ranks)) + max(sizes)
     loads = _Loads(max_received, np.asarray(ranks, np.int64) // node)
 
-    # Matrices that have an owner count before any other is given away.  The rest are sorted, the costliest first;
-    # equal ones stand in one queue.
+    # Matrices are sorted, the costliest first; equal ones stand in one queue.
     owners = [0] * len(work)
     kinds: dict[Hashable, int] = {}
     kind_by_id: dict[int, int] = {}  # layers that repeat give the same object again
     queues: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, matrix in enumerate(work):
-        if matrix.owner is not None:
-            loads.add(matrix.owner, matrix, int(matrix.elements[matrix.holders == matrix.owner].sum()))
-            owners[index] = matrix.owner
-            continue
         kind = kind_by_id.get(id(matrix))
         if kind is None:
             # Work that differs in its cost at most; `residence` caches the arrays.
@@ -423,9 +408,6 @@ def state_bytes(specs: Sequence[Spec]) -> int:
         update, *other_slots = spec.slots
         num_bytes = 4 * update.layout.total_numel
         num_bytes += sum(slot.returns * slot.sent_dtype.itemsize * slot.layout.total_numel for slot in other_slots)
-        for _, kind in spec.staying:
-            sides = (SHAPES[kind].of_matrix(*matrix) for matrix in update.sides)
-            num_bytes += 4 * sum(map(math.prod, sides))
         bytes_of_spec[id(spec)] = num_bytes
     return sum(bytes_of_spec[id(spec)] for spec in specs)
 
@@ -443,10 +425,9 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form
         copies = Counter(update.sides)
         forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
         homes = residence(update.layout, update.fused, ranks)
-        owners = [None] * len(homes) if spec.owners is None else list(map(ranks.index, spec.owners))
         matrices[id(spec)] = []
-        for shape, home, owner in zip(update.sides, homes, owners, strict=True):
-            work = Work(spec.cost(*shape), math.prod(shape), shape, *home, owner)
+        for shape, home in zip(update.sides, homes, strict=True):
+            work = Work(spec.cost(*shape), math.prod(shape), shape, *home)
             matrices[id(spec)].append((work, forms[shape]))
     return [matrices[id(spec)] for spec in specs]
 

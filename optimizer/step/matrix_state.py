@@ -1,11 +1,9 @@
-"""Hands an owner what it needs besides the matrix: state that travels there and back, state that stays, the weight."""
+"""Hands an owner what it needs besides the matrix: state, which travels there and back, and the weight."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from ...algebra.plan import Copies
 from ..ground.tensors import aligned_stack, spacing, stack_boxes, stack_memory
-from ..planning.matrices import SHAPES, WEIGHT, Spec
+from ..planning.matrices import WEIGHT, Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, equal_boxes, view_pairs
 from .elementwise import LocalTensors
@@ -33,31 +31,20 @@ class StackedSlot:
     dtype: torch.dtype
     shape: tuple[int, int, int]
     local: Sequence[EqualBoxes]
-    receives: Sequence[tuple[View, View]] = ()
-    sends: Sequence[tuple[View, View]] = ()
-    returns: bool = True
+    receives: Sequence[tuple[View, View]]
+    sends: Sequence[tuple[View, View]]
+    returns: bool
 
 
 class MatrixState:
-    """The tensors of whole matrices besides the update, by slot; the weight is under `WEIGHT`.
+    """The tensors that travel with the update of whole matrices, by slot; the weight is under `WEIGHT`."""
 
-    What travels goes with the update.  What stays lies in the owner's local tensor, matrix after matrix.
-    """
-
-    def __init__(self, schedule: Schedule, specs: Sequence[Spec], rank: int, device: torch.device) -> None:
+    def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
         self._units, self._specs, self._device = schedule.units, specs, device
         self._params = np.array([unit.param for unit in schedule.units], np.int64)
         # Slot 0 is the update, which a backend of the element-wise parts copies.
         numbers = range(1, max((len(spec.slots) for spec in specs), default=0))
         self._copies = {number: SlotCopies(schedule, number) for number in numbers}
-        # State that stays: where each unit's begins in the local tensor of its parameter.
-        self._offsets: dict[tuple[int, str], int] = {}
-        lengths: defaultdict[tuple[int, str], int] = defaultdict(int)
-        for number, unit in enumerate(schedule.units):
-            for slot, shape in specs[unit.param].staying if unit.owner == rank else ():
-                rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
-                self._offsets[number, slot] = lengths[unit.param, slot]
-                lengths[unit.param, slot] += rows * columns
         self._blocks: dict[Hashable, list[EqualBoxes]] = {}
         self._stacked_slots: dict[tuple[int, ...], list[StackedSlot]] = {}
 
@@ -73,8 +60,7 @@ class MatrixState:
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
         if units not in self._stacked_slots:
-            slots = chain(self._travelling_slots(local, stage, units), self._staying_slots(local, units))
-            self._stacked_slots[units] = list(slots)
+            self._stacked_slots[units] = list(self._slots_of(local, stage, units))
         state = {}
         for slot in self._stacked_slots[units]:
             state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
@@ -119,7 +105,7 @@ class MatrixState:
             self._blocks[key] = equal_boxes(copies, self._params, local.is_active, kind_of, shape_of)
         return self._blocks[key]
 
-    def _travelling_slots(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
+    def _slots_of(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
         unit = self._units[units[0]]
         for number, slot in enumerate(self._specs[unit.param].slots):
             if number:  # the update comes from the element-wise backend
@@ -136,19 +122,6 @@ class MatrixState:
                     view_pairs(copies.result_sends(stage, sizes), slot.returned_dtype.itemsize),
                     slot.returns,
                 )
-
-    def _staying_slots(self, local: LocalTensors, units: Sequence[int]) -> Iterator[StackedSlot]:
-        unit, count = self._units[units[0]], len(units)
-        for name, shape in self._specs[unit.param].staying:
-            rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
-            dtype = local.slots[name][unit.param].dtype
-            # Each matrix is one dense box, in the local tensor and, with space behind it, in the memory.
-            sizes, strides = np.tile((1, rows, columns), (count, 1)), np.tile((rows * columns, columns, 1), (count, 1))
-            offsets = np.array([self._offsets[number, name] for number in units], np.int64)
-            places = np.arange(count) * (spacing(rows * columns, dtype) * dtype.itemsize)
-            numbers = np.array(units, np.int64)
-            copies = Copies(sizes, numbers, offsets, strides, numbers, places, strides)
-            yield StackedSlot(name, dtype, (count, rows, columns), self._local_blocks(local, name, copies, dtype))
 
     def _local_blocks(self, local: LocalTensors, name: str, copies: Copies, dtype: torch.dtype) -> list[EqualBoxes]:
         tensors = _tensors(local, name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
-from ..planning.schedule import Ranks, Schedule, choose_owners, make_schedule, paused_collector
+from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, CLEARED, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
-from .rank_sets import Member, RankSet, State, group_of, groups_of_mesh
+from .rank_sets import RankSet, State, group_of, groups_of_mesh
 from .step import Step
 
 
@@ -35,7 +35,6 @@ class Planner:
         resting: the layout of a parameter on these ranks.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
         methods: by the names that groups hold.
-        owners: of the matrices of parameters that have state there.
         offload: a key of `STATE_MEMORIES`.
         begun_anew: parameters whose state was cleared since the last step.
     """
@@ -48,7 +47,6 @@ class Planner:
     form: Choice
     scale: Callable[[ParamGroup, int, int], float]
     methods: Methods
-    owners: Mapping[Tensor, tuple[int, ...]]
     offload: str | None
     begun_anew: Collection[Tensor]
 
@@ -71,7 +69,7 @@ class Planner:
 
             # Every rank derives the same schedule, without talking, and its own part of it.
             with paused_collector():
-                specs = self._specs(rank_set, groups, lambda member: self._slots(member, groups, state, ranks))
+                specs = self._specs(rank_set, groups, state, ranks)
                 schedule = make_schedule(specs, ranks, rank, self.stages, memory.turn_bytes)
 
             # The element-wise parts run on kernels where these know all dtypes.
@@ -119,51 +117,33 @@ class Planner:
         facts["the plan"] = schedule.digest.hex()
         return facts
 
-    def owners_of(self, rank_set: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
-        """Return the owners of the matrices of a set of ranks, by parameter; those that are chosen already stay."""
-        ranks = rank_set.ranks or (0,)
-        with paused_collector():
-            specs = self._specs(rank_set, groups, lambda member: (self._update(member, groups, ranks),))
-            return choose_owners(specs, ranks)
-
-    def _specs(
-        self, rank_set: RankSet, groups: Sequence[ParamGroup], slots_of: Callable[[Member], tuple[Slot, ...]]
-    ) -> list[Spec]:
+    def _specs(self, rank_set: RankSet, groups: Sequence[ParamGroup], state: State, ranks: Ranks) -> list[Spec]:
         """Return the parameters as planning sees them; equal ones, such as those of repeated layers, are one object."""
         known_specs: dict[Hashable, Spec] = {}
         specs = []
         for member in rank_set.matrices:
-            slots, owners = slots_of(member), self.owners.get(member.param)
-            key = member.group, member.param.device, slots, owners
+            group = groups[member.group]
+            slots = self._slots(member.param, group, state, ranks)
+            key = member.group, member.param.device, slots
             if key not in known_specs:
-                known_specs[key] = self._spec(member.param.device, groups[member.group], slots, owners)
+                known_specs[key] = self._spec(member.param.device, group, slots)
             specs.append(known_specs[key])
         return specs
 
-    def _update(self, member: Member, groups: Sequence[ParamGroup], ranks: Ranks) -> Slot:
-        group = groups[member.group]
-        precision = self.methods[member.algorithm].precision(group)
-        layout = self.resting(member.param, ranks)
-        return Slot(UPDATE, layout, fused_of(group), precision.sent_dtype, precision.returned_dtype)
-
-    def _slots(self, member: Member, groups: Sequence[ParamGroup], state: State, ranks: Ranks) -> tuple[Slot, ...]:
-        param, group, method = member.param, groups[member.group], self.methods[member.algorithm]
-        # The update comes first; the weight goes with it, and state that no owner keeps.
-        slots = [self._update(member, groups, ranks)]
+    def _slots(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> tuple[Slot, ...]:
+        method, layout, fused = self.methods[group["algorithm"]], self.resting(param, ranks), fused_of(group)
+        precision = method.precision(group)
+        # The update comes first; the weight goes with it, and state.
+        slots = [Slot(UPDATE, layout, fused, precision.sent_dtype, precision.returned_dtype)]
         if method.weight:
-            slots.append(
-                replace(slots[0], name=WEIGHT, sent_dtype=param.dtype, returned_dtype=param.dtype, returns=False)
-            )
+            slots.append(Slot(WEIGHT, layout, fused, param.dtype, param.dtype, returns=False))
         for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
-            if not slot.at_owner:
-                tensor = state[param][name]
-                layout = slots[0].layout if slot.shape == "[m, n]" else layout_of(tensor, ranks)
-                slots.append(Slot(name, layout, reduced.fused, tensor.dtype, tensor.dtype))
+            tensor = state[param][name]
+            slot_layout = layout if slot.shape == "[m, n]" else layout_of(tensor, ranks)
+            slots.append(Slot(name, slot_layout, reduced.fused, tensor.dtype, tensor.dtype))
         return tuple(slots)
 
-    def _spec(
-        self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...], owners: tuple[int, ...] | None
-    ) -> Spec:
+    def _spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
         method = self.methods[group["algorithm"]]
         steps, gram = (group["ns_steps"], group["gram"]) if method.orthogonalizes else (1, None)
         compute = method.precision(group).compute
@@ -180,8 +160,6 @@ class Planner:
             cost,
             lambda m, n, copies: self.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
-            owners,
-            tuple((name, slot.shape) for name, slot in method.slots_of(group).items() if slot.at_owner),
         )
 
 

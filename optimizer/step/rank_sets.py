@@ -54,8 +54,7 @@ def refuse_ended_groups(*groups: dist.ProcessGroup | None) -> None:
         raise RuntimeError(
             f"the process group by which this optimizer shares its steps {reason}. Build an optimizer anew: of plain "
             "tensors (DDP) with replicas= the new group, and new.load_state_dict(old.state_dict()), as every rank has "
-            "all state, unless a method keeps some at owners; then, and of sharded parameters on a new mesh, from a "
-            "checkpoint (muonckpt.load)"
+            "all state; of sharded parameters on a new mesh, from a checkpoint (muonckpt.load)"
         )
 
 

@@ -190,7 +190,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self._notes = Notes(self.group, self.device) if self.group is not None else None
-        self._state = MatrixState(self.schedule, self.specs, self.rank, self.device)
+        self._state = MatrixState(self.schedule, self.specs, self.device)
         self._params_of_stages = self.schedule.params()
         self._state_kinds: list[tuple[Hashable, ...]] = []
         for param, spec in zip(self.params, self.specs, strict=True):

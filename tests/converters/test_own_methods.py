@@ -15,7 +15,7 @@ from muonckpt.optimizer import MatrixMethod, MethodSlot, Muon, Option, WholeMatr
 
 
 def added_up(whole: WholeMatrix) -> torch.Tensor:
-    whole.state["left"].add_(whole.matrix @ whole.matrix.T)
+    whole.state["squares"].add_(whole.matrix.square())
     whole.state["rows"].add_(1)
     return whole.matrix
 
@@ -23,7 +23,7 @@ def added_up(whole: WholeMatrix) -> torch.Tensor:
 MINE = MatrixMethod(
     "mine",
     added_up,
-    slots={"left": MethodSlot("[m, m]", at_owner=True), "rows": MethodSlot("[m, 1]")},
+    slots={"squares": MethodSlot(), "rows": MethodSlot("[m, 1]")},
     options={"width": Option(3)},
     takes="gradient",
 )
@@ -47,29 +47,29 @@ def test_inspect_names_the_method_and_its_slots_and_stats_measures_them(run):
     inspection = muonckpt.inspect(run[0])
     assert {"method": "mine", "parameters": 2, "matrices": 2} in [dict(row) for row in inspection.optimizer]
     assert not inspection.symptoms
-    assert {"left", "rows"} <= {row["slot"] for row in inspection.slots}
+    assert {"squares", "rows"} <= {row["slot"] for row in inspection.slots}
     measured = {tensor.key for tensor in muonckpt.stats(run[0]).tensors}
-    assert {f"optimizer.state.{name}.weight.left" for name in ("up", "down")} <= measured
+    assert {f"optimizer.state.{name}.weight.squares" for name in ("up", "down")} <= measured
 
 
 @pytest.mark.parametrize("algorithm", ["muon", MINE], ids=["as stored", "given"])
 def test_plan_knows_its_state_from_the_checkpoint(run, algorithm):
-    """Gradients and rows of four bytes travel to owners and back, where the 25 + 9 numbers of the squares rest."""
+    """Gradients, squares and rows of four bytes travel to owners and back."""
     [alone, shared] = muonckpt.forecast([{"dp": 1}, {"dp": 2}], checkpoint=run[0], algorithm=algorithm).topologies
     assert alone.matrices == 2 and not alone.padding
     assert alone.checkpoint["bytes"] == shared.checkpoint["bytes"] == muonckpt.inspect(run[0]).bytes
     biases = 8 * 4 * 2 + 4 + 4
-    assert alone.memory["state"] == 4 * (25 + 9 + 5 + 3) + biases
+    assert alone.memory["state"] == 4 * (15 + 15 + 5 + 3) + biases
     notes = 2 * 2 * 16
-    # Two or three of five rows of four numbers leave their rank, one or two of three rows of six.
-    sent = {2 * 4 * (up * (3 + 1) + down * (5 + 1)) + notes for up in (2, 3) for down in (1, 2)}
+    # Two or three of five rows of seven numbers leave their rank, one or two of three rows of eleven.
+    sent = {2 * 4 * (up * (3 + 3 + 1) + down * (5 + 5 + 1)) + notes for up in (2, 3) for down in (1, 2)}
     assert shared.sent["mean"] * 2 in sent
 
 
 def test_a_conversion_keeps_it_and_no_other_program_takes_it(run, tmp_path):
     muonckpt.convert(run[0], tmp_path / "again", to_dialect="muonckpt")
     assert not muonckpt.diff(run[0], tmp_path / "again").differs
-    with pytest.raises(SourceError, match="dion has no place for mine with left, rows"):
+    with pytest.raises(SourceError, match="dion has no place for mine with rows, squares"):
         muonckpt.convert(run[0], tmp_path / "other", to_dialect="dion")
 
 
@@ -78,5 +78,5 @@ def test_it_begins_anew_as_zeros(run):
     report = muonckpt.load(state, path, fresh=["up.*"])
     assert report.fresh == ("up.bias", "up.weight")
     slots = state["optimizer"]["state"]
-    assert not slots["up.weight"]["left"].any() and not slots["up.weight"]["rows"].any()
-    assert slots["down.weight"]["left"].any()
+    assert not slots["up.weight"]["squares"].any() and not slots["up.weight"]["rows"].any()
+    assert slots["down.weight"]["squares"].any()

@@ -114,8 +114,8 @@ def test_bytes_are_those_of_all_ranks_wires(placements):
 SHAPES = [(24, 8), (5, 16), (16, 16), (3, 12, 8), (24, 8)]
 
 
-def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int, int]:
-    """Bytes that a rank sends, its matrices' FLOPs, the most bytes of wires, and bytes of state that rest at owners."""
+def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int]:
+    """Bytes that a rank sends, its matrices' FLOPs, and the most bytes of wires."""
     mesh = init_device_mesh("cpu", (world,))
     params = [nn.Parameter(distribute_tensor(torch.ones(s), mesh, [Rows(0)], src_data_rank=None)) for s in SHAPES]
     opt = Muon([{"params": params, "algorithm": algorithm}], stages=2)
@@ -123,31 +123,28 @@ def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int
         param.grad = torch.ones_like(param)
     opt.step()
     [schedule] = opt.schedules.values()
-    owned = [slot for slot, kept in MATRICES[algorithm].slots_of(opt.param_groups[0]).items() if kept.at_owner]
-    resting = sum(opt.state[param][slot].to_local().nbytes for param in params for slot in owned)
     work = sum(schedule.units[unit].cost for stage in schedule.stages for unit in stage.owned)
-    return leaving_bytes(schedule, rank), work, most_wires(schedule.stages), resting
+    return leaving_bytes(schedule, rank), work, most_wires(schedule.stages)
 
 
-@pytest.mark.parametrize("algorithm", ["normuon", "hyperball", "adamuon", "soap"])
+@pytest.mark.parametrize("algorithm", ["normuon", "hyperball", "adamuon"])
 def test_a_method_costs_what_its_steps_do(algorithm):
-    """State that travels, weights that travel one way, state that rests at owners, gradients in float32."""
+    """State that travels, and weights that travel one way."""
     world, method = 3, MATRICES[algorithm]
     params = [fresh_parameter(f"{n}", s, "float32", matrix=True, method=method) for n, s in enumerate(SHAPES)]
     said = step_plan(
         params, lambda param, shape: mesh_layout(shape, Mesh.of(world), (Shard(0),)), world, MuonOptions(stages=2)
     )
     costs = run(world, cost_of_a_step, algorithm)
-    for rank, (sent, work, _, resting) in enumerate(costs):
+    for rank, (sent, work, _) in enumerate(costs):
         about = int(said.sent[:, :, rank].sum())
         assert about <= sent <= about + 4 * (world - 1) * 2 * (WIRE_ALIGNMENT - 1)
-        assert (said.work[:, rank].sum(), said.resting[rank]) == (work, resting)
-    assert (said.busiest_sent, said.wires) == costs[said.busiest][:3:2]
+        assert said.work[:, rank].sum() == work
+    assert (said.busiest_sent, said.wires) == costs[said.busiest][::2]
 
 
-@pytest.mark.parametrize("options", [{"algorithm": "soap", "period": 3}, {"algorithm": "normuon", "pieces": (8, 8)}])
+@pytest.mark.parametrize("options", [{"algorithm": "adamuon"}, {"algorithm": "normuon", "pieces": (8, 8)}])
 def test_the_groups_of_a_checkpoint_say_what_its_matrices_cost(options, tmp_path):
-    """SOAP's has no momentum at all."""
     model = nn.Linear(12, 16, bias=False)
     opt = Muon([{"params": list(model.parameters()), **options}])
     model.weight.grad = torch.ones(16, 12)
@@ -220,7 +217,7 @@ def test_state_that_rests_in_host_memory_comes_in_more_stages(tmp_path: Path):
 
 def test_exchange_hides_behind_newton_schulz():
     sent = np.array([[[4, 2], [6, 1]], [[8, 0], [2, 2]]])
-    plan = StepPlan(2, sent, sent, np.array([[30, 10], [10, 50]]), np.array([0, 0]), 0, 20, 0)
+    plan = StepPlan(2, sent, sent, np.array([[30, 10], [10, 50]]), 0, 20, 0)
     found = step_seconds(plan, Rates(link=2.0, flops=10.0))
     assert (found["exchange"], found["newton_schulz"]) == (10.0, 8.0)
     assert found["muon"] == 2 + max(3, 4) + max(5, 3) + 1

@@ -22,9 +22,9 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 def whitened(whole: WholeMatrix) -> torch.Tensor:
-    """Products of the matrix with itself and with state at its owner: the bits of both depend on addresses."""
-    whole.state["left"].lerp_(whole.matrix @ whole.matrix.mT, 0.1)
-    return whole.state["left"] @ whole.matrix
+    """Products of the matrix with itself and with state: the bits of both depend on addresses."""
+    whole.state["mean"].lerp_(whole.matrix @ whole.matrix.mT @ whole.matrix, 0.1)
+    return whole.state["mean"] @ whole.matrix.mT @ whole.matrix
 
 
 def by_rows(whole: WholeMatrix) -> torch.Tensor:
@@ -37,15 +37,15 @@ def by_rows(whole: WholeMatrix) -> torch.Tensor:
 def one_by_one(whole: WholeMatrix) -> torch.Tensor:
     """Products of each matrix of a stack and of its state, as the library's own stacked methods make their sums."""
     doubled = whole.matrix.float() * 2
-    whole.state["left"].lerp_(of_each(lambda matrix: matrix @ matrix.T, doubled), 0.1)
-    sizes = of_each(lambda left: (left @ left).norm(), whole.state["left"])
+    whole.state["mean"].lerp_(of_each(lambda matrix: matrix @ matrix.T @ matrix, doubled), 0.1)
+    sizes = of_each(lambda mean: (mean @ mean.T).norm(), whole.state["mean"])
     return of_each(lambda matrix: matrix @ matrix.T @ matrix, doubled) * sizes
 
 
-KEPT = {"left": MethodSlot("[m, m]", at_owner=True)}
+KEPT = {"mean": MethodSlot()}
 FREE = {"adjust_lr_fn": Option("none")}
 METHODS = {
-    "soap": "soap",
+    "adamuon": "adamuon",
     "gradient": MatrixMethod("gradient", whitened, slots=KEPT, options=FREE, takes="gradient"),
     "orthogonal": MatrixMethod("orthogonal", by_rows, slots={"rows": MethodSlot("[m, 1]")}, options=FREE, weight=True),
     "stacked": MatrixMethod("stacked", one_by_one, slots=KEPT, options=FREE, takes="momentum", stacked=True),

@@ -118,7 +118,7 @@ def test_the_scale_is_that_of_the_flattened_matrix_and_not_of_the_last_two_dims(
 METHODS = [
     {},
     {"algorithm": "normuon"},
-    {"algorithm": "soap"},
+    {"algorithm": "adamuon"},
     {"algorithm": "hyperball"},
     {"momentum_dtype": "bfloat16"},
 ]

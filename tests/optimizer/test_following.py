@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
 from muonckpt.optimizer import Muon
 
@@ -224,46 +223,6 @@ def by_columns(net: Net) -> None:
 
 
 WAYS = {"FSDP2": shard, "HSDP": shard_in_two_ways, "columns": by_columns}
-
-
-def owned(net: Net, **options) -> Muon:
-    up, experts, norm = groups(net)
-    soap = {"algorithm": "soap", "period": 2}
-    return Muon([{**up, **soap}, {**experts, **soap}, norm], lr=0.1, **options)
-
-
-def owned_later(rank: int, world: int, steps_before: int) -> list[Tensor]:
-    net = Net()
-    opt = owned(net, replicas=dist.group.WORLD)
-    train(net, opt, range(steps_before))
-    # What accelerate does to move state to its device: copies have no hooks.
-    opt.load_state_dict(tree_map_only(Tensor, Tensor.clone, opt.state_dict()))
-    fully_shard(net)
-    replace(opt, net)
-    train(net, opt, range(steps_before, 4))
-    return [whole(param).detach().clone() for param in net.parameters()]
-
-
-def reshaped(rank: int, world: int, steps_before: int) -> str:
-    net = Net()
-    opt = owned(net, replicas=dist.group.WORLD)
-    train(net, opt, range(steps_before))
-    opt.param_groups[1]["params"] = [nn.Parameter(torch.ones(3, 3, 3))]
-    return raised(opt.state_dict)
-
-
-def test_state_at_owners_is_not_that_of_another_shape():
-    assert run(2, reshaped, 0) == ["no error"] * 2
-    assert all("parameter 'experts' was replaced after" in message for message in run(2, reshaped, 1))
-
-
-@pytest.mark.parametrize("steps_before", [0, 3])
-def test_state_at_owners_stays_there_when_its_parameters_are_sharded(steps_before):
-    net = Net()
-    opt = owned(net)
-    train(net, opt, range(4))
-    for params in run(2, owned_later, steps_before):
-        assert all(map(torch.equal, params, net.parameters()))
 
 
 def sharded_later(rank: int, world: int, way: str, steps_before: int) -> list[Tensor]:

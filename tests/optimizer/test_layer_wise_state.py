@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import muonckpt
 from muonckpt import LayoutError
 from muonckpt.layouts.buffers.records import from_json
+from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import LayerWise, Muon
 
 OWNERS = [
@@ -111,6 +113,29 @@ def saved(rank: int, world: int, path: str, kind: str, dtype: torch.dtype = torc
     model, optimizer = get_state_dict(net, opt)
     provenance = opt.provenance() if isinstance(opt, LayerWise) else {}
     muonckpt.save({"model": model, "optimizer": optimizer}, path, provenance=provenance)
+
+
+def snapshot(rank: int, world: int, folder: str) -> list[str]:
+    """Save a deep copy after the state has changed; then pickle the state, and have torch gather it."""
+    net, opt = built("balanced", world)
+    fill(net, opt)
+    state = get_state_dict(net, opt)[1]
+    muonckpt.save(state, f"{folder}/then")
+    copied = deepcopy(state)
+    for slots in opt.state.values():
+        local_of(slots["momentum_buffer"] if "momentum_buffer" in slots else slots["exp_avg"]).zero_()
+    muonckpt.save(copied, f"{folder}/copied")
+    with pytest.raises(pickle.PicklingError) as refused:
+        torch.save(opt.state_dict(), f"{folder}/{rank}.pt")
+    with pytest.raises(LayoutError, match=r"which torch cannot gather .* save it on all ranks"):
+        get_state_dict(net, opt, options=StateDictOptions(full_state_dict=True))
+    return [str(refused.value)]
+
+
+def test_a_deep_copy_is_what_state_was_and_neither_pickle_nor_torch_can_gather_it(tmp_path):
+    for [refused] in run(2, snapshot, str(tmp_path)):
+        assert "save it on all ranks, by muonckpt.save" in refused
+    assert fingerprints(tmp_path / "then") == fingerprints(tmp_path / "copied")
 
 
 def fingerprints(path: Path) -> dict[str, str]:

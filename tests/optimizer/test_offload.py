@@ -68,7 +68,6 @@ def late(patch: pytest.MonkeyPatch) -> type[LateTransfers]:
 
 
 EXTRA: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((12, 10), {"algorithm": "soap", "period": 2}),
     ((3, 6, 8), {"algorithm": "adamuon"}),
     ((9, 12), {"algorithm": "hyperball"}),
     ((16, 12), {"momentum_dtype": "bfloat16", "rounding_seed": 3}),

@@ -32,8 +32,8 @@ MATRICES = (
     ((7, 3), {"algorithm": "lion"}),
     ((6, 9), {"algorithm": "adamuon"}),
     ((3, 6, 4), {"algorithm": "hyperball", "columns": (1, 3)}),
-    ((5, 4), {"algorithm": "soap", "period": 2}),
-    ((2, 9, 3), {"algorithm": "soap", "pieces": (2, 1), "interleaved": 3, "period": 2}),
+    ((5, 4), {"algorithm": "adamuon"}),
+    ((2, 9, 3), {"algorithm": "adamuon", "pieces": (2, 1), "interleaved": 3}),
 )
 """Shapes, and options of their groups."""
 

@@ -20,7 +20,7 @@ from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
 from ...names.state_forms import STATE_DTYPES, NumberForm, state_form
 from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, FLATTEN, MOMENTUM, MUON as DEFAULTS, STEP
-from ...optimizer.methods.form import MatrixMethod, MethodSlot
+from ...optimizer.methods.form import MatrixMethod
 from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, method_slots
 from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
@@ -66,11 +66,6 @@ class ModelParameter:
     @property
     def fused(self) -> Fused:
         return fused_of(self.options)
-
-    @property
-    def method_slots(self) -> Mapping[str, MethodSlot]:
-        """The slots that its method has for each matrix besides momentum."""
-        return {} if self.method is None else self.method.slots_of(self.options)
 
 
 def complete_options(method: MatrixMethod, options: Mapping[str, Any]) -> dict[str, Any]:

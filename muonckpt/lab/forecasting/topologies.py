@@ -28,7 +28,7 @@ from ...optimizer.ground.host_memory import STATE_MEMORIES, TURNS_AHEAD, StateMe
 from ...optimizer.methods.form import MatrixMethod, dtype_named
 from ...optimizer.methods.matrix import method_slots
 from ...optimizer.newton_schulz.recipe import flops
-from ...optimizer.planning.matrices import SHAPES, UPDATE, WEIGHT, Fused, Slot, Spec
+from ...optimizer.planning.matrices import UPDATE, WEIGHT, Fused, Slot, Spec
 from ...optimizer.planning.residence import first_replica, matrix_parts
 from ...optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
 from ...record.record import StateRecord, no_chunks
@@ -120,7 +120,7 @@ def topology_of(
     traffic = traffic_of(model, target, training)
 
     # Memory is that of the fullest rank; where state rests on the host, some stages' share of it is on the device.
-    ranks = _bytes_on_ranks(model.parameters, layout_of, step.resting)
+    ranks = _bytes_on_ranks(model.parameters, layout_of, target.ranks)
     fullest = int(ranks.total.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
@@ -239,17 +239,14 @@ class _RankBytes:
         return self.weights + self.gradients + self.state
 
 
-def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, resting: Counts) -> _RankBytes:
-    """Add up the bytes of tensors by layouts, and those of state ``resting`` at owners."""
+def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, num_ranks: int) -> _RankBytes:
+    """Add up the bytes of tensors by layouts."""
     # Thousands of parameters have few layouts: each is counted once.
-    num_ranks = len(resting)
     times: Counter[tuple[str, TensorLayout, int]] = Counter()
     for parameter in parameters:
         times["weights", layout_of(parameter, parameter.shape), itemsize(parameter.dtype)] += 1
-        slots_at_owner = {name for name, slot in parameter.method_slots.items() if slot.at_owner}
         for tensor in parameter.state:
-            if tensor.slot not in slots_at_owner:
-                times["state", layout_of(parameter, tensor.shape), itemsize(tensor.dtype)] += 1
+            times["state", layout_of(parameter, tensor.shape), itemsize(tensor.dtype)] += 1
     memory = {"weights": np.zeros(num_ranks), "state": np.zeros(num_ranks)}
     file_bytes = np.zeros(num_ranks)
     for (kind, layout, size), count in times.items():
@@ -261,7 +258,7 @@ def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, 
         np.add.at(file_elements, ranks, numel[box] / replicas[box])
         memory[kind] += elements * size * count
         file_bytes += file_elements * size * count
-    return _RankBytes(memory["weights"], memory["state"] + resting, file_bytes + resting)
+    return _RankBytes(memory["weights"], memory["state"], file_bytes)
 
 
 # A step, from the plan of the optimizer.
@@ -291,7 +288,6 @@ class StepPlan:
         sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back.  They include
             notes, but not the alignment of wires: at most 8 bytes between two ranks and collective.
         work: FLOPs of Newton-Schulz and of methods besides, ``[stages, ranks]``.
-        resting: bytes of state at owners, ``[ranks]``.
         busiest: the rank that sends the most; ``busiest_sent`` are its exact bytes in a step.
         wires: the most bytes of wires that it has in memory at once.
     """
@@ -300,7 +296,6 @@ class StepPlan:
     sent: Counts
     received: Counts
     work: Counts
-    resting: Counts
     busiest: int
     busiest_sent: int
     wires: int
@@ -313,8 +308,6 @@ class StepPlan:
 
 def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks: int, options: MuonOptions) -> StepPlan:
     """Plan a step as the ranks themselves do it.
-
-    Owners of matrices with state are chosen with all others here, where ranks choose them group by group.
 
     Args:
         parameters: the parameters that hold matrices, in forward order.
@@ -331,13 +324,12 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     notes = NOTE * (ranks - 1)
     sent, received = np.full((2, num_stages, 2, ranks), notes, np.int64)
 
-    # The work and state of owners, and the owners of each kind of matrix: parts lie in the same places for all of it.
-    work, resting = np.zeros((num_stages, ranks), np.int64), np.zeros(ranks, np.int64)
+    # The work of owners, and the owners of each kind of matrix: parts lie in the same places for all of it.
+    work = np.zeros((num_stages, ranks), np.int64)
     owners_by_kind: defaultdict[tuple[int, int, int, int, int | None], list[int]] = defaultdict(list)
     for unit in schedule.units:
         spec, owner = specs[unit.param], unit.owner
         work[unit.stage, owner] += unit.cost
-        resting[owner] += _resting_bytes(parameters[unit.param], *unit.rows_columns) if spec.staying else 0
         for slot_index, slot in enumerate(spec.slots):
             matrix = int(matrix_parts(slot.layout, slot.fused).representative[unit.index])
             replica = first_replica(slot.layout, slot.fused, matrix, owner)
@@ -360,7 +352,6 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
         sent,
         received,
         work,
-        resting,
         busiest,
         leaving_bytes(busiest_schedule, busiest),
         most_wires(busiest_schedule.stages),
@@ -375,8 +366,8 @@ def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: 
         assert parameter.method is not None, "it holds matrices"
         layout = layout_of(parameter, parameter.shape)
         group = {**parameter.options, "ns_steps": options.ns_steps, "ns_dtype": options.ns_dtype}
-        method_slots = tuple(parameter.method_slots.items())
-        key = layout, parameter.dtype, parameter.method.name, method_slots, repr(sorted(group.items()))
+        slots = tuple(parameter.method.slots_of(parameter.options).items())
+        key = layout, parameter.dtype, parameter.method.name, slots, repr(sorted(group.items()))
         if key not in spec_by_key:
             spec_by_key[key] = _spec(parameter, parameter.method, layout, layout_of, group)
         specs.append(spec_by_key[key])
@@ -392,26 +383,14 @@ def _spec(
     if method.weight:
         slots.append(Slot(WEIGHT, layout, parameter.fused, weight_dtype, weight_dtype, returns=False))
     for name, (method_slot, reduced) in method_slots(parameter.shape, group, method).items():
-        if not method_slot.at_owner:
-            dtype = method_slot.dtype or weight_dtype
-            slots.append(Slot(name, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
+        dtype = method_slot.dtype or weight_dtype
+        slots.append(Slot(name, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
 
     def cost(rows: int, columns: int) -> int:
         iterations = flops(rows, columns, group["ns_steps"]) if method.orthogonalizes else 0
         return max(1, iterations + round(method.cost(rows, columns, group)))
 
-    staying = tuple((name, slot.shape) for name, slot in parameter.method_slots.items() if slot.at_owner)
-    return Spec(tuple(slots), cost, staying=staying)
-
-
-def _resting_bytes(parameter: ModelParameter, rows: int, columns: int) -> int:
-    """Return the bytes of state that rests at the owner of one of a parameter's matrices."""
-    total = 0
-    for slot in parameter.method_slots.values():
-        if slot.at_owner:
-            numel = math.prod(SHAPES[slot.shape].of_matrix(rows, columns))
-            total += numel * itemsize(slot.dtype_name or parameter.dtype)
-    return total
+    return Spec(tuple(slots), cost)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
