@@ -39,7 +39,7 @@ RULES = {
     "store/verify": "names algebra record programs store/io store/reading store/formats store",
     "checkpoint": "names algebra record ranks programs layouts store/io store/reading store/formats store store/verify",
     "runs": "names record programs store/io store/reading store/verify",
-    "runs/series": "names record programs store/io store/verify checkpoint runs converters/target converters/engine "
+    "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
     "lab": "names",
     "optimizer/ground": "names algebra",
@@ -80,7 +80,7 @@ RULES = {
     "": "names layouts store store/verify checkpoint runs runs/series converters/look lab/forecasting "
     "converters/compare lab/page "
     "lab/conform lab/preflight lab/step_audit converters",
-    "integrations": "names store/io store store/verify checkpoint runs/series optimizer optimizer/__init__",
+    "integrations": "names store/io store/verify checkpoint optimizer optimizer/__init__",
     "__main__": "cli",
 }
 TORCH = (

@@ -93,18 +93,6 @@ def moments_without_their_steps() -> str:
     return called("convert", "stepless", "stepped", "--to", "muonckpt").stderr
 
 
-def a_branch_that_was_left() -> None:
-    first, second = (muonckpt.Series("branches", memory=f"memory{node}") for node in range(2))
-    first.save(5, WEIGHT)
-    first.async_copy(10, WEIGHT).result()
-    second.restore({"w": torch.zeros(8, 4)})
-    second.save(8, WEIGHT)
-    again = muonckpt.Series("branches", memory="memory0")
-    again.restore({"w": torch.zeros(8, 4)})
-    again.async_copy(9, WEIGHT).result()
-    assert muonckpt.Series("branches", memory="memory0").restore({"w": torch.zeros(8, 4)}).step == 9
-
-
 def a_hole() -> None:
     Path("hole").mkdir()
     with Path("hole/.metadata").open("wb") as file:
@@ -185,7 +173,6 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("cut", lambda data: data[:100]))
     yield with_other_metadata
     yield of_another_save
-    yield a_branch_that_was_left
     yield a_hole
     yield another_rate
     yield a_destroyed_group

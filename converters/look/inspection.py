@@ -218,7 +218,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
     dialect: dict[str, Any] = {"name": None, "who": None, "reasons": [program]}
     if not isinstance(program, str):
         dialect = {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
-    provenance = _without(manifest.provenance, {"buffers", "descent"})
+    provenance = _without(manifest.provenance, {"buffers"})
     if run := provenance.get("layer_wise"):
         provenance["layer_wise"] = _without(run, {"buffers", "ranks"})
     # Tensors by role and by slot.

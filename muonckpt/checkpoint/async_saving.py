@@ -17,7 +17,7 @@ from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,6 @@ from .storable import is_writable
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
-
-
-class Joint(Protocol):
-    """One save of all ranks."""
-
-    def run(self, state: Callable[[], LiveState]) -> None:
-        """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
-
-
-Write = Callable[[Mapping[str, Any], dist.ProcessGroup | None, AgreedPlans, SaveProgress], Joint]
-"""A function that makes a save of its provenance, for the process group of a lane, with its plans and progress."""
 
 
 class _SaveFuture(Future[None]):
@@ -168,7 +157,6 @@ class Lane:
         path: str,
         provenance: Mapping[str, Any],
         on_error: OnError,
-        write: Write,
         then: Callable[[], None],
     ) -> AsyncSave:
         """Copy the state, and have the thread write it and do ``then``.  The last save has ended: buffers are free."""
@@ -190,7 +178,7 @@ class Lane:
 
         def work() -> None:
             with self._failing_together(path):
-                write(details, self._group, self._plans, progress).run(copied)
+                JointSave(path, details, self._group, self._plans, progress).run(copied)
             then()
 
         # One thread, so that saves of this lane meet those of other ranks in one order.
@@ -334,27 +322,18 @@ def save_in_thread(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
     # Calls of ranks are compared before any of them waits for the last save.
-    lane = lane_of(process_group, ask)
-    if when_busy == "refuse" and lane.busy():
-        raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {noun} is not")
-    # The last save has to end first: its buffers are used again, and names may depend on its outcome.
-    lane.settle()
-    path, then = begin()
-    return lane.submit(state_dict, path, provenance or {}, on_error, partial(JointSave, path), then)
-
-
-def lane_of(process_group: dist.ProcessGroup | None, ask: Callable[[], None]) -> Lane:
-    """Return the lane of a process group for a new save, after ``ask`` has refused other calls on other ranks.
-
-    Raises:
-        LostRankError: another rank was lost in an earlier save.
-    """
     lane = _lanes.get(process_group or _world())
     if lane is not None and lane.loss is not None:  # the others may not be there to answer
         raise lane.loss
     ask()
     end_in_order(_under_way)
-    return _lane(process_group)
+    lane = _lane(process_group)
+    if when_busy == "refuse" and lane.busy():
+        raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {noun} is not")
+    # The last save has to end first: its buffers are used again, and names may depend on its outcome.
+    lane.settle()
+    path, then = begin()
+    return lane.submit(state_dict, path, provenance or {}, on_error, then)
 
 
 def settle_last(process_group: dist.ProcessGroup | None) -> None:

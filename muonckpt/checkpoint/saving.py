@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,7 +31,6 @@ from ..algebra.fingerprint import box_shares
 from ..names.errors import ArgumentError, DestinationError
 from ..names.version import PROGRAM
 from ..record import json_fields
-from ..record.record import Manifest
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
@@ -45,8 +44,6 @@ from .bits import bits_of, dtype_name, integer_view
 from .live_state import Digests, Item, LiveState, RankState
 from .storable import refuse_unstorable
 from .whole_plan import AlikeItems, RankItems, WholePlan, rank_file, receipt_row
-
-T = TypeVar("T")
 
 _MOST_PLANS = 2
 """Enough for a run that saves two things in turn."""
@@ -162,13 +159,13 @@ class JointSave:
         """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
         try:
             # All ranks agree on who writes what, and where, before any of them writes.
-            live, plan, staged = agreed(self._group, self._plans, state, self._arguments, self._reserve)
+            live, plan, staged = self._agree(state)
             file = staged / rank_file(self._rank)
             # Each rank writes its file; the coordinator publishes only when the receipts of all are there.
             decide_on_first(
                 self._group,
                 DestinationError,
-                lambda: write_share(live, plan.share, file, self._progress),
+                lambda: _write_share(live, plan.share, file, self._progress),
                 lambda receipts: self._publish(plan, staged, receipts),
             )
         except BaseException:
@@ -180,9 +177,48 @@ class JointSave:
             if self._lock_descriptor is not None:
                 os.close(self._lock_descriptor)
 
-    def _arguments(self) -> Mapping[str, object]:
-        self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
-        return {"path": str(self._destination)}
+    def _agree(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
+        """Return what this rank has, the plan for it, kept by all ranks or new, and where they write."""
+        live: LiveState
+
+        def fitting() -> tuple[str, dict[bytes, dict[int, int]]]:
+            nonlocal live
+            live = state()
+            self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
+            refuse_unstorable(live.flat)
+            return str(self._destination), self._plans.fitting(live)
+
+        def choose(ranks: list[tuple[str, dict[bytes, dict[int, int]]]]) -> tuple[bytes, Location] | None:
+            refuse_differing(self._group, "save", [{"path": path} for path, _ in ranks])
+            digests_by_plan = [digests for _, digests in ranks]
+            # A plan serves again only where every rank has kept it, and equal objects are equal still.
+            for name in digests_by_plan[0]:
+                if not all(name in digests for digests in digests_by_plan):
+                    continue
+                if _have_equal_objects([digests[name] for digests in digests_by_plan]):
+                    return name, self._reserve()
+            return None
+
+        # One exchange is enough while the structure stays, as it does from save to save.
+        decision = decide_on_first(self._group, DestinationError, fitting, choose)
+        if decision is not None:
+            return live, self._plans[decision[0]], decision[1]
+        # No plan fits: the coordinator makes one, and each rank gets its share of it alone.
+        joint_plan: WholePlan | None = None
+
+        def deal(ranks: list[tuple[RankState, Digests]]) -> list[tuple[bytes, RankItems, AlikeItems, Location]]:
+            nonlocal joint_plan
+            joint_plan = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
+            name, place = secrets.token_bytes(16), self._reserve()
+            return [(name, *of_rank, place) for of_rank in zip(joint_plan.shares, joint_plan.common_items, strict=True)]
+
+        def describe() -> tuple[RankState, Digests]:
+            return live.described, live.digests
+
+        name, share, common_items, place = scatter_from_first(self._group, DestinationError, describe, deal)
+        plan = AgreedPlan(name, live.described, share, common_items, joint_plan)
+        self._plans.keep(plan)
+        return live, plan, place
 
     def _reserve(self) -> Location:
         try:
@@ -200,85 +236,25 @@ class JointSave:
 
     def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
         # The description comes last, and then the one rename: a reader finds all of it or nothing.
-        native.write_native(described(plan, receipts, self._details), staged)
+        assert plan.joint_plan is not None, "this is the coordinator"
+        provenance = {
+            "program": PROGRAM,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": sys.platform,
+            "world": len(receipts),
+            **self._details,
+        }
+        native.write_native(plan.joint_plan.manifest(receipts, provenance), staged)
         publish.publish(staged, self._destination)
         self._staged = None  # whatever happens now, it is there
 
 
-def agreed(
-    process_group: dist.ProcessGroup | None,
-    plans: AgreedPlans,
-    state: Callable[[], LiveState],
-    arguments: Callable[[], Mapping[str, object]],
-    reserve: Callable[[], T],
-) -> tuple[LiveState, AgreedPlan, T]:
-    """Return what this rank has, the plan for it, kept by all ranks or new, and where the coordinator lets them write.
-
-    Args:
-        arguments: those of this rank that have to be the same on all.
-        reserve: makes the place, on the coordinator.
-    """
-    live: LiveState
-
-    def fitting() -> tuple[Mapping[str, object], dict[bytes, dict[int, int]]]:
-        nonlocal live
-        live = state()
-        checked_arguments = arguments()
-        refuse_unstorable(live.flat)
-        return checked_arguments, plans.fitting(live)
-
-    def choose(ranks: list[tuple[Mapping[str, object], dict[bytes, dict[int, int]]]]) -> tuple[bytes, T] | None:
-        refuse_differing(process_group, "save", [checked_arguments for checked_arguments, _ in ranks])
-        digests_by_plan = [digests for _, digests in ranks]
-        # A plan serves again only where every rank has kept it, and equal objects are equal still.
-        for name in digests_by_plan[0]:
-            if not all(name in digests for digests in digests_by_plan):
-                continue
-            if _agree([digests[name] for digests in digests_by_plan]):
-                return name, reserve()
-        return None
-
-    # One exchange is enough while the structure stays, as it does from save to save.
-    decision = decide_on_first(process_group, DestinationError, fitting, choose)
-    if decision is not None:
-        return live, plans[decision[0]], decision[1]
-    # No plan fits: the coordinator makes one, and each rank gets its share of it alone.
-    joint_plan: WholePlan | None = None
-
-    def deal(ranks: list[tuple[RankState, Digests]]) -> list[tuple[bytes, RankItems, AlikeItems, T]]:
-        nonlocal joint_plan
-        joint_plan = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
-        name, place = secrets.token_bytes(16), reserve()
-        return [(name, *of_rank, place) for of_rank in zip(joint_plan.shares, joint_plan.common_items, strict=True)]
-
-    def describe() -> tuple[RankState, Digests]:
-        return live.described, live.digests
-
-    name, share, common_items, place = scatter_from_first(process_group, DestinationError, describe, deal)
-    plan = AgreedPlan(name, live.described, share, common_items, joint_plan)
-    plans.keep(plan)
-    return live, plan, place
-
-
-def _agree(ranks: Sequence[Mapping[int, int]]) -> bool:
+def _have_equal_objects(ranks: Sequence[Mapping[int, int]]) -> bool:
     """Return whether the ranks that hold the same objects have the same digest of them."""
     digest_of_holders: dict[int, int] = {}
     entries = chain.from_iterable(digests.items() for digests in ranks)
     return all(digest_of_holders.setdefault(holders, digest) == digest for holders, digest in entries)
-
-
-def described(plan: AgreedPlan, receipts: Sequence[bytes], details: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of what ranks have written, on the coordinator; raises as `WholePlan.manifest`."""
-    assert plan.joint_plan is not None, "this is the coordinator"
-    provenance = {
-        "program": PROGRAM,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": sys.platform,
-        "world": len(receipts),
-        **details,
-    }
-    return plan.joint_plan.manifest(receipts, provenance)
 
 
 def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,7 +312,7 @@ def save(
 # --- The file of one rank: stock items end to end, digested in the pass that writes them ------------------------------
 
 
-def write_share(live: LiveState, share: RankItems, file: Location, progress: SaveProgress) -> bytes:
+def _write_share(live: LiveState, share: RankItems, file: Location, progress: SaveProgress) -> bytes:
     """Write a rank's file, digest what it holds as a witness, and return its receipt."""
     stored_numbers, witness_numbers = share
     rows = write_items(live, [live.items[number] for number in stored_numbers], file, progress)

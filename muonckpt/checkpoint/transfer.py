@@ -1,6 +1,6 @@
 """The mover: elements from where ranks have them, in live tensors or in buffers, into live tensors.
 
-`load`, `redistribute` and the recovery from the memory of nodes use it alike.
+`load` and `redistribute` use it alike.
 """
 
 from __future__ import annotations

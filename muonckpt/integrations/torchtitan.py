@@ -25,7 +25,6 @@ from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
-from ..runs.series.series import Series
 
 SAME_UPDATES = ("fused", "foreach", "for-loop")
 """Implementations of torch's optimizers that differ in speed only; Muon chooses its kernels itself."""
@@ -121,16 +120,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         on: Annotated[On, tyro.conf.Suppress] = ()
         """Signals to any rank that make all save at the end of the step under way, as for `Series`."""
 
-        memory: str | None = None
-        """A folder in shared memory to which the state is copied between saves, as for `Series`."""
-
-        memory_interval: int = 1
-        """Steps between copies to memory; one is left out while a save or another is under way."""
-
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
-            if self.memory_interval < 1:
-                raise ValueError(f"memory_interval={self.memory_interval}: expected 1 or more steps")
             if self.async_mode not in ("disabled", "async"):
                 raise ValueError(
                     f"async_mode={self.async_mode!r}: expected 'disabled' or 'async', which copies to pinned memory by "
@@ -143,9 +134,6 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         self._signals = Signals(config.on, None)
         if isinstance(loader := components.get("dataloader"), DataLoader):
             self._signals.spare_workers(loader)
-        self._copies = Series(self.folder, memory=config.memory) if self.enable and config.memory else None
-        self._memory_interval = config.memory_interval
-        self._last_saved = -1
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         """Return whether a save is due, also because a signal has asked for it.  Collective, as `Series.due`."""
@@ -154,19 +142,14 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         return self.enable and not self.load_only and self._signals.due(f"save({curr_step})") is not None
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save if it is due, else copy to memory if that is; return whether it was saved.  Collective.
+        """Save if it is due, and return whether it was.  Collective.
 
         Raises:
             SystemExit: the checkpoint is there, and a signal has asked to stop.
         """
         saved: bool = super().save(curr_step, last_step)
-        if self._copies is not None and not saved and not self.load_only and curr_step % self._memory_interval == 0:
-            self._copies.async_copy(curr_step, self._flattened_model_states_sd())
         if saved:
-            self._last_saved = curr_step
             place = self._create_checkpoint_id(curr_step)
-            if self._copies is not None:
-                self._copies.record_parent(curr_step, place)
             # A program that a signal has asked to stop ends when the checkpoint is there.
             self._signals.ask(place)
             if self._signals.then == "stop" and self.save_future is not None:
@@ -213,41 +196,11 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         logger.info(str(report))
         self.states[MODEL].load_state_dict(state_dict)
 
-    def _load(self, step: int = -1) -> bool:
-        """Load from memory if a copy is as new as the latest checkpoint and no step was asked for, else from disk.
-
-        Raises:
-            MuonckptError: as `muonckpt.load`.
-        """
-        # Whoever asks for a step wants that of the disk.
-        if self._copies is not None and step == -1:
-            states = self._states_to_load(False)
-            everything = not self.exclude_from_loading
-            since = self._find_load_step()
-            restored = self._copies.restore_copy(
-                states,
-                since=since,
-                parent=None if since < 0 else self._create_checkpoint_id(since),
-                allow_extra=not everything,
-                fresh=self._fresh,
-            )
-            if restored is not None:
-                logger.info(str(restored))
-                self.states[MODEL].load_state_dict(states)
-                return True
-        loaded: bool = super()._load(step)
-        if self._copies is not None and loaded and step != -1:
-            self._copies.record_parent(step, self._create_checkpoint_id(step))
-        return loaded
-
     def _close(self) -> None:
         """Wait for a running save, and raise its error; put former signal handlers back."""
         self._signals.close()
         if self.save_future is not None:
             self._wait_for_saving()
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies.close(saved=self._last_saved)
         super()._close()
 
     def _find_load_step(self, folder: str = "") -> int:

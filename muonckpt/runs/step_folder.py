@@ -5,7 +5,6 @@ There is no record besides its files, so any process may look at any time.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,19 +12,14 @@ from ..names.errors import DestinationError, SourceError
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
-from ..store.io.checksums import xxh3_128
 from ..store.io.limits import gc_paused
 from ..store.io.location import Location, Remote, map_each
-from ..store.io.new_file import write_synced
 from ..store.io.publish import CLAIM
-from ..store.io.regular import read_text_file
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
 from ..store.verify.verification import read_verifications
 
 _DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
-
-_IDENTITY = ".muonckpt.run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +46,6 @@ class StepFolder:
 
     def path(self, name: StepName) -> Location:
         return self.place / str(name)
-
-    def identity(self, make: bool) -> str | None:
-        """Return what tells this run from all others: of a random file in the folder, and of where that is.
-
-        So a folder that was copied, or begun anew, is that of another run.
-
-        Args:
-            make: the file, if there is none.  Otherwise that is None.
-
-        Raises:
-            SourceError, OSError: it cannot be read, or made.
-        """
-        file = self.place / _IDENTITY
-        if not file.exists():
-            if not make:
-                return None
-            self.place.mkdir(parents=True, exist_ok=True)
-            write_synced(file, secrets.token_hex(16).encode())
-        return xxh3_128([read_text_file(file), str(self.place.resolve()).encode()])[:16]
 
     def newest(self, damaged: Mapping[StepName, str]) -> Newest:
         """Find the newest checkpoint of which nothing is lost, without reading data.

@@ -44,7 +44,7 @@ def shown(state: dict[str, Any]) -> str:
     return repr({**state, "model": {**state["model"], "w": state["model"]["w"].tolist()}})
 
 
-WAYS = ("save", "async_save", "Series", "async_copy", "redistribute")
+WAYS = ("save", "async_save", "Series", "redistribute")
 
 
 def back(rank: int, world: int, folder: str, way: str) -> str:
@@ -63,12 +63,6 @@ def back(rank: int, world: int, folder: str, way: str) -> str:
             for step in (1, 2):
                 muonckpt.Series(folder).save(step, source)
             muonckpt.Series(folder).restore(target)
-        case "async_copy":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with muonckpt.Series(f"{folder}/run", memory=f"{folder}/memory") as series:
-                    series.async_copy(3, source).result()
-                    series.restore(target)
         case "redistribute":
             muonckpt.redistribute(source, target)
     return "as it was" if shown(target) == shown(source) else shown(target)
@@ -202,16 +196,14 @@ def listed_back(rank: int, world: int, folder: str, way: str) -> str:
     if way == "redistribute":
         muonckpt.redistribute(source, target)
     else:
-        with muonckpt.Series(f"{folder}/run", memory=f"{folder}/memory") as series:
-            (series.save if way == "save" else series.async_copy)(1, source)
-        with muonckpt.Series(f"{folder}/run", memory=f"{folder}/memory") as series:
-            series.restore(target)
-            series.save(2, target)  # what was loaded can be saved
+        series = muonckpt.Series(folder)
+        series.save(1, source)
+        series.restore(target)
+        series.save(2, target)  # what was loaded can be saved
     return "as it was" if repr(target) == repr(source) else repr(target)
 
 
-@pytest.mark.filterwarnings("ignore:.*one node")
-@pytest.mark.parametrize("way", ["save", "async_copy", "redistribute"])
+@pytest.mark.parametrize("way", ["save", "redistribute"])
 def test_values_in_lists_and_under_numbers_come_back(way, tmp_path):
     assert run(2, listed_back, str(tmp_path), way) == ["as it was"] * 2
 

@@ -139,7 +139,7 @@ def whole(kind: str, reverse: bool = False) -> Stage:
     return groups[::-1] if reverse else groups
 
 
-WAYS = ("save", "async_save", "Series", "async_copy", "redistribute")
+WAYS = ("save", "async_save", "Series", "redistribute")
 
 
 def moved(way: str, source: dict[str, Any], target: dict[str, Any], folder: str) -> None:
@@ -153,10 +153,6 @@ def moved(way: str, source: dict[str, Any], target: dict[str, Any], folder: str)
         case "Series":
             muonckpt.Series(f"{folder}/run").save(3, source)
             muonckpt.Series(f"{folder}/run").restore(target)
-        case "async_copy":
-            with muonckpt.Series(f"{folder}/copied", memory=f"{folder}/memory") as series:
-                series.async_copy(3, source).result()
-                series.restore(target)
         case "redistribute":
             muonckpt.redistribute(source, target, attest=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import warnings
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
-from muonckpt.checkpoint.async_saving import wait_for_last
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import Rule
 
@@ -28,7 +26,7 @@ pytest.importorskip("lightning", reason="lightning is not installed (extra 'inte
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from muonckpt.integrations.lightning import CheckpointOnSignal, CopyToMemory
+from muonckpt.integrations.lightning import CheckpointOnSignal
 
 # Lightning's, of runs that go on in another folder.
 pytestmark = pytest.mark.filterwarnings(
@@ -187,54 +185,6 @@ def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninte
     assert {path.name for path in tmp_path.glob("step=*")} == {"step=2.ckpt", "step=3.ckpt"}
     result = run(2, train, kind, str(tmp_path / "on"), str(tmp_path / "step=3.ckpt"))[0]
     assert distance(result, uninterrupted[kind, 2][1]) == 0
-
-
-class Ended(Exception):
-    """Training ends here, as a machine does."""
-
-
-class Ending(Callback):
-    """Ends training behind a step, when its copy is there; knows the step and the state then, or at the start."""
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-
-    def look(self, trainer: Any) -> None:
-        (optimizer,) = trainer.optimizers
-        state = {"model": dict(trainer.model.named_parameters()), "optimizer": optimizer.state_dict()}
-        self.seen = trainer.global_step, muonckpt.fingerprints(state).tensors
-
-    def on_train_start(self, trainer: Any, *_: Any) -> None:
-        self.look(trainer)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        wait_for_last(None)
-        if trainer.global_step == self.last:
-            self.look(trainer)
-            raise Ended
-
-
-def remembered(rank: int, world: int, folder: str, last: int, resume: str | None) -> tuple[int, object]:
-    """The script with copies in memory, ended behind a step; what `Ending` has seen."""
-    with as_launched(rank, world):
-        names = script("lightning.md")
-        made, strategy, ending = names["Trainer"], names["MuonckptStrategy"], Ending(last)
-        series = muonckpt.Series(folder, memory=f"{folder}/node{rank}")
-        names["MuonckptStrategy"] = partial(strategy, memory=series)
-        names["Trainer"] = lambda callbacks, **options: made(callbacks=[*callbacks, CopyToMemory(), ending], **options)
-        with suppress(Ended):
-            names["train"](folder, world, "fsdp2", resume)
-        return ending.seen
-
-
-@pytest.mark.filterwarnings("ignore:.* is newer than all that was saved")
-def test_a_run_goes_on_from_the_memory_of_its_nodes(tmp_path):
-    """The last checkpoint on disk is of step 3, the last copy of step 5; then one rank is left, on one node."""
-    [(step, state), _] = run(2, remembered, str(tmp_path), 5, None)
-    saved = tmp_path / "epoch=0.ckpt"
-    assert step == 5 and [*tmp_path.glob("epoch=*")] == [saved]
-    assert run(1, remembered, str(tmp_path), -1, str(saved)) == [(5, state)]
-    assert [*tmp_path.glob("epoch=1.ckpt")] and not [*tmp_path.glob("node0/*/*")], "the last step was saved"
 
 
 def with_another_rate(rank: int, world: int, kind: str, folder: str, resume: str) -> tuple[list[str], list[float]]:

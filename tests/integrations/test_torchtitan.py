@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from support.workers import run
 from torch import nn
 
 import muonckpt
-from muonckpt.checkpoint.async_saving import wait_for_last
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import NO_HEAD, TORCHTITAN, Rule
 
@@ -318,38 +316,6 @@ def test_a_signal_to_any_rank_is_a_checkpoint(mode, tmp_path):
     places = sorted((tmp_path / "checkpoint").glob("step-*"))
     assert [place.name for place in places] == ["step-2", "step-3", "step-5"]
     assert all(muonckpt.verify(place).verdict == "whole" for place in places)
-
-
-class Ended(Exception):
-    """Training ends here, as a machine does."""
-
-
-def remembered(rank: int, world: int, folder: str, last: int) -> tuple[int, dict[str, Any]]:
-    """The script with copies in memory, ended behind a step; where it began, and whole parameters."""
-    with as_launched(rank, world):
-        trainer = script("torchtitan.md")["Trainer"](folder, memory=f"{folder}/node{rank}")
-        step, begun = trainer.train_step, list[int]()
-
-        def watched() -> None:
-            begun.append(trainer.step - 1)
-            wait_for_last(None)  # or the next copy is left out
-            if trainer.step > last:
-                raise Ended
-            step()
-
-        trainer.train_step = watched
-        with suppress(Ended):
-            trainer.train()
-        return begun[0], {"parameters": {name: whole(one) for name, one in trainer.model.named_parameters()}}
-
-
-def test_a_run_goes_on_from_the_memory_of_its_nodes(uninterrupted, tmp_path):
-    """The last checkpoint on disk is of step 3, the last copy of step 5."""
-    assert {began for began, _ in run(2, remembered, str(tmp_path), 5)} == {0}
-    assert [place.name for place in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]
-    [(began, result), _] = run(2, remembered, str(tmp_path), 6)
-    assert began == 5 and distance(result, uninterrupted["ours", 2][1]) == 0
-    assert not [*tmp_path.glob("node0/*/*")], "the last step was saved"
 
 
 def test_another_asynchronous_mode_is_refused():

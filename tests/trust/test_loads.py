@@ -1,4 +1,4 @@
-"""Reads fail, bytes change and memory ends on one rank of a load; nodes lose copies: nothing wrong is loaded."""
+"""Reads fail, bytes change and memory ends on one rank of a load: nothing wrong is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count as numbers
@@ -163,89 +162,3 @@ def test_whatever_happens_to_one_rank_of_a_load_is_one_error_and_nothing_wrong(t
                 num_errors += errors != {""}
                 row.add(ranks[0][0], faults[0] if faults else f"ranks differ: {errors}" if len(errors) > 1 else None)
     assert row.tried > num_errors > 0.15 * row.tried
-
-
-# --- copies in the memory of nodes ------------------------------------------------------------------------------------
-
-
-def plain_state(step: int) -> dict[str, object]:
-    return {**{name: numbered(shape) * step for name, shape in SHAPES.items()}, "item": [step, "a"]}
-
-
-def copy_job(rank: int, world: int, folder: str) -> None:
-    series = muonckpt.Series(f"{folder}/run", memory=Path(folder) / f"whole/node{rank}")
-    series.save(1, plain_state(1))
-    series.async_copy(2, plain_state(2)).result()
-
-
-def restore_job(rank: int, world: int, folder: str, seeds: list[str]) -> list[tuple[str, str | None]]:
-    """Restore once for each seed, after nodes have lost folders or files; return what was done, and what is wrong."""
-    outcomes = []
-    for seed in seeds:
-        dice, node, done = random.Random(seed), Path(folder) / f"nodes/node{rank}", list[str]()
-        shutil.rmtree(node, ignore_errors=True)
-        shutil.copytree(Path(folder) / f"whole/node{rank}", node)
-        # All ranks draw the harm to all nodes, and each does that to its own.
-        nodes_left = {*range(world)}
-        for victim in range(world):
-            for harm in dice.sample(NODE_HARMS, dice.choice([0, 0, 1, 2])):
-                nodes_left -= {victim} if harm in ("folder", "copy") else set()
-                files = sorted(file for file in (Path(folder) / f"whole/node{victim}").rglob("*") if file.is_file())
-                file, place = dice.choice(files), dice.random()
-                done.append(f"{harm} {file.name} of node {victim}")
-                if victim == rank:
-                    harm_node(node, node / file.relative_to(Path(folder) / f"whole/node{victim}"), harm, place)
-        dist.barrier()
-        template, fault = {name: 0 * value for name, value in plain_state(0).items() if name != "item"}, None
-        template["item"] = [0, ""]
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                restored = muonckpt.Series(f"{folder}/run", memory=node).restore(template)
-        except Exception as raised:
-            fault = f"{type(raised).__name__}: {raised}"
-        else:
-            expected = plain_state(restored.step)
-            if not all(torch.equal(template[name], expected[name]) for name in SHAPES):
-                fault = f"wrong values of step {restored.step}"
-            if template["item"] != expected["item"]:
-                fault = f"wrong item of step {restored.step}"
-            if restored.step == 1 and rank == 0 and nodes_left and not caught:  # else nobody knows of the copy
-                fault = "an older step, and no sentence"
-        dist.barrier()
-        outcomes.append((", ".join(done), fault))
-    return outcomes
-
-
-NODE_HARMS = ("folder", "copy", "missing", "cut", "flipped", "pipe", "link")
-
-
-def harm_node(node: Path, file: Path, harm: str, place: float) -> None:
-    """Do something to a node's folder, to its copy, or to a file of that."""
-    if harm == "folder":
-        shutil.rmtree(node)
-        return
-    if harm == "copy":
-        shutil.rmtree(file.parent, ignore_errors=True)
-    if file.is_symlink() or not file.is_file():
-        return  # something was done to it already
-    raw = bytearray(file.read_bytes())
-    file.unlink()
-    if harm == "pipe":
-        os.mkfifo(file)
-    elif harm == "link":
-        file.symlink_to("/dev/zero")
-    elif harm == "cut":
-        file.write_bytes(raw[: int(place * len(raw))])
-    elif harm == "flipped" and raw:
-        raw[int(place * len(raw))] ^= 8
-        file.write_bytes(raw)
-
-
-def test_whatever_nodes_have_lost_the_newest_whole_state_is_taken_or_an_older_one_with_a_sentence(tmp_path):
-    workers.run(3, copy_job, str(tmp_path))
-    with trials.tally("restores from the memory of nodes") as row:
-        for number in range(count(1, 20)):
-            seeds = [f"{trials.SEED} {number} {each}" for each in range(25)]
-            for ranks in zip(*workers.run(3, restore_job, str(tmp_path), seeds, timeout=200), strict=True):
-                row.add(ranks[0][0], next((fault for _, fault in ranks if fault), None))

@@ -24,16 +24,13 @@ class Restored:
     """The result of `Series.restore`.
 
     Attributes:
-        step, path: those of the checkpoint that was loaded, or of this node's part of a copy in memory; training goes
-            on behind it.
+        step, path: those of the checkpoint that was loaded; training goes on behind it.
         report: what was done with which parameters; ``print`` shows all of this in one line.
-        memory: True if it was a copy in the memory of nodes.
     """
 
     step: int
     path: str
     report: LoadReport
-    memory: bool = False
     _loaded: LoadedState = field(kw_only=True, repr=False, compare=False)
     _folder: Location = field(kw_only=True, repr=False, compare=False)
     _group: dist.ProcessGroup | None = field(kw_only=True, repr=False, compare=False)
@@ -47,8 +44,6 @@ class Restored:
         loaded: tuple[LoadReport, LoadedState],
         folder: Location,
         group: dist.ProcessGroup | None,
-        *,
-        memory: bool = False,
     ) -> Restored:
         """Return a result after recording in the run's folder that the run was resumed, as not checked yet."""
         report, state = loaded
@@ -56,7 +51,7 @@ class Restored:
         if is_coordinator(group):
             with _warning(folder):
                 record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
-        return cls(step, path, report, memory, _loaded=state, _folder=folder, _group=group, _record=record)
+        return cls(step, path, report, _loaded=state, _folder=folder, _group=group, _record=record)
 
     @called_like("proof = restored.check(model, optimizer, scheduler=scheduler)")
     def check(self, model: nn.Module, *optimizers: Optimizer, scheduler: Any | None = None) -> ResumeProof:
@@ -97,8 +92,7 @@ class Restored:
         return proof
 
     def __str__(self) -> str:
-        place = f"memory, {self.path} on each node" if self.memory else self.path
-        return f"step {self.step} restored from {place}: {'; '.join(str(self.report).splitlines())}"
+        return f"step {self.step} restored from {self.path}: {'; '.join(str(self.report).splitlines())}"
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(

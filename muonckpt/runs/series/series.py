@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -21,9 +20,8 @@ from ...checkpoint.all_ranks import (
     refuse_differing,
     refuse_mixed_calls,
 )
-from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, lane_of, save_in_thread, settle_last, wait_for_last
+from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.loading import load_to_prove
-from ...checkpoint.node_copies import CopyOnNodes
 from ...checkpoint.saving import refuse_lone_process, save
 from ...checkpoint.signals import On, Signals, Then
 from ...converters.engine.container import container_of
@@ -48,9 +46,7 @@ from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, location
 from ...store.verify.diagnosis import advice_where_none_is_whole, open
 from ...store.verify.run import StepName
-from ..resumes import resumes_of
 from ..step_folder import Newest, StepFolder
-from .node_memory import Descent, NodeMemory, Saves
 from .restored import Restored
 
 _Answer = TypeVar("_Answer")
@@ -88,8 +84,6 @@ class Series:
         on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
             what follows it: ``{signal.SIGUSR1: "stop"}``.  Handlers are installed at once, and call those before them;
             `close` puts these back.
-        memory: a folder in shared memory, such as ``/dev/shm/me``, for `async_copy`: one on each node, the same for
-            all of its ranks.
 
     Raises:
         ValueError: a number is below 1; or a signal is not known, or this is not the main thread.
@@ -104,7 +98,6 @@ class Series:
         keep_last: int = 3,
         keep_every: int | None = None,
         on: On = (),
-        memory: str | os.PathLike[str] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
@@ -117,34 +110,24 @@ class Series:
         self._damaged: dict[StepName, str] = {}
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._signals = Signals(on, process_group)
-        self._memory = None if memory is None else NodeMemory(Path(memory).absolute(), process_group)
 
     def __enter__(self) -> Series:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._end(kind, max((name.step for name in self._whole), default=-1))
-
-    def _end(self, kind: type[BaseException] | None, saved: int) -> None:
-        # Former handlers come back, and the last save ends.
-        self._signals.close()
         if kind is None:
-            settle_last(self._group)
+            self.close()
         else:  # the other ranks may be elsewhere, so nothing is asked of them
+            self._signals.close()
             wait_for_last(self._group)
-        # Copies are for the run that starts again after an error.
-        if self._memory is not None and (kind is None or issubclass(kind, SystemExit)):
-            self._memory.end(saved)
 
-    def close(self, *, saved: int = -1) -> None:
-        """Wait for the last `async_save`, raise or warn of its error, and put former signal handlers back.
+    def close(self) -> None:
+        """Put former signal handlers back, wait for the last `async_save`, and raise or warn of its error.
 
         Collective, as the end of ``with Series(...) as series:`` is, which on an error only waits.
-
-        Args:
-            saved: the newest step that a trainer has saved by itself: copies in memory up to it are removed as well.
         """
-        self._end(None, max((name.step for name in self._whole), default=saved))
+        self._signals.close()
+        settle_last(self._group)
 
     def due(self, step: int) -> Then | None:
         """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
@@ -195,7 +178,7 @@ class Series:
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
-        details = {**(provenance or {}), "step": step, **self._descent_of(name)}
+        details = {**(provenance or {}), "step": step}
         save(state_dict, saved.path, provenance=details, process_group=self._group)
         # Only now is there a newer whole checkpoint, so that older ones may go, and the program end.
         self._clean_up(name, also)
@@ -227,7 +210,6 @@ class Series:
 
         def begin() -> tuple[str, Callable[[], None]]:
             name = self._new_name(step, replace, also)
-            details.update(self._descent_of(name))
             return self._saved(name).path, lambda: self._clean_up(name, also)
 
         details = {**(provenance or {}), "step": step}
@@ -238,55 +220,6 @@ class Series:
             saving.result()
         self._signals.met(saving.path)
         return saving
-
-    def async_copy(
-        self,
-        step: int,
-        state_dict: Mapping[str, Any],
-        *,
-        provenance: Mapping[str, Any] | None = None,
-        on_error: OnError = "raise",
-    ) -> AsyncSave | None:
-        """Copy the state to the memory of two nodes while training goes on, for `restore` after ranks or a node end.
-
-        The call copies tensors as that of `async_save` does, in the same buffers, and the same thread writes.  Each
-        rank's part is kept in its node's ``memory``, and sent once to the next node's.  The copy before is removed when
-        this one is whole on all nodes.
-
-        Args:
-            step, provenance: as for `save`.
-            state_dict, on_error: as for `muonckpt.async_save`.
-
-        Returns:
-            The copy; None if a rank is still saving or copying, so that nothing was copied.
-
-        Raises:
-            ArgumentError: the series has no ``memory``, or arguments differ between ranks.
-            DestinationError: a node's folder cannot be made; or as in `async_save`.
-            LostRankError: as in `muonckpt.async_save`.
-        """
-        lane = lane_of(self._group, partial(refuse_mixed_calls, self._group, "Series.async_copy"))
-
-        def arguments() -> Mapping[str, object]:
-            if self._memory is None:
-                raise ArgumentError("this series has no memory to copy to. Write Series(folder, memory='/dev/shm/me')")
-            _check_step(step)
-            return {"step": step}
-
-        def name_copy() -> tuple[str, StepName]:
-            run = self._answer_question(lambda: self._folder.identity(make=True), DestinationError)
-            assert run is not None, "it was made"
-            return run, NodeMemory.new_name(step)
-
-        # All ranks copy under one name, in the folder of this run.
-        run, name = self._decide("async_copy", DestinationError, arguments, name_copy)
-        assert self._memory is not None, "it was checked"
-        # A copy that would make training wait is left out.
-        if lane.busy():
-            return None
-        # An error of the last save or copy that nobody was told of is raised before the next one begins.
-        lane.settle()
-        return self._memory.copy(lane, run, name, state_dict, {**(provenance or {}), "step": step}, on_error)
 
     def export(
         self,
@@ -338,15 +271,10 @@ class Series:
         _export_model(self._folder.path(name), place, self._group, shard_size)
         return str(place)
 
-    def _descent_of(self, name: StepName) -> Mapping[str, Any]:
-        return {} if self._memory is None else self._memory.descent_of_save(name.step)
-
     def _clean_up(self, name: StepName, also: str | None) -> None:
         """Remove what need not be kept, now that a checkpoint was published, and export it if that was asked for."""
         self._whole.add(name)
         self._damaged.pop(name, None)
-        if self._memory is not None:
-            self._memory.note_published(name.step)
         if is_coordinator(self._group):
             self._try_removal(f"what {self._folder.place} need not keep", lambda: self._prune(name))
         if also is not None:
@@ -380,8 +308,6 @@ class Series:
     ) -> Restored | None:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
-        A copy in memory that descends from the newest checkpoint is preferred; it is always attested.
-
         Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
         that fails as well, do not train on the state dict.  A checkpoint that does not fit, or cannot be reached for
         now, is an error and no reason to take an older one.
@@ -403,19 +329,10 @@ class Series:
         refuse_lone_process(str(self._folder.place))
         patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
         refuse_mixed_calls(self._group, "Series.restore")
-        copies = self._copies()
         while True:
             # The newest checkpoint, and all that are newer and not whole.
             newest = self._newest()
-            # A copy in memory that descends from it comes first.
-            saves = self._saves(newest)
-            restored = self._from_memory(copies, saves, saves.fault, state_dict, extra, patterns)
-            if restored is not None:
-                later = {name: fault for name, fault in newest.faults.items() if name.step >= restored.step}
-                self._warn_of(Newest(None, later), f"restoring {restored.path} instead")
-                return restored
             if newest.name is None:
-                self._begin_line(saves)
                 self._refuse_empty(newest.faults, required)
                 return None
             saved = self._saved(newest.name)
@@ -432,9 +349,7 @@ class Series:
                 # Damage that only reading shows: the one before is next.
                 self._damaged[newest.name] = error.fault
             else:
-                restored = Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
-                self._begin_line(saves, saves.descent, restored)
-                return restored
+                return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
 
     def _refuse_empty(self, faults: Mapping[StepName, str], required: bool) -> None:
         """Raise unless a run may begin: no checkpoint was found damaged, none is required, and the folder is a run's.
@@ -457,87 +372,6 @@ class Series:
                 f"expected the folder of a run, found a checkpoint: {place}. Write "
                 f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
             )
-
-    def restore_copy(
-        self,
-        state_dict: dict[str, Any],
-        *,
-        since: int,
-        parent: str | os.PathLike[str] | None = None,
-        allow_extra: bool | Iterable[str] = False,
-        fresh: Iterable[str] = (),
-    ) -> Restored | None:
-        """Load the newest copy in memory, for a trainer that saves checkpoints of its own; see `restore`.
-
-        Args:
-            state_dict, allow_extra, fresh: as for `restore`.
-            since: the step of the newest of those, -1 if there is none: an older copy is not taken.  The first rank's
-                counts.
-            parent: the path of that checkpoint, which the trainer loads if this returns None.  A copy that does not
-                descend from it is not taken: a trainer that gives it calls `record_parent` after its saves.
-
-        Returns:
-            What was loaded; None if there is no such copy that is whole.
-
-        Raises:
-            SourceError, LayoutError, ArgumentError, LostRankError: as in `restore`.
-        """
-        patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
-        refuse_mixed_calls(self._group, "Series.restore_copy")
-        place = None if parent is None else location(parent, SourceError)
-        saves = self._ask_first(lambda: Saves.of_trainer(since, place))
-        fault = saves.age_fault if saves.descent is None else saves.fault
-        restored = self._from_memory(self._copies(), saves, fault, state_dict, extra, patterns)
-        if restored is None:
-            self._begin_line(saves, saves.descent)
-        return restored
-
-    def record_parent(self, step: int, path: str | os.PathLike[str]) -> None:
-        """Record a checkpoint that a trainer has saved or loaded by itself: copies from now on descend from it.
-
-        Not collective, and reads nothing: the next `async_copy` looks whether the checkpoint is there.
-        """
-        if self._memory is not None:
-            self._memory.record_parent(step, location(path, SourceError).absolute())
-
-    def _copies(self) -> list[CopyOnNodes]:
-        if self._memory is None:
-            return []
-        try:
-            run = self._ask_first(lambda: self._folder.identity(make=False))
-        except SourceError as error:
-            warn_on_rank(f"copies in memory are not taken: {error}", RuntimeWarning)
-            return []
-        return self._memory.find(run)
-
-    def _saves(self, newest: Newest) -> Saves:
-        return Saves() if self._memory is None else self._ask_first(lambda: Saves.of_folder(self._folder, newest))
-
-    def _from_memory(
-        self,
-        copies: list[CopyOnNodes],
-        saves: Saves,
-        fault: Callable[[CopyOnNodes], str | None],
-        state_dict: dict[str, Any],
-        extra: bool | Iterable[str],
-        fresh: Iterable[str],
-    ) -> Restored | None:
-        """Load the first of these copies that has no fault and is whole."""
-        if self._memory is None:
-            return None
-        copy_load = self._memory.load(copies, fault, state_dict, extra, fresh)
-        if copy_load is None:
-            return None
-        copy, loaded = copy_load
-        restored = Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
-        self._begin_line(saves, Descent.parsed(copy.provenance), restored)
-        return restored
-
-    def _begin_line(self, saves: Saves, origin: Descent | None = None, restored: Restored | None = None) -> None:
-        if self._memory is not None:
-            resumes = resumes_of(self._folder.place)[0] if is_coordinator(self._group) else []
-            last = max((resume.attempt for resume in resumes), default=0)
-            self._memory.begin_line(origin, saves.damaged, 2 * last + (restored is None))
 
     def _newest(self) -> Newest:
         return self._ask_first(lambda: self._folder.newest(self._damaged))
