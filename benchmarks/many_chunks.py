@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--commands", default="inspect,verify,reshard,convert,merge,diff,report")
     settings = parser.parse_args()
     print(describe())
-    base, _ = min(measured("rules", "--layouts") for _ in range(3))
+    base, _ = min(measured("convert", "--list-rules") for _ in range(3))
     print(f"\na command that reads nothing: {base:.3f} s of CPU\n")
     print("| tensors x ranks | chunks | command | CPU s | µs a chunk | peak MiB |")
     print("|---|---|---|---|---|---|")

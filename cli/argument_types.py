@@ -40,15 +40,12 @@ class RulesType(click.ParamType):  # type: ignore[type-arg]
 
     name = "table"
 
-    def __init__(self, files: bool) -> None:
-        self.files = files
-
     def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from ..converters.translate.names import READY_MADE  # not needed to parse
 
         tables = [*READY_MADE, *map("inverse:{}".format, READY_MADE)]
         matches = [CompletionItem(table) for table in tables if table.startswith(incomplete)]
-        return matches or [CompletionItem(incomplete, type="file")] * self.files
+        return matches or [CompletionItem(incomplete, type="file")]
 
 
 CHECKPOINT = CheckpointType()

@@ -51,7 +51,6 @@ COMMANDS = {
     "convert": "Rewrite a checkpoint in another format, or for another program.",
     "merge": "Average checkpoints: uniformly, by weights, or as a moving average.",
     "salvage": "Write a whole checkpoint out of a damaged one, and list what was not its own.",
-    "rules": "Print the ready-made tables of names and structure; list programs and layouts.",
 }
 """The commands, each with a line for `--help`, which imports none of them."""
 

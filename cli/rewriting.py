@@ -21,6 +21,7 @@ from ..converters.report import Report
 from ..converters.rewrite import convert, reshard
 from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
+from ..converters.translate.names import READY_MADE, load_rules
 from ..names.errors import TargetError
 from ..names.vocabulary import Convention
 from ..names.wording import counted, listed, size
@@ -93,6 +94,19 @@ def decorated_by(*options: Callable[[Function], Function]) -> Callable[[Function
     return decorate
 
 
+def _list_rules(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        tables = [(name, len(rules := load_rules(name).rules), str(rules[0])) for name in READY_MADE]
+        print_table(("table", "rules", "the first"), tables)
+        context.exit()
+
+
+def _show_rules(context: click.Context, _: click.Parameter, table: str | None) -> None:
+    if table is not None:
+        click.echo(load_rules(table).to_toml(), nl=False)
+        context.exit()
+
+
 _rare = partial(click.option, cls=RareOption)
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 _CONVENTIONS = WordType([convention.value for convention in Convention])
@@ -105,7 +119,7 @@ _LAYOUT_OPTIONS = (
         type=WordType(list(LAYOUTS)),
         default=ROWS,
         metavar="LAYOUT",
-        help="What each rank holds; `muonckpt rules --layouts`.",
+        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
     ),
 )
 _OPTIONS = {
@@ -115,7 +129,7 @@ _OPTIONS = {
         "format",
         type=FormatType(FORMATS),
         metavar="FORMAT",
-        help="Format to write; `muonckpt rules --formats`.",
+        help="Format to write.",
     ),
     "to": click.option(
         "--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Program to write for."
@@ -141,10 +155,27 @@ _OPTIONS = {
     ),
     "rules": click.option(
         "--rules",
-        type=RulesType(files=True),
+        type=RulesType(),
         multiple=True,
         metavar="TABLE",
         help="Table of renames and splits; repeatable.",
+    ),
+    "list_rules": click.option(
+        "--list-rules",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_list_rules,
+        help="List the ready-made tables, and exit.",
+    ),
+    "show_rules": click.option(
+        "--show-rules",
+        type=RulesType(),
+        is_eager=True,
+        expose_value=False,
+        callback=_show_rules,
+        metavar="TABLE",
+        help="Print a table as TOML, to edit, and exit.",
     ),
     "select": click.option(
         "--select", type=KEY, multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
@@ -223,7 +254,7 @@ def convert_command(source: Location, **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
 
     safetensors and zarr hold whole tensors; the other formats are written for one rank.  For more ranks and other
-    layouts use `reshard`, which takes the same options.  `muonckpt rules` lists programs and tables.
+    layouts use `reshard`, which takes the same options.
 
     \b
     muonckpt convert dion-run/step-1000 ours --to muonckpt

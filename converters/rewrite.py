@@ -56,7 +56,7 @@ def reshard(
         shard: which axes cut which dims of the tensors whose key matches a shell pattern, in the order of cutting:
             ``{"*experts*": [("ep", 0), ("dp", 1)], "*norm*": []}``.  The first matching pattern counts.  Tensors that
             match none are cut by rows over all axes; in the layouts other than rows all ranks share their buffer.
-        layout: what each rank holds, one of :data:`.topology.LAYOUTS` (`muonckpt rules --layouts`).
+        layout: what each rank holds, one of :data:`.topology.LAYOUTS`.
         format: the format to write, one of :data:`.formats.FORMATS`.  None means the one that ``to_dialect`` needs, or
             the source's if that is flat buffers or torch_dist, or else dcp.
         shard_size: the most bytes of tensors in a file of safetensors or zarr.

@@ -12,7 +12,7 @@ from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, TensorLayout
 from ...layouts.buffers.buffer_layout import BufferLayout, bucket_shards, end_to_end
 from ...layouts.buffers.parameters import GroupSizes, Parameter, split
-from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest
+from ...layouts.buffers.placements import PlacementRequest, place_parameters
 from ...layouts.buffers.records import GroupBuffer, recorded_buffers, run_buffers
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...names.vocabulary import ELEMENTWISE
@@ -23,7 +23,7 @@ from .topology import FLAT, AxisCut, Target, TargetLayouts
 def place_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
     """Return the buffers of a model's parameters in one of `LAYOUTS` that has any."""
     if layout != FLAT:
-        return PLACEMENTS[layout].place(model)
+        return place_parameters(layout, model)
     buffers, ranks = [], model.sizes.dense
     for parameters in split(model.parameters):  # by dtype
         ranges, buckets = end_to_end([parameters], divisor=ranks)

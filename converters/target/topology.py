@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...algebra.box import row_major
@@ -33,14 +32,8 @@ ROWS = "rows"
 FLAT = "flat"
 """The layout in flat buffers that are cut into equal parts, even inside a row."""
 
-LAYOUTS: Mapping[str, str] = MappingProxyType(
-    {
-        ROWS: "cut by `shard=`, else by rows over all ranks",
-        FLAT: "tensors end to end, cut evenly anywhere",
-        **{name: placement.description for name, placement in PLACEMENTS.items()},
-    }
-)
-"""All layouts by name, with a line for help texts; all but the first are in flat buffers."""
+LAYOUTS = (ROWS, FLAT, *PLACEMENTS)
+"""All layouts by name; all but the first are in flat buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +67,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            close = did_you_mean(self.layout, [*LAYOUTS])
+            close = did_you_mean(self.layout, LAYOUTS)
             raise TargetError(f"unknown layout {self.layout!r}; expected one of {', '.join(LAYOUTS)}{close}")
         if not self.mesh or min(self.mesh.values()) < 1:
             raise TargetError(

@@ -254,18 +254,6 @@ shares = [1, 1]
 _INVERSE = "inverse:"
 
 
-def ready_made(name: str) -> NameRules:
-    """Return the ready-made table of this name; the prefix ``inverse:`` gives the opposite direction.
-
-    Raises:
-        TargetError: there is no such table.
-    """
-    plain = name.removeprefix(_INVERSE)
-    if plain not in READY_MADE:
-        raise TargetError(f"unknown table of rules {name!r}; expected one of {_names_near(plain)}")
-    return load_rules(name)
-
-
 def load_rules(name: str) -> NameRules:
     """Return the ready-made table of this name, or the table in a TOML file; ``inverse:`` gives the opposite direction.
 

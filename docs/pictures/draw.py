@@ -17,7 +17,7 @@ from muonckpt.algebra.layout import TensorLayout
 from muonckpt.algebra.plan import make_plan
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout, rank_of
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
-from muonckpt.layouts.buffers.placements import PLACEMENTS, PlacementRequest
+from muonckpt.layouts.buffers.placements import PlacementRequest, place_parameters
 from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 
@@ -222,15 +222,15 @@ def flat_buffers() -> Drawing:
     padded, compact, balanced = "padded-nscost", "decoupled-total-order", "balanced"
     unit = 0.18
     return below(
-        buffers(PLACEMENTS[balanced].place(even), "flat: in equal parts, which cut matrices", unit),
+        buffers(place_parameters(balanced, even), "flat: in equal parts, which cut matrices", unit),
         buffers(
-            PLACEMENTS[padded].place(whole),
+            place_parameters(padded, whole),
             f"padded ({padded}): whole matrices, all ranks as long as the longest",
             unit,
         ),
-        buffers(PLACEMENTS[compact].place(whole), f"compact ({compact}): whole matrices, no padding", unit),
+        buffers(place_parameters(compact, whole), f"compact ({compact}): whole matrices, no padding", unit),
         buffers(
-            PLACEMENTS[balanced].place(whole), "balanced: whole matrices, equal Newton-Schulz work, no padding", unit
+            place_parameters(balanced, whole), "balanced: whole matrices, equal Newton-Schulz work, no padding", unit
         ),
     )
 

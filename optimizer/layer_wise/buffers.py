@@ -20,7 +20,7 @@ from ...algebra.box import Box, flat_boxes
 from ...algebra.layout import Fragment, dense
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter
-from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest
+from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest, place_parameters
 from ...layouts.buffers.records import to_json
 from ...names.errors import LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
@@ -170,7 +170,7 @@ def make_layouts(layout: str | Sequence[BufferLayout], request: PlacementRequest
         if layout not in PLACEMENTS:
             close = did_you_mean(layout, [*PLACEMENTS])
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers{close}")
-        return PLACEMENTS[layout].place(request)
+        return place_parameters(layout, request)
     # Recorded buffers must have the same parameters, ranks and whole matrices.
     recorded: dict[Parameter, BufferLayout] = {}
     for buffer in layout:

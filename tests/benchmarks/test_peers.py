@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.names import ready_made
+from muonckpt.converters.translate.names import load_rules
 from muonckpt.converters.translate.translator import translate
 from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SWIGLU, EXPERTS = ready_made("megatron-swiglu"), ready_made("megatron-experts")
+SWIGLU, EXPERTS = load_rules("megatron-swiglu"), load_rules("megatron-experts")
 CASES = [
     ("torch_fsdp4/ckpt", "titan", {}, 3),
     ("dion_fsdp4/ckpt", "torch", {}, 3),

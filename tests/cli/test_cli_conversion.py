@@ -1,4 +1,4 @@
-"""Names, conventions and formats on the command line: `reshard`, `convert` and `rules`."""
+"""Names, conventions and formats on the command line: `reshard` and `convert`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from support.translated import nested
 
 import muonckpt
 from muonckpt.cli.main import COMMANDS
-from muonckpt.converters.translate.names import READY_MADE, NameRules, ready_made
-from muonckpt.programs.registry import DIALECTS
+from muonckpt.converters.translate.names import READY_MADE, NameRules, load_rules
 from muonckpt.record.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
 
@@ -60,15 +59,15 @@ def test_every_command_explains_itself_on_one_screen(command, monkeypatch):
     done = called(command, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: muonckpt {command}")
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
-    assert len(done.stdout.splitlines()) <= 43
+    assert len(done.stdout.splitlines()) <= 46
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_printed_table_edited_and_passed_does_what_it_says(split, tmp_path):
-    printed = called("rules", "hf-qkv")
-    assert printed.returncode == 0 and NameRules.from_toml(printed.stdout) == ready_made("hf-qkv")
+    printed = called("convert", "--show-rules", "hf-qkv")
+    assert printed.returncode == 0 and NameRules.from_toml(printed.stdout) == load_rules("hf-qkv")
     (tmp_path / "rules.toml").write_text(printed.stdout.replace("qkv_proj", "wqkv") + "shares = [2, 1, 1]\n")
     there = ("--mesh", "dp=2", "--rules", tmp_path / "rules.toml")
     assert called("reshard", split, tmp_path / "fused", *there).returncode == 0
@@ -89,12 +88,12 @@ def test_parts_that_were_cut_by_columns_are_joined_into_a_whole_tensor(split, tm
     assert floats(tmp_path / "back")["model.a.qkv_proj.weight"] == FUSED.reshape(-1).tolist()
 
 
-def test_every_ready_made_table_and_program_is_listed_and_every_table_printed():
-    assert all(name in called("rules").stdout for name in READY_MADE)
-    listed = called("rules", "--dialects").stdout
-    assert all(f"{name} " in listed for name in DIALECTS)
+@pytest.mark.parametrize("command", ["reshard", "convert"])
+def test_every_ready_made_table_is_listed_and_printed(command):
+    assert all(f"{name} " in called(command, "--list-rules").stdout for name in READY_MADE)
     for name in READY_MADE:
-        assert NameRules.from_toml(called("rules", f"inverse:{name}").stdout) == ready_made(name).inverse()
+        printed = called(command, "--show-rules", f"inverse:{name}").stdout
+        assert NameRules.from_toml(printed) == load_rules(name).inverse()
 
 
 def test_what_is_decided_is_said_before_it_is_done_and_recorded_after(split, tmp_path):
@@ -199,7 +198,7 @@ USAGE = {
     "reshard a b --mesh dp=2 --convention average": "average",
     "reshard a b --mesh dp=2 --mu 1": "--mu",
     "reshard a b --mesh dp=2 --step -1": "--step",
-    "rules nobody": "nobody",
+    "convert --show-rules nobody": "nobody",
 }
 
 

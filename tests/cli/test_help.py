@@ -67,8 +67,7 @@ def completed(*words: str) -> list[tuple[str, str]]:
 def test_commands_paths_tables_and_words_are_completed():
     assert completed("ins") == [("plain", "inspect")]
     assert completed("inspect", "run/st") == [("file", "run/st")], "the shell lists paths itself"
-    assert completed("rules", "megatron-s") == [("plain", "megatron-swiglu")]
-    assert ("plain", "inverse:hf-qkv") in completed("rules", "inverse:")
+    assert ("plain", "inverse:hf-qkv") in completed("convert", "--show-rules", "inverse:")
     assert completed("reshard", "a", "b", "--rules", "hf-q") == [("plain", "hf-qkv")]
     assert completed("reshard", "a", "b", "--rules", "./my") == [("file", "./my")]
     assert completed("convert", "a", "b", "--to", "tit") == [("plain", "titan")]
@@ -119,7 +118,7 @@ def test_shells_are_answered_by_their_variables(completion, tiny_checkpoint, mon
         ("reshard {tiny} out --mesh data=2 --shard *=dat:0", "data"),
         ("reshard {tiny} out --mesh dp=2 --shard *wieght=dp:0", "weight"),
         ("reshard {tiny} out --mesh dp=2 --rules megatron-swigl", "megatron-swiglu"),
-        ("rules hf-qvk", "hf-qkv"),
+        ("convert --show-rules hf-qvk", "hf-qkv"),
         ("diff {tiny} {tiny} *wieght*", "weight"),
         ("stats {tiny} *wieght*", "weight"),
         ("inspect {tiny} --tensor model.0.wieght", "model.0.weight"),

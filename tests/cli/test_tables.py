@@ -44,9 +44,7 @@ VIEWS = [
     "merge {run} {run} {out} --model-only --dry-run",
     "salvage {damaged} {out} --from {run} --mix-steps --dry-run",
     "plan --ckpt {run} --mesh dp=2 --mesh dp=64,tp=4 --mesh pp=2,dp=8,tp=4 --mesh dp=512",
-    "rules",
-    "rules --dialects",
-    "rules --layouts",
+    "convert --list-rules",
 ]
 
 

@@ -33,7 +33,7 @@ from support.translated import (
 import muonckpt
 from muonckpt import SourceError, TargetError
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.names import READY_MADE, NameRule, NameRules, ready_made
+from muonckpt.converters.translate.names import READY_MADE, NameRule, NameRules, load_rules
 from muonckpt.converters.translate.translator import translate
 from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import Muon
@@ -299,11 +299,11 @@ def test_a_rule_renames_a_parameter_its_state_and_its_groups():
 
 @pytest.mark.parametrize("name", READY_MADE)
 def test_ready_made_tables_read_back_and_have_a_way_back(name):
-    rules = ready_made(name)
+    rules = load_rules(name)
     assert NameRules.from_toml(rules.to_toml()) == rules
-    assert ready_made(f"inverse:{name}").inverse() == rules
-    with pytest.raises(TargetError, match="expected one of megatron-swiglu"):
-        ready_made("no such table")
+    assert load_rules(f"inverse:{name}").inverse() == rules
+    with pytest.raises(TargetError, match="none of megatron-swiglu"):
+        load_rules("no such table")
 
 
 def two_groups(lr: float) -> dict:

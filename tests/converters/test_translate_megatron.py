@@ -14,7 +14,7 @@ import muonckpt
 from muonckpt import SourceError, TargetError
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.names import ready_made
+from muonckpt.converters.translate.names import load_rules
 from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.programs.signs import COMMON_STATE
@@ -30,7 +30,7 @@ def megatron(name: str) -> tuple:
 @pytest.mark.parametrize("name", ["dp4", "dp4tp2ep2"])
 def test_megatron_halves_and_experts_are_joined_and_come_apart_again(name):
     path, truth = megatron(name)
-    rules = ready_made("megatron-swiglu") + ready_made("megatron-experts")
+    rules = load_rules("megatron-swiglu") + load_rules("megatron-experts")
     result = translated(MEGATRON.format(name), "dcp", rules=rules)
     found = executed(path, result)
     seen = set()
@@ -71,8 +71,8 @@ def test_megatron_there_and_back_is_the_same_checkpoint(name):
     """Rules and their inverse in one table: every tensor under its key, every group as it was."""
     path, truth = megatron(name)
     _, manifest = read(MEGATRON.format(name))
-    forth = ready_made("megatron-swiglu") + ready_made("megatron-experts")
-    back = ready_made("inverse:megatron-experts") + ready_made("inverse:megatron-swiglu")
+    forth = load_rules("megatron-swiglu") + load_rules("megatron-experts")
+    back = load_rules("inverse:megatron-experts") + load_rules("inverse:megatron-swiglu")
     result = translated(MEGATRON.format(name), "fsdp_dtensor", rules=forth + back)
     found = executed(path, result)
     for key, words in truth.items():
@@ -117,7 +117,7 @@ def test_named_experts_become_those_of_torch_dist_and_come_home(tmp_path):
 def test_megatron_momentum_in_the_convention_of_another_program():
     """The coefficient is in the metadata of the whole, the momentum in two halves."""
     path, truth = megatron("dp4")
-    rules = ready_made("megatron-swiglu")
+    rules = load_rules("megatron-swiglu")
     with pytest.raises(SourceError, match="`convention="):
         translated(MEGATRON.format("dp4"), "dion", rules=rules)
     result = translated(MEGATRON.format("dp4"), "dion", rules=rules, overrides=Overrides(Convention.EMA))
@@ -133,7 +133,7 @@ def test_megatron_momentum_in_the_convention_of_another_program():
 
 def test_megatron_groups_say_in_our_words_what_megatron_says_and_the_defaults_of_the_rest():
     overrides = Overrides(Convention.EMA)
-    rules = ready_made("megatron-swiglu")
+    rules = load_rules("megatron-swiglu")
     result = translated(MEGATRON.format("dp4"), "muonckpt", rules=rules, overrides=overrides)
     found = options(result)
     checklist = {check.subject for check in result.checklist}

@@ -6,10 +6,8 @@ record of a buffer.  ``algorithms`` are imported when they are used, so that pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from .parameters import GroupSizes, Parameter
@@ -40,20 +38,13 @@ class PlacementRequest:
     previous: Mapping[str, int | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BufferPlacement:
-    """One way to place parameters.
-
-    Attributes:
-        description: one line for help texts.
-        place: makes the buffers; those of matrices record the placement's name as their ``algorithm``.
-    """
-
-    description: str
-    place: Callable[[PlacementRequest], tuple[BufferLayout, ...]]
+PLACEMENTS = ("padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong", "balanced")
+"""All but "legacy-pingpong" put the parameters that are no matrices into buffers of their own, in equal shards that may
+end inside a parameter."""
 
 
-def _place(name: str, request: PlacementRequest) -> tuple[BufferLayout, ...]:
+def place_parameters(name: str, request: PlacementRequest) -> tuple[BufferLayout, ...]:
+    """Make the buffers of a placement; those of matrices record its name as their ``algorithm``."""
     from . import algorithms
 
     sizes, bucket_size = request.sizes, request.bucket_size
@@ -72,19 +63,3 @@ def _place(name: str, request: PlacementRequest) -> tuple[BufferLayout, ...]:
     # Parameters that are no matrices may be cut anywhere.
     others = [parameter for parameter in request.parameters if parameter.name not in request.matrices]
     return buffers + algorithms.distributed_optimizer(others, sizes, bucket_size, request.busbw)
-
-
-PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(
-    {
-        name: BufferPlacement(description, partial(_place, name))
-        for name, description in (
-            ("padded-nscost", "Megatron main: padded, owners by Newton-Schulz cost"),
-            ("padded-numel", "Megatron core 0.18, 0.19: padded, owners by elements"),
-            ("decoupled-total-order", "Megatron dev: no padding, ping-pong owners"),
-            ("legacy-pingpong", "Megatron core 0.16 to 0.19: ping-pong owners of all"),
-            ("balanced", "ours: no padding, owners by Newton-Schulz cost"),
-        )
-    }
-)
-"""By public name.  All but "legacy-pingpong" put the parameters that are no matrices into buffers of their own, in
-equal shards that may end inside a parameter."""

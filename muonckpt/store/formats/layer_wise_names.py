@@ -23,7 +23,7 @@ from typing import Any
 from ...algebra.box import Box, Index
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
-from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest
+from ...layouts.buffers.placements import PlacementRequest, place_parameters
 from ...names.errors import DamageError, SourceError, about
 from ...names.vocabulary import MASTER, PARAMS
 from ...programs import signs
@@ -457,7 +457,7 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
     """
     if ranks % description.experts:
         raise SourceError(f"{ranks} ranks do not divide into {description.experts} expert-parallel parts")
-    place, order = PLACEMENTS[description.algorithm].place, _ORDERS[description.algorithm]
+    order = _ORDERS[description.algorithm]
     buffers: list[tuple[tuple[int, ...], BufferLayout]] = []
     places: dict[str, tuple[int, ...]] = {}
     owners: dict[str, int] = {}
@@ -477,7 +477,7 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
             bucket_size=description.bucket_size,
             busbw=description.busbw,
         )
-        for number, buffer in enumerate(place(request)):
+        for number, buffer in enumerate(place_parameters(description.algorithm, request)):
             experts = buffer.parameters[0].parameter.expert
             if part and not experts:
                 continue  # the same for every part
