@@ -7,8 +7,9 @@
     assert run(3, job, torch.ones(2))[0].tolist() == [3.0, 3.0]
 
 Importing torch takes seconds, so one server does that, once, and the workers are forked from it by the first test
-that needs them; every job gets a fresh process group and seed.  A worker that failed or hung is replaced: its state is
-unknown.
+that needs them; every job gets a fresh process group and seed.  The function begins on a rank when all ranks have told
+that they are connected: the early end of one is no failure of another.  A worker that failed or hung is replaced: its
+state is unknown.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 MAX_WORLD = 8
 
 #: How long the other ranks may take to report once one has failed, in seconds.  Gloo tells them quickly.
-GRACE = 3.0
+GRACE = 30.0
 
 #: How long the start of a worker may take, in seconds: the first one waits for imports, on a machine that may be busy.
 START = 600.0
@@ -86,7 +87,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 3
         world: 1 to 8.
         function: at the top of an importable module.
         args: plainly picklable, as are the results.  CPU tensors travel by value.
-        timeout: in seconds, for the whole job, once the workers are there.  A collective gives up after half.
+        timeout: in seconds, for the function, once all ranks are connected.  A collective gives up after half.
 
     Raises:
         WorkersFailed: not every rank returned.
@@ -101,16 +102,17 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 3
         for rank in range(world):
             message = (sys.path, rank, world, store, timeout / 2, job)
             _workers[rank].connection.send_bytes(pickle.dumps(message))
-        answers = _collect(world, time.monotonic() + timeout)
+        _raise_failures(_collect(world, START))  # that they are connected
+        for rank in range(world):
+            _workers[rank].connection.send_bytes(b"begin")
+        answers = _collect(world, timeout)
     except BaseException:
         shutdown()  # an answer that nobody took must not become that of the next job
         raise
-    failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
-    if failures:
-        for rank in failures:
+    for rank, answer in answers.items():
+        if isinstance(answer, _Failure):
             _end(_workers.pop(rank))
-        order = sorted(failures, key=lambda rank: failures[rank].seconds)
-        raise WorkersFailed("\n".join(f"rank {rank} of {world}: {failures[rank].text}" for rank in order))
+    _raise_failures(answers)
     return [answers[rank] for rank in range(world)]
 
 
@@ -162,8 +164,9 @@ def _end(worker: _Worker) -> None:
     worker.connection.close()
 
 
-def _collect(world: int, deadline: float) -> dict[int, Any]:
-    """What each rank answers, or why it did not."""
+def _collect(world: int, seconds: float) -> dict[int, Any]:
+    """What each rank answers within so many seconds, or why it did not."""
+    deadline = time.monotonic() + seconds
     waiting = {_workers[rank].connection: rank for rank in range(world)}
     answers: dict[int, Any] = {}
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
@@ -184,18 +187,25 @@ def _collect(world: int, deadline: float) -> dict[int, Any]:
     return answers
 
 
+def _raise_failures(answers: dict[int, Any]) -> None:
+    """Raise what failed, the first first."""
+    failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+    if failures:
+        order = sorted(failures, key=lambda rank: failures[rank].seconds)
+        raise WorkersFailed("\n".join(f"rank {rank} of {len(answers)}: {failures[rank].text}" for rank in order))
+
+
 def _stack(worker: _Worker) -> str:
-    """Where a hung worker is; it writes that to its file when it gets the signal."""
-    path = _scratch[0] / f"stack-{worker.process.pid}"
+    """Where a hung worker is: it writes that to its file when it gets the signal, and then the signal ends it."""
     os.kill(worker.process.pid or 0, signal.SIGUSR1)
-    worker.process.join(0.2)
-    return path.read_text() if path.exists() else ""
+    worker.process.join(GRACE)
+    return (_scratch[0] / f"stack-{worker.process.pid}").read_text()
 
 
 def _serve(connection: Connection, scratch: str) -> None:
     """A worker: jobs in, answers out, until the parent ends it or is gone."""
     with Path(scratch, f"stack-{os.getpid()}").open("w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack)
+        faulthandler.register(signal.SIGUSR1, file=stack, chain=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         import torch
@@ -208,10 +218,10 @@ def _serve(connection: Connection, scratch: str) -> None:
                 sys.path[:], *job = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(_answer(*job))
+            connection.send_bytes(_answer(connection, *job))
 
 
-def _answer(rank: int, world: int, store: str, collective_timeout: float, job: bytes) -> bytes:
+def _answer(connection: Connection, rank: int, world: int, store: str, collective_timeout: float, job: bytes) -> bytes:
     import torch
     from torch import distributed
 
@@ -230,6 +240,8 @@ def _answer(rank: int, world: int, store: str, collective_timeout: float, job: b
             world_size=world,
             timeout=timedelta(seconds=collective_timeout),
         )
+        connection.send_bytes(pickle.dumps("connected"))
+        connection.recv_bytes()
         return pickle.dumps(function(rank, world, *args))
     except BaseException:
         return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
