@@ -13,20 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from models import MODELS, Matrix, Weight, deepseek_v3, llama3_8b, llama3_70b, moe_397b, qwen3_30b, qwen3_235b
-from peers import (
-    Cost,
-    busiest_bound,
-    dion,
-    gather_all,
-    lower_bound,
-    megatron_compact,
-    megatron_padded,
-    titan,
-    undivided_bound,
-    veomni,
-    xtuner,
-)
+from models import Matrix, deepseek_v3, llama3_8b, llama3_70b, moe_397b, qwen3_30b, qwen3_235b
+from peers import Cost, dion, lower_bound, megatron_compact, megatron_padded, titan, veomni, xtuner
 
 FLOPS_PER_MS = 0.6 * 790e12 / 1e3
 
@@ -53,11 +41,6 @@ def test_all_elements_of_the_published_models_are_there(model):
     assert model().numel + rest == total
 
 
-def test_the_397b_model_is_as_large_as_its_name():
-    """Its total is published rounded, with a vision tower of half a billion."""
-    assert 395e9 < moe_397b().numel + 2 * 248320 * 4096 < 397e9
-
-
 @pytest.mark.parametrize(
     ("model", "layers", "dense", "experts"),
     [
@@ -75,23 +58,11 @@ def test_matrices_are_counted(model, layers, dense, experts):
     assert len(made.layers) == layers
     assert count(made.dense) == dense
     assert count(made.experts) == experts
-    assert made.dense.numel + made.experts.numel == made.numel
+    assert sum(matrix.copies * matrix.numel for layer in made.matrices for matrix in layer) == made.numel
 
 
 def count(model) -> int:
     return sum(matrix.copies for layer in model.matrices for matrix in layer)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_matrices_make_up_the_weights(model):
-    made = model()
-    assert sum(matrix.copies * matrix.numel for layer in made.matrices for matrix in layer) == made.numel
-
-
-def test_pieces_must_add_up():
-    assert [m.first for m in Weight("qkv", (10, 4), (6, 2, 2)).matrices] == [0, 6, 8]
-    with pytest.raises(ValueError, match="no stack of matrices"):
-        Weight("qkv", (10, 4), (6, 2, 1))
 
 
 LLAMA, DENSE_30B, DENSE_235B = llama3_8b(), qwen3_30b().dense, qwen3_235b().dense
@@ -118,33 +89,17 @@ def test_the_bounds_are_those_of_the_simulation(model, ranks, milliseconds, mega
 # Work and bytes over the bound.  dion at 235B on 512 ranks: the simulation printed 5.3 as it did not pad the 128 rows
 # of the routers to 512, as dion does and its formula says.
 SIMULATED = [
-    (LLAMA, 8, xtuner, "1.00", "1.00"),
     (LLAMA, 64, xtuner, "1.26", "18"),
-    (LLAMA, 128, xtuner, "2.39", "128"),
     (LLAMA, 512, xtuner, "2.39", "512"),
-    (DENSE_30B, 64, xtuner, "1.33", "59"),
-    (DENSE_235B, 128, xtuner, "1.36", "123"),
     (DENSE_235B, 512, xtuner, "2.01", "512"),
-    (LLAMA, 8, dion, "1.00", "1.00"),
     (LLAMA, 64, dion, "1.26", "1.27"),
-    (LLAMA, 128, dion, "2.39", "2.54"),
     (LLAMA, 512, dion, "2.39", "10.2"),
-    (DENSE_30B, 64, dion, "1.33", "1.33"),
-    (DENSE_235B, 128, dion, "1.36", "1.36"),
     (DENSE_235B, 512, dion, "2.01", "5.4"),
-    (LLAMA, 8, veomni, "1.85", "2"),
     (LLAMA, 64, veomni, "2.11", "2"),
-    (LLAMA, 128, veomni, "2.00", "2"),
     (LLAMA, 512, veomni, "1.00", "2"),
-    (DENSE_30B, 64, veomni, "2.59", "2"),
-    (DENSE_235B, 128, veomni, "2.70", "2"),
     (DENSE_235B, 512, veomni, "1.00", "2"),
-    (LLAMA, 8, titan, "1.00", "2"),
     (LLAMA, 64, titan, "1.06", "2"),
-    (LLAMA, 128, titan, "1.00", "2"),
     (LLAMA, 512, titan, "1.00", "2"),
-    (DENSE_30B, 64, titan, "1.30", "2"),
-    (DENSE_235B, 128, titan, "1.35", "2"),
     (DENSE_235B, 512, titan, "1.00", "2"),
 ]
 
@@ -159,40 +114,9 @@ def check(cost: Cost, bound: Cost, work: str, sent: str) -> None:
     assert to_printed(cost.sent / bound.sent, sent)
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "work"),
-    [
-        (LLAMA, 8, "1.06"),
-        (LLAMA, 64, "8.45"),
-        (LLAMA, 128, "16"),
-        (LLAMA, 512, "16"),
-        (DENSE_30B, 64, "15.6"),
-        (DENSE_235B, 128, "31.8"),
-        (DENSE_235B, 512, "47"),
-    ],
-)
+@pytest.mark.parametrize(("model", "ranks", "work"), [(LLAMA, 64, "8.45"), (DENSE_235B, 512, "47")])
 def test_buckets_of_two_layers_are_those_of_the_simulation(model, ranks, work):
     check(titan(model.matrices, ranks, together=2), lower_bound(model.matrices, ranks), work, "2")
-
-
-@pytest.mark.parametrize("ranks", [8, 64, 128])
-def test_padding_is_the_same_in_both_peers_that_pad(ranks):
-    padded, other = xtuner(LLAMA.matrices, ranks, pad=True), dion(LLAMA.matrices, ranks)
-    assert (padded.flops, padded.sent) == (other.flops, other.sent)
-
-
-def test_more_ranks_than_experts_are_those_of_the_simulation():
-    """128 experts on 512 ranks: an expert rests on 4 ranks, be it by rows of all experts or by 128 groups."""
-    experts = qwen3_235b().experts.matrices
-    bound = lower_bound(experts, 512, ep=128)
-    assert to_printed(bound.flops / FLOPS_PER_MS, "34.1")
-    assert to_printed(bound.sent / 1e9, "1.33")
-    gathered = xtuner(experts, 512)
-    assert to_printed(gathered.flops / bound.flops, "4.00")
-    assert to_printed(gathered.sent / 1e9, "2.66")
-    stays = dion(experts, 512)
-    assert to_printed(stays.flops / bound.flops, "4.00")
-    assert stays.sent == 0
 
 
 @pytest.mark.parametrize("peer", [xtuner, dion, titan])
@@ -232,41 +156,6 @@ def test_bytes_and_collectives_are_those_of_real_runs(cost, megabytes, calls):
     assert cost.calls == calls
 
 
-def test_the_byte_bound_of_the_small_model():
-    assert to_printed(lower_bound(SMALL, 4).sent / 1e6, "3.39")
-    assert to_printed(lower_bound(SMALL, 2).sent / 1e6, "4.52")
-
-
-def test_uneven_rows_move_what_the_best_placed_rank_lacks():
-    """5 rows on 4 ranks lie as 2, 2, 1, 0; the piece of rows 1 to 4 as 1, 2, 0, 0."""
-    whole, piece = Matrix(5, 3, 1, 0, 5), Matrix(3, 3, 1, 1, 5)
-    assert lower_bound([[whole]], 4).sent == 2 * 2 * (5 - 2) * 3 / 4
-    assert lower_bound([[piece]], 4).sent == 2 * 2 * (3 - 2) * 3 / 4
-
-
-def test_gathering_everything_repeats_all_work_on_every_rank():
-    cost = gather_all(LLAMA.matrices, 8)
-    assert cost.flops == sum(matrix.flops for layer in LLAMA.matrices for matrix in layer)
-    assert cost.sent == LLAMA.numel * 2 * 7 / 8
-
-
-def test_matrices_that_are_not_shared_need_whole_rounds():
-    """5 equal experts on 2 ranks: one has 3.  With 3 large matrices before them, one has 2 of these."""
-    expert, large = Matrix(64, 64, 5, 0, 64), Matrix(128, 128, 3, 0, 128)
-    assert undivided_bound([[expert]], 2) == 3 * expert.flops
-    assert undivided_bound([[large], [expert]], 2) == 2 * large.flops
-    assert undivided_bound([[large], [expert]], 8) == large.flops
-    assert undivided_bound(LLAMA.matrices, 8) == lower_bound(LLAMA.matrices, 8).flops
-
-
-def test_the_busiest_rank_owns_a_matrix():
-    """3 matrices on 4 ranks; counted in a real run: 0.66 MB by each owner, 0.59 on the mean."""
-    layers = 3 * ((Matrix(512, 512, 1, 0, 512),),)
-    assert to_printed(busiest_bound(layers, 4) / 1e6, "0.66")
-    assert to_printed(lower_bound(layers, 4).sent / 1e6, "0.59")
-    assert busiest_bound([[Matrix(512, 512, 8, 0, 512)]], 4) == 0  # whole experts
-
-
 def test_padded_owners_without_balance():
     """4 equal matrices on 3 ranks: shards twice as long as a matrix, so a third of the buffer is padding."""
     square = Matrix(1024, 1024, 1, 0, 1024)
@@ -283,10 +172,3 @@ def test_compact_owners_take_turns_to_and_fro():
     cost = megatron_compact([rows], 4)
     assert cost.flops == sum(rows[number].flops for number in (1, 6, 9)) > sum(rows[n].flops for n in (0, 7, 8))
     assert cost.sent == sum(row.numel for row in rows) * 2 * 3 / 4
-
-
-def test_experts_and_dense_matrices_of_a_rank_add_up():
-    """4 experts in 2 groups on 4 ranks: each pair of ranks shares 2 experts, one each; one rank has the matrix too."""
-    square, expert = Matrix(256, 256, 1, 0, 256), Matrix(128, 128, 4, 0, 128)
-    for peer in (megatron_padded, megatron_compact, titan, dion, xtuner):
-        assert peer([[square, expert]], 4, 2).flops == square.flops + expert.flops

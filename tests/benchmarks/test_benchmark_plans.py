@@ -9,10 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from models import Model, Weight, llama3_8b, qwen3_30b
+from models import Model, Weight
 from peers import lower_bound, undivided_bound
 from plans import Case, leaving, plan, plan_of, sent_by
-from step_plan import Line, aims, cases
 
 from muonckpt.lab.forecasting.topologies import most_wires
 from muonckpt.optimizer.planning.schedule import NOTE, Route, Stage
@@ -85,25 +84,3 @@ def test_peak_of_one_stage_is_its_fullest_exchange():
 def test_peak_of_stages_counts_the_next_gather_and_the_last_scatter():
     even = stage(1, 1, 1, 1)
     assert [most_wires([even] * count) for count in (1, 2, 3, 9)] == [2, 4, 6, 6]
-
-
-def test_every_model_is_planned_whole_and_in_parts():
-    groups, alone = {8: (1, 8), 128: (), 512: (64,)}, {8: (1,), 512: (1,)}
-    found = list(cases(qwen3_30b(), groups, alone))
-    assert [(case.model.name.partition(", ")[2], case.ranks, case.ep) for case in found] == [
-        *[("", 8, 1), ("", 8, 8), ("", 512, 64)],
-        ("experts", 512, 1),
-        *[("dense", 8, 1), ("dense", 128, 1), ("dense", 512, 1)],
-    ]
-    assert [(case.ranks, case.ep) for case in cases(llama3_8b(), groups, alone)] == [(8, 1), (128, 1), (512, 1)]
-
-
-def test_an_aim_is_missed_by_the_worst_plan():
-    few, many = (Line.of(case, plan_of(case)) for case in (Case(ODD.experts, 8, 1), Case(ODD, 2, 1)))
-    rows = {what: (worst, verdict, missed, where) for what, worst, verdict, missed, where in aims([few, many])}
-    worst = max((few, many), key=lambda line: line.sent)
-    missed = sum(line.sent > 1.005 for line in (few, many))
-    verdict = "missed" if missed else "reached"
-    assert rows["bytes 1.00"] == (f"{worst.sent:.3f}", verdict, f"{missed} of 2", ", ".join(worst.where))
-    assert rows["NS <= 1.05 where units >= 4 W"][2:] == (f"{int(many.work > 1.05)} of 1", "odd, 2, 1")
-    assert rows["NS <= 1.05 for experts alone, W > E"][3] == "odd, experts, 8, 1"
