@@ -35,11 +35,8 @@ BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4
 
 ROUNDS = 9
 
-GRAPH, GRAPH_ALONE, OFFLOAD = "step, CUDA graph", "Newton-Schulz alone, CUDA graph", "step, state in host memory"
-ON_GPU = (
-    *(GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches", "memory beyond the state"),
-    *("memory with state in host memory", "copies of state, both ways alone"),
-)
+GRAPH, GRAPH_ALONE = "step, CUDA graph", "Newton-Schulz alone, CUDA graph"
+ON_GPU = (GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches", "memory beyond the state")
 TOP = 12
 """Kernels of a step that are listed."""
 
@@ -127,18 +124,6 @@ def bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(times)
 
 
-def bus(device: torch.device) -> float:
-    """Bytes a second between pinned host memory and the device, one way after the other."""
-    host, device_memory = torch.empty(1 << 26, pin_memory=True), torch.empty(1 << 26, device=device)
-
-    def both_ways() -> None:
-        device_memory.copy_(host, non_blocking=True)
-        host.copy_(device_memory, non_blocking=True)
-
-    times = [seconds(both_ways, device) for _ in range(7)][2:]
-    return 2 * host.nbytes / statistics.median(times)
-
-
 def kernels(work: Callable[[], object]) -> list[tuple[str, int, float]]:
     """Of a run on the GPU: the name of each kernel, how often it is launched, and its milliseconds; longest first."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
@@ -184,15 +169,13 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     opt.step()
     newton_schulz_seconds = newton_schulz(opt, device)
     newton_schulz_seconds()
-    offloaded = Muon(params, lr=rate, offload="cpu")
     works: dict[str, Callable[[], object]] = {
         "step": opt.step, "Newton-Schulz alone": newton_schulz_seconds, "torch.optim.Muon": torch_optimizer.step,
-        "torch.optim.AdamW": adamw.step, OFFLOAD: offloaded.step,
+        "torch.optim.AdamW": adamw.step,
     }  # fmt: skip
     if device.type != "cuda":
         return {**medians(works, device, until), **dict.fromkeys(ON_GPU)}
-    offloaded.step()
-    peak, of_offloaded, listed = memory(opt.step), memory(offloaded.step), kernels(opt.step)
+    peak, listed = memory(opt.step), kernels(opt.step)
     for name, count, milliseconds in listed[:TOP]:
         print(f"  {milliseconds:8.3f} ms  {count:5} x  {name[:100]}")
     works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(newton_schulz_seconds)}
@@ -204,8 +187,6 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     return {
         **seconds_of_works, "rest": update_seconds, "floor": floor, "rest / floor": update_seconds / floor,
         "launches": sum(count for _, count, _ in listed), "memory beyond the state": peak,
-        "memory with state in host memory": of_offloaded,
-        "copies of state, both ways alone": 2 * 4 * model.numel / bus(device),
     }  # fmt: skip
 
 
@@ -213,7 +194,7 @@ def show(model: Model, seconds_of_works: dict[str, float | None]) -> None:
     print(f"{model.name}, {model.numel / 1e6:.4g} million elements in {len(model.shapes)} matrices\n")
     units = {
         "rest / floor": (1, f"times (aim {AIM})"), "launches": (1, "kernels"),
-        "memory beyond the state": (1 / 2**20, "MiB"), "memory with state in host memory": (1 / 2**20, "MiB"),
+        "memory beyond the state": (1 / 2**20, "MiB"),
     }  # fmt: skip
     for name, value in seconds_of_works.items():
         factor, unit = units.get(name, (1e3, "ms"))

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 )
 @click.option("--active", type=click.FloatRange(0, min_open=True), metavar="N", help="Parameters that a token uses.")
 @click.option("--stages", type=click.IntRange(1), metavar="N", help="Most stages of a step, as Muon takes it.")
-@click.option("--offload", type=click.Choice(["cpu"]), help="Where state rests, as Muon takes it.")
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
 @click.option("--algorithm", metavar="NAME", help="Of a model's matrices: muon, normuon, adamuon or hyperball.")

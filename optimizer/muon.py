@@ -17,19 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..algebra.layout import TensorLayout
-from ..layouts.tensors import layout_of, local_of, with_local
+from ..layouts.tensors import layout_of, local_of
 from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
-from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
+from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION, ROUNDING_SEED, STEPS_TAKEN
 from .collective import CollectiveOptimizer
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .ground.codecs import LocalFragments, check_stored, codec_of
 from .ground.cuda_graphs import is_capturing
-from .ground.host_memory import STATE_MEMORIES
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
-from .methods.scalar import SCALARS, peak_state_bytes
+from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
@@ -120,8 +119,6 @@ class Muon(ForModel, CollectiveOptimizer):
         stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers and more time.  None:
             up to 4, depending on the bytes (`schedule.worthwhile_stages`).
         layout: returns the layout of a parameter, its state and gradients; None if mesh and placements say it.
-        offload: "cpu": state rests in host memory, pinned for a GPU, and comes to the parameters' device stage by
-            stage, with the same bits.  A step waits until its state is back, so none can be captured in a CUDA graph.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -161,7 +158,6 @@ class Muon(ForModel, CollectiveOptimizer):
         exchange: str = "all_to_all",
         stages: int | None = None,
         layout: Callable[[Tensor], TensorLayout | None] | None = None,
-        offload: str | None = None,
     ) -> None:
         refuse_no_parameters(params)
         if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
@@ -172,10 +168,7 @@ class Muon(ForModel, CollectiveOptimizer):
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         check_value("stages", stages, COUNT_OR_NONE)
-        if offload not in STATE_MEMORIES:
-            raise ValueError(f"offload={offload!r}: expected one of {list(STATE_MEMORIES)}")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
-        self._offload = offload
         self._cost, self._form = cost, form
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
         self._planned_options: list[dict[str, Any]] = []
@@ -227,7 +220,6 @@ class Muon(ForModel, CollectiveOptimizer):
             rateless_algorithm = algorithm if has_no_rate else self._rateless_algorithm
             if rateless_algorithm is not None:
                 refuse_shared_rate(self.param_groups, rateless_algorithm, self.defaults["lr"])
-            # Fresh state, in the memory where it rests.
             fresh = {}
             for index, param in enumerate(group["params"]):
                 name = group.get("param_names", {index: f"parameter {index} of group {number}"})[index]
@@ -267,15 +259,7 @@ class Muon(ForModel, CollectiveOptimizer):
         return self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
 
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        slots = fresh_state(param, self._layout_of(param, (0,)), group, self._method_of(group))
-        return self._store_state(param, slots)
-
-    def _store_state(self, param: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a parameter's state in the memory where it rests; a count of steps stays where it is."""
-        stored, memory = dict(slots), STATE_MEMORIES[self._offload]
-        for slot in slots.keys() - {STEP}:
-            stored[slot] = with_local(slots[slot], memory.store(local_of(slots[slot]), param.device))
-        return stored
+        return fresh_state(param, self._layout_of(param, (0,)), group, self._method_of(group))
 
     def _refuse_cut_blocks(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         codec = codec_of(group)
@@ -319,30 +303,16 @@ class Muon(ForModel, CollectiveOptimizer):
             matrices_by_rank=count_matrices(schedules),
             sent_bytes=count_sent_bytes(schedules),
             state_bytes=state_bytes,
-            offload=self._offload,
-            visiting_bytes=self._visiting_bytes(),
             doubts=tuple(find_doubts(self.param_groups, most_elementwise)),
         )
         for doubt in report.doubts:
             warnings.warn(doubt, RuntimeWarning, stacklevel=2)
         return report
 
-    def _visiting_bytes(self) -> int | None:
-        """Return `MuonReport.visiting_bytes`."""
-        is_unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
-        if self._offload is None or is_unplanned:
-            return None
-        sizes = [step.peak_state_bytes(self.state) for step in self._steps.planned.values()]
-        for group in self.param_groups:
-            if group["algorithm"] in SCALARS and group["params"]:
-                states = [self.state[param] for param in group["params"]]
-                sizes.append(peak_state_bytes(states, STATE_MEMORIES[self._offload]))
-        return max(sizes, default=0)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrix_defaults _replicas _exchange _stages _offload _layout _cost _form _scales _methods "
+            "_ordinals _matrix_defaults _replicas _exchange _stages _layout _cost _form _scales _methods "
             "_planned_options _group_snapshots _has_history _rateless_algorithm code_options"
         )
         attributes = {name: getattr(self, name) for name in copied.split()}
@@ -379,7 +349,7 @@ class Muon(ForModel, CollectiveOptimizer):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}")
         self._follow_parameters()
-        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh), self._store_state)
+        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
         self._has_history, self._slot_snapshot, self._restarted = True, SlotSnapshot.of(self.state), {}
         self._steps.plan_anew()
         return report
@@ -406,11 +376,6 @@ class Muon(ForModel, CollectiveOptimizer):
             if self._model_groups is not None:
                 self._warn_of_left_out()
         # Refuse what no step can do before ranks meet.
-        if self._offload is not None and is_capturing():
-            raise RuntimeError(
-                f"offload={self._offload!r}: a step waits until its state is back in host memory, and nothing can be "
-                "waited for while a CUDA graph is being captured; build the optimizer with offload=None"
-            )
         for group in self.param_groups:
             if group.get(ROUNDING_SEED) is not None and is_capturing():
                 raise RuntimeError(
@@ -424,8 +389,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._step_with_ranks(None)
         for group in self.param_groups:
             if group["algorithm"] in SCALARS:
-                memory = STATE_MEMORIES[self._offload]
-                SCALARS[group["algorithm"]].step(group, self.state, self._local_fragments, memory)
+                SCALARS[group["algorithm"]].step(group, self.state, self._local_fragments)
             if STEPS_TAKEN in group:
                 group[STEPS_TAKEN] += 1
         return loss
@@ -535,7 +499,6 @@ class Muon(ForModel, CollectiveOptimizer):
             self._form,
             self._scales.factor,
             self._methods,
-            self._offload,
             self._restarted.keys(),
         )
 

@@ -68,9 +68,6 @@ class MuonReport:
             before the first step, which plans.
         sent_bytes: bytes that this rank sends to others in a step; None before the first step.
         state_bytes: bytes of state on this rank.
-        offload: where state rests, as `Muon` takes it.
-        visiting_bytes: the most bytes of state that a step has on the device at once, in any of its parts; None if it
-            rests there, or before the first step.
         doubts: warnings of settings that are probably not meant.
     """
 
@@ -78,8 +75,6 @@ class MuonReport:
     matrices_by_rank: tuple[int, int, int] | None
     sent_bytes: int | None
     state_bytes: int
-    offload: str | None
-    visiting_bytes: int | None
     doubts: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -101,10 +96,6 @@ class MuonReport:
                 "step"
             )
         lines.append(f"{self.state_bytes:,} bytes of state on this rank")
-        if self.offload is not None:
-            lines[-1] += "; it rests in host memory"
-        if self.visiting_bytes is not None:
-            lines[-1] += f", and a step has at most {self.visiting_bytes:,} bytes of it on the device"
         return "\n".join([*lines, *(f"warning: {doubt}" for doubt in self.doubts)])
 
 

@@ -269,13 +269,8 @@ def load_fitting(
     load: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
     globs: Globs,
-    store: Callable[[Tensor, Mapping[str, Tensor]], dict[str, Tensor]],
 ) -> LoadReport:
-    """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype and its device.
-
-    Args:
-        store: returns a parameter's state in the memory where it rests.
-    """
+    """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype and its device."""
     fitted: list[FittedState] = []
 
     def check(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +290,7 @@ def load_fitting(
                 # A count of steps may have been made before the parameter was moved.
                 device = counted_on(param) if slot == STEP else former.device
                 slots[slot] = loaded[slot].to(device, former.dtype)
-            optimizer.state[param] = store(param, slots)
+            optimizer.state[param] = slots
 
     # After users' hooks that may mend the state dict, and before those that look at the loaded state.
     hooks = (

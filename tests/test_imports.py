@@ -62,7 +62,7 @@ RULES = {
     "runs converters/target converters/engine converters/translate",
     "compat": "names optimizer/__init__",
     "lab/forecasting": "names algebra record programs layouts layouts/buffers store/io store/reading store/verify "
-    "optimizer/ground converters/target optimizer/newton_schulz optimizer/planning optimizer/methods converters/look",
+    "converters/target optimizer/newton_schulz optimizer/planning optimizer/methods converters/look",
     "converters/compare": "names algebra record programs store/io store/reading store/formats store store/verify "
     "converters/engine converters/translate converters/look",
     "lab/page": "names record programs store/io store/reading store store/verify converters/look converters/compare",

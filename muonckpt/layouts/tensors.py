@@ -53,16 +53,6 @@ def _local(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
 
 
-def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with another part of this rank, which may be on another device than its mesh."""
-    if local is local_of(tensor):
-        return tensor
-    if not isinstance(tensor, DTensor):
-        return local
-    # from_local() would move it to the mesh's device.
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
 def is_first_copy(tensor: torch.Tensor) -> bool:
     """Return whether this rank is the first that holds its part of a tensor, or the tensor is a plain one.
 

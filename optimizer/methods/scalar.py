@@ -12,7 +12,7 @@ that are tensors back, and rounds rates to the parameter's dtype.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from ...layouts.flat import owned_layout
-from ...layouts.tensors import local_of, locals_of, zeros_sharded_like
+from ...layouts.tensors import locals_of, zeros_sharded_like
 from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
 from ..ground.codecs import PARAM_DTYPE_CODEC, Codec, LocalFragments, codec_of, cut_state_portions, stored_slots
 from ..ground.cuda_graphs import is_capturable, is_capturing, refuse_absent, refuse_host
-from ..ground.host_memory import ON_DEVICE, TURNS_AHEAD, SlotKey, StateMemory, peak_bytes
 from ..ground.tensors import Tensors, cast_tensors, decay, mask_opposed, number_like, rounded_once
 
 Slots = Mapping[str, Tensors]
@@ -71,13 +70,11 @@ class Scalar:
         group: ParamGroup,
         state: Mapping[Tensor, Mapping[str, Tensor]],
         fragments_of: Callable[[Tensor], LocalFragments] = whole_fragments,
-        memory: StateMemory = ON_DEVICE,
     ) -> None:
         """Step, in place, the parameters of ``group`` that have a gradient.
 
         Args:
             fragments_of: the elements of a parameter that this rank holds; asked where bits of state depend on them.
-            memory: where state rests, but for counts of steps.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
@@ -89,30 +86,27 @@ class Scalar:
         if is_capturing():
             refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
 
-        # Parameters of one device and dtype are stepped together ...
+        # Parameters of one device and dtype are stepped together.
         by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for param in group["params"]:
             if param.grad is not None:
                 by_kind[param.device, param.dtype].append(param)
-        for (device, _), members in by_kind.items():
-            # ... as many at a time as have their state on the device.
-            for numbers, states in _visiting_states([state[param] for param in members], memory, device):
-                params = members[numbers]
-                slots: dict[str, Tensors] = {}
-                for slot, (first, *_) in parts_of_slots.items():
-                    slots[slot] = locals_of(slots_of_param[first] for slots_of_param in states)
-                weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
-                places: list[Any] = [None] * len(params)
-                if codec.depends_on_place:
-                    other_parts = [parts for name, (_, *parts) in parts_of_slots.items() if name != STEP]
-                    for number, param in enumerate(params):
-                        lists = [locals_of(map(states[number].__getitem__, parts)) for parts in other_parts]
-                        places[number] = fragments_of(param), [(), *lists]
-                if is_capturable(device):
-                    self._step_on_device(weights, gradients, slots, group, places)
-                else:
-                    refuse_host(group["algorithm"], device)
-                    self._step_on_host(weights, gradients, slots, group, places)
+        for (device, _), params in by_kind.items():
+            slots: dict[str, Tensors] = {}
+            for slot, (first, *_) in parts_of_slots.items():
+                slots[slot] = locals_of(state[param][first] for param in params)
+            weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
+            places: list[Any] = [None] * len(params)
+            if codec.depends_on_place:
+                other_parts = [parts for name, (_, *parts) in parts_of_slots.items() if name != STEP]
+                for number, param in enumerate(params):
+                    lists = [locals_of(map(state[param].__getitem__, parts)) for parts in other_parts]
+                    places[number] = fragments_of(param), [(), *lists]
+            if is_capturable(device):
+                self._step_on_device(weights, gradients, slots, group, places)
+            else:
+                refuse_host(group["algorithm"], device)
+                self._step_on_host(weights, gradients, slots, group, places)
 
     def _step_on_device(
         self, weights: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup, places: Sequence[Any]
@@ -159,50 +153,6 @@ class Scalar:
                 with rounded_once(*changing, codecs=codecs) as (exact, *exact_averages):
                     exact_slots = dict(zip(averages, exact_averages, strict=True))
                     self.on_host(exact, cast_tensors(gradient, exact[0].dtype), exact_slots, count, numbers)
-
-
-States = Sequence[Mapping[str, Tensor]]
-"""The state of each of some parameters, by slot."""
-
-
-def peak_state_bytes(states: States, memory: StateMemory) -> int:
-    """Return the most bytes of state that a step of parameters has on the device at once, if it rests elsewhere."""
-    return peak_bytes([_visitors(states, numbers) for numbers in _turns(states, memory)], TURNS_AHEAD)
-
-
-def _turns(states: States, memory: StateMemory) -> list[range]:
-    """Cut parameters to turns of which the state comes to the device together."""
-
-    def size(number: int) -> int:
-        return sum(tensor.nbytes for tensor in _visitors(states, range(number, number + 1)).values())
-
-    return memory.cut_turns(len(states), size)
-
-
-def _visitors(states: States, numbers: range) -> dict[SlotKey, Tensor]:
-    """Return the local state of parameters, but for counts of steps."""
-    visitors = {}
-    for number in numbers:
-        for slot, tensor in states[number].items():
-            if slot != STEP:
-                visitors[number, slot] = local_of(tensor)
-    return visitors
-
-
-def _visiting_states(states: States, memory: StateMemory, device: torch.device) -> Iterator[tuple[slice, States]]:
-    """Yield the states of as many parameters as come together, on the device, and their numbers."""
-    turns = _turns(states, memory)
-    visits = memory.begin_visits(device, lambda turn: _visitors(states, turns[turn]), len(turns), TURNS_AHEAD)
-    for turn, numbers in enumerate(turns):
-        states_of_turn, visitors = states[numbers.start : numbers.stop], visits.receive(turn)
-        if visitors:
-            states_of_turn = []
-            for number in numbers:
-                slots = {slot: visitors.get((number, slot), tensor) for slot, tensor in states[number].items()}
-                states_of_turn.append(slots)
-        yield slice(numbers.start, numbers.stop), states_of_turn
-        visits.release(turn)
-    visits.finish()
 
 
 def _add_number(tensors: Tensors, value: float) -> None:

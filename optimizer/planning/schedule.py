@@ -131,14 +131,11 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def make_schedule(
-    specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None, most_state: float = math.inf
-) -> Schedule:
+def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None) -> Schedule:
     """Plan one rank's part for parameters that ``ranks`` hold (global ranks, in the order of their process group).
 
     Args:
-        stages: the largest number of rounds; None: `worthwhile_stages`, or so many that the state of one is about
-            ``most_state`` bytes a rank.
+        stages: the largest number of rounds; None: `worthwhile_stages`.
     """
     # Layers that repeat give equal specs; from here on they are told apart by identity.
     unique_specs: dict[Spec, Spec] = {}
@@ -150,9 +147,8 @@ def make_schedule(
 
     # Who orthogonalises which, and when: in so many stages that the exchange hides behind the work.
     owners = assign_owners(work, ranks)
-    min_stages = math.ceil(state_bytes(specs) / len(ranks) / most_state)
-    max_stages = stages or max(worthwhile_stages(specs, len(ranks)), min_stages)
-    turns = cut_stages([matrix.cost for matrix in work], owners, len(ranks), max_stages, min_stages)
+    max_stages = stages or worthwhile_stages(specs, len(ranks))
+    turns = cut_stages([matrix.cost for matrix in work], owners, len(ranks), max_stages)
     units = []
     decisions = zip(owners, turns, strict=True)
     for number, kind in enumerate(kinds):
@@ -361,20 +357,17 @@ class _Loads:
         return int(self.nodes[matrix.holders[0]])
 
 
-def cut_stages(
-    costs: Sequence[int], owners: Sequence[int], ranks: int, max_stages: int, min_stages: int = 1
-) -> list[int]:
+def cut_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, max_stages: int) -> list[int]:
     """Return the stage of each matrix: at most ``max_stages``, of at least as many matrices as ranks on average.
 
     Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load, so that work
-    hides the exchange of the next stage.  No stage is shorter than the largest matrix takes, as some ranks would wait,
-    unless it takes ``min_stages`` to have as little state in one as there should be.
+    hides the exchange of the next stage.  No stage is shorter than the largest matrix takes, as some ranks would wait.
     """
     load = [0] * ranks
     for cost, owner in zip(costs, owners, strict=True):
         load[owner] += cost
     longest = max(*load, 1)
-    count = max(1, min(max_stages, len(costs) // ranks, max(min_stages, longest // max(costs, default=1))))
+    count = max(1, min(max_stages, len(costs) // ranks, longest // max(costs, default=1)))
     work_before = [0] * ranks
     stages = [0] * len(costs)
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable
@@ -397,19 +390,6 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
             num_bytes += math.prod(slot.layout.shape) * sizes
     per_rank = num_bytes * (ranks - 1) // ranks**2
     return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MAX_STAGES)
-
-
-def state_bytes(specs: Sequence[Spec]) -> int:
-    """Return the bytes of state on all ranks, with an update's element for one of momentum, in float32."""
-    bytes_of_spec: dict[int, int] = {}
-    for spec in specs:
-        if id(spec) in bytes_of_spec:
-            continue
-        update, *other_slots = spec.slots
-        num_bytes = 4 * update.layout.total_numel
-        num_bytes += sum(slot.returns * slot.sent_dtype.itemsize * slot.layout.total_numel for slot in other_slots)
-        bytes_of_spec[id(spec)] = num_bytes
-    return sum(bytes_of_spec[id(spec)] for spec in specs)
 
 
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form]]]:

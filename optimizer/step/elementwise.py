@@ -7,7 +7,7 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, cast
@@ -19,10 +19,9 @@ from torch import Tensor
 from ...algebra.layout import TensorLayout
 from ...algebra.plan import Copies
 from ...layouts.tensors import local_of
-from ...names.state_forms import stored_parts, stored_slot
+from ...names.state_forms import stored_parts
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..ground.codecs import LocalFragments, codec_of, cut_state_portions
-from ..ground.host_memory import TURNS_AHEAD, SlotKey, StateMemory, Visits
 from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once, stack_boxes
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
@@ -38,13 +37,12 @@ class LocalTensors:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
         is_active: whether each takes part.
-        slots: state by name, of the parameters that have it, where it is now.
+        slots: state by name, of the parameters that have it.
         momentum_parts: those of the slots that store momenta; the first of a parameter is shaped like it.
         momenta: what updates are made of: the first part of what is stored of the momentum, or the gradient of a
             parameter that has none.
         dense_copies: tensors that are not contiguous in their own memory, and their copies.
         layouts: with fragments on this ``rank``.
-        until_computed, until_applied: visits of the state that a stage needs until then, if it rests elsewhere.
     """
 
     groups: Sequence[ParamGroup]
@@ -57,8 +55,6 @@ class LocalTensors:
     dense_copies: Sequence[tuple[Tensor, Tensor]]
     layouts: Sequence[TensorLayout]
     rank: int
-    until_computed: Visits
-    until_applied: Visits
 
     @classmethod
     def of(
@@ -68,11 +64,8 @@ class LocalTensors:
         state: State,
         specs: Sequence[Spec],
         rank: int,
-        stages: Sequence[Sequence[int]],
-        memory: StateMemory,
-        device: torch.device,
     ) -> LocalTensors:
-        """Begin a step on a device, given the parameters of each of its ``stages``, and where their state rests."""
+        """Return the tensors of a step."""
         dense_copies: list[tuple[Tensor, Tensor]] = []
 
         def dense(tensor: Tensor) -> Tensor:
@@ -102,37 +95,9 @@ class LocalTensors:
             for number, tensor in part.items():
                 momenta[number] = tensor
 
-        # State that rests in host memory comes with the stages that need it.
         is_active = tuple([gradient is not None for gradient in gradients])
-
-        def visits(returning: bool, ahead: int) -> Visits:
-            def state_of_stage(stage: int) -> dict[SlotKey, Tensor]:
-                return state_of([param for param in stages[stage] if is_active[param]], slots, specs, returning)
-
-            return memory.begin_visits(device, state_of_stage, len(stages), ahead)
-
-        until_computed, until_applied = (visits(*arguments) for arguments in VISITS)
         layouts = [spec.slots[0].layout for spec in specs]
-        tensors = weights, gradients, is_active, slots, momentum_parts, momenta, dense_copies
-        return cls(groups, *tensors, layouts, rank, until_computed, until_applied)
-
-    def fetch_state(self, stage: int) -> bool:
-        """Let the state of a stage be on the device, until `computed` and `applied`; false if it is always there."""
-        arrivals = {**self.until_computed.receive(stage), **self.until_applied.receive(stage)}
-        self._replace_slots(arrivals)
-        return bool(arrivals)
-
-    def computed(self, stage: int) -> None:
-        self._replace_slots(self.until_computed.release(stage))
-
-    def applied(self, stage: int) -> None:
-        self._replace_slots(self.until_applied.release(stage))
-
-    def _replace_slots(self, tensors: Mapping[SlotKey, Tensor]) -> None:
-        for (param, name), tensor in tensors.items():
-            self.slots[name][param] = tensor
-            if (stored := stored_slot(name)).slot == MOMENTUM and stored.is_shaped:
-                self.momenta[param] = tensor
+        return cls(groups, weights, gradients, is_active, slots, momentum_parts, momenta, dense_copies, layouts, rank)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         """Average gradients into momenta, of lists of parameters as `equal_momenta` returns them."""
@@ -175,9 +140,7 @@ class LocalTensors:
         return [part for part in self.momentum_parts if param in part][1:]
 
     def end(self) -> None:
-        """Write all state back to where it rests."""
-        self.until_computed.finish()
-        self.until_applied.finish()
+        """Write copies of tensors back."""
         for tensor, dense in self.dense_copies:
             tensor.copy_(dense)
 
@@ -187,32 +150,11 @@ def _fragments(layout: TensorLayout, rank: int) -> LocalFragments:
     return layout.shape, layout.fragments_of(rank)
 
 
-VISITS = ((False, TURNS_AHEAD), (True, TURNS_AHEAD + 1))
-"""Whether state returns from the owners, and how many stages ahead of its use it comes: what returns is needed until
-it is applied, which is after the next stage is computed."""
-
-
-def state_of(
-    params: Collection[int], slots: Mapping[str, Mapping[int, Tensor]], specs: Sequence[Spec], returning: bool
-) -> dict[SlotKey, Tensor]:
-    """Return the state of parameters that returns from the owners, or all other."""
-    state = {}
-    for name, tensors in slots.items():
-        for param in params:
-            returns = any(slot.name == name and slot.returns for slot in specs[param].slots)
-            if param in tensors and returns is returning:
-                state[param, name] = tensors[param]
-    return state
-
-
 class Elementwise(Protocol):
     """A backend for one schedule on one rank.  Wires are bytes, laid out as the schedule's routes say."""
 
     def begin(self, local: LocalTensors) -> None:
         """Begin a step; momenta are as they were."""
-
-    def locate(self, local: LocalTensors) -> None:
-        """Read where momenta are now: they have come to the device."""
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         """Average gradients into the momenta that a stage is the first to need: now, or in `send` and `assemble`."""
@@ -285,9 +227,6 @@ class TorchElementwise:
             self._update_blocks = [self._blocks(local, table, back=False) for table in self._copies.update_sends]
             self._result_blocks = [self._blocks(local, table, back=True) for table in self._copies.result_receives]
             self._stacks = {}
-
-    def locate(self, local: LocalTensors) -> None:
-        return None  # every use does so
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         local.accumulate(self._equal_momenta[stage])

@@ -85,16 +85,18 @@ class KernelElementwise:
 
         # Tensors are found by address, 0 where the parameter takes no part.
         gradients: list[Tensor | None] = []
+        momenta: list[Tensor | None] = []
         weights: list[Tensor | None] = []
         changed_tensors: list[Tensor] = []
         for param in self._params:
-            gradient, weight = local.gradients[param], local.weights[param]
+            gradient, momentum, weight = local.gradients[param], local.momenta[param], local.weights[param]
             gradients.append(gradient)
+            momenta.append(None if gradient is None else momentum)
             weights.append(None if gradient is None else weight)
             if gradient is not None:
-                changed_tensors += local.momenta[param], weight
-        self.locate(local)
+                changed_tensors += momentum, weight
         self._gradients = self._tensors("gradients", gradients, lambda kind: kind.gradient)
+        self._momenta = self._tensors("momenta", momenta, lambda kind: kind.momentum)
         self._weights = self._tensors("weights", weights, lambda kind: kind.weight)
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
         torch.autograd.graph.increment_version(changed_tensors)
@@ -110,14 +112,6 @@ class KernelElementwise:
             self._group_option("weight_decay", groups),
             self._group_option("cautious", groups) > 0,
         )
-
-    def locate(self, local: LocalTensors) -> None:
-        momenta: list[Tensor | None] = []
-        for param in self._params:
-            momentum = local.momenta[param]
-            is_needed_here = local.gradients[param] is not None and momentum.device == self._device
-            momenta.append(momentum if is_needed_here else None)
-        self._momenta = self._tensors("momenta", momenta, lambda kind: kind.momentum)
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._send(("update", stage), lambda: self._copies.update_sends[stage], wire)

@@ -13,7 +13,6 @@ from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..ground.codecs import codec_of, stored_slots
-from ..ground.host_memory import STATE_MEMORIES
 from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
@@ -35,7 +34,6 @@ class Planner:
         resting: the layout of a parameter on these ranks.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
         methods: by the names that groups hold.
-        offload: a key of `STATE_MEMORIES`.
         begun_anew: parameters whose state was cleared since the last step.
     """
 
@@ -47,7 +45,6 @@ class Planner:
     form: Choice
     scale: Callable[[ParamGroup, int, int], float]
     methods: Methods
-    offload: str | None
     begun_anew: Collection[Tensor]
 
     def plan(self, rank_set: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
@@ -61,7 +58,6 @@ class Planner:
         rank = dist.get_rank() if group is not None else ranks[0]
         params, device = [member.param for member in rank_set.matrices], rank_set.device
         options = [groups[member.group] for member in rank_set.matrices]
-        memory = STATE_MEMORIES[self.offload]
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if failure is not None:
@@ -70,7 +66,7 @@ class Planner:
             # Every rank derives the same schedule, without talking, and its own part of it.
             with paused_collector():
                 specs = self._specs(rank_set, groups, state, ranks)
-                schedule = make_schedule(specs, ranks, rank, self.stages, memory.turn_bytes)
+                schedule = make_schedule(specs, ranks, rank, self.stages)
 
             # The element-wise parts run on kernels where these know all dtypes.
             weights = [local_of(param) for param in params]
@@ -96,13 +92,13 @@ class Planner:
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
-        return Step(schedule, params, specs, methods, labels, rank, backend, group, links, device, memory)
+        return Step(schedule, params, specs, methods, labels, rank, backend, group, links, device)
 
     def _facts(
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule
     ) -> Facts:
         """Return everything that has to be the same on all ranks for their schedules to be parts of one."""
-        facts = {"exchange": self.exchange, "offload": repr(self.offload)}
+        facts = {"exchange": self.exchange}
         members = list(zip(rank_set.members, rank_set.labels, strict=True))
         facts[CLEARED] = ", ".join(label for member, label in members if member.param in self.begun_anew) or "none"
         for index, (member, label) in enumerate(members):

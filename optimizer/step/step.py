@@ -23,11 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...layouts.tensors import local_of
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import ParamGroup
 from ..ground.cuda_graphs import is_capturable, is_capturing, refuse_absent, refuse_host
-from ..ground.host_memory import StateMemory, peak_bytes
 from ..ground.tensors import Places, RowsColumns, align_matrices
 from ..methods.form import MatrixMethod, WholeMatrix
 from ..newton_schulz.iterations import orthogonalize_all
@@ -36,7 +34,7 @@ from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import VISITS, Elementwise, LocalTensors, state_of
+from .elementwise import Elementwise, LocalTensors
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, rank_sets, refuse_ended_groups
@@ -173,7 +171,6 @@ class Step:
     Args:
         group: None for this process alone.
         device: where ranks exchange.
-        memory: where state rests.
     """
 
     schedule: Schedule
@@ -186,12 +183,10 @@ class Step:
     group: dist.ProcessGroup | None
     links: Sequence[tuple[Link, Link]]
     device: torch.device
-    memory: StateMemory
 
     def __post_init__(self) -> None:
         self._notes = Notes(self.group, self.device) if self.group is not None else None
         self._state = MatrixState(self.schedule, self.specs, self.device)
-        self._params_of_stages = self.schedule.params()
         self._state_kinds: list[tuple[Hashable, ...]] = []
         for param, spec in zip(self.params, self.specs, strict=True):
             self._state_kinds.append((param.device, *(slot.sent_dtype for slot in spec.slots)))
@@ -271,7 +266,6 @@ class Step:
 
                 # All other results travel back while those of the stage before are applied.
                 exchange.start(next_results)
-                exchange.attempt(local.computed, number)
                 if results:
                     self._apply(exchange, local, number - 1, results)
                 results = next_results
@@ -299,22 +293,9 @@ class Step:
         for wire in other_wires:
             wire.arrive()
 
-    def peak_state_bytes(self, state: State) -> int:
-        """Return the most bytes of state that a step has on the device at once, if it rests elsewhere."""
-        slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-        for number, param in enumerate(self.params):
-            for name, tensor in state[param].items():
-                slots[name][number] = local_of(tensor)
-        peak = 0
-        for returning, ahead in VISITS:
-            turns = [state_of(params, slots, self.specs, returning) for params in self._params_of_stages]
-            peak += peak_bytes(turns, ahead)
-        return peak
-
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step; batches are made anew if other parameters have gradients."""
-        stages = self._params_of_stages, self.memory, self.device
-        local = LocalTensors.of(self.params, groups, state, self.specs, self.rank, *stages)
+        local = LocalTensors.of(self.params, groups, state, self.specs, self.rank)
         if self._is_active != local.is_active:
             units = self.schedule.units
             by_param = groups.__getitem__, self.methods.__getitem__, self._state_kinds.__getitem__
@@ -338,9 +319,6 @@ class Step:
         """Start to send the updates of a stage to their owners, and the state that goes with them."""
         wire = Wire(self.schedule.stages[stage].gather, self.links[stage][0], self.device)
         if local is not None:
-            # State that rests in host memory has come to the device, where kernels have to find it.
-            if exchange.attempt(local.fetch_state, stage):
-                exchange.attempt(self.elementwise.locate, local)
             exchange.attempt(self.elementwise.accumulate_gradients, local, stage)
             exchange.attempt(self.elementwise.send, local, stage, wire.memory)
             exchange.attempt(self._state.send, local, stage, wire.memory)
@@ -396,7 +374,6 @@ class Step:
         exchange.check(results)
         exchange.attempt(self.elementwise.apply, local, stage, results.memory)
         exchange.attempt(self._state.apply, local, stage, results.memory)
-        exchange.attempt(local.applied, stage)
 
 
 class Steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ from muonckpt.lab.forecasting.topologies import (
 )
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.ground.host_memory import TURN_BYTES
 from muonckpt.optimizer.methods.matrix import MATRICES
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec
@@ -199,20 +197,6 @@ def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
     with pytest.raises(TargetError, match="momentum"):
         muonckpt.save({"model": model}, tmp_path / "weights")
         muonckpt.forecast([{"dp": 4}], checkpoint=tmp_path / "weights")
-
-
-def test_state_that_rests_in_host_memory_comes_in_more_stages(tmp_path: Path):
-    large = {**SMALL, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    there, apart = (
-        muonckpt.forecast([{"dp": 2}], model=config(tmp_path, **large), dtype="float32", offload=offload).topologies[0]
-        for offload in (None, "cpu")
-    )
-    assert apart.memory["host"] == there.memory["state"] and "host" not in there.memory
-    assert there.stages <= 4 < apart.stages
-    assert apart.memory["state"] == math.ceil(3 * there.memory["state"] / apart.stages) < 4 * TURN_BYTES
-    assert apart.memory["total"] == sum(apart.memory[what] for what in ("weights", "gradients", "state", "wires"))
-    with pytest.raises(TargetError, match="offload='disk'"):
-        muonckpt.forecast([{"dp": 2}], model=config(tmp_path, **SMALL), offload="disk")
 
 
 def test_exchange_hides_behind_newton_schulz():

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 
 from ...converters.target.topology import AxisCut, ShardRule
 from ...names.errors import SourceError, TargetError, did_you_mean
-from ...optimizer.ground.host_memory import STATE_MEMORIES
 from ...optimizer.methods.form import MatrixMethod
 from ...optimizer.methods.matrix import MATRICES
 from ...optimizer.planning.matrices import PRECISIONS
@@ -55,7 +54,6 @@ def forecast(
     rates: Rates = UNKNOWN_RATES,
     training: Training = PLAIN_FSDP,
     stages: int | None = None,
-    offload: str | None = None,
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
     algorithm: str | MatrixMethod = "muon",
@@ -76,7 +74,7 @@ def forecast(
         state_dtype: of momentum and moments, as `Muon` takes it; by default ``dtype``, or what the checkpoint has.
         rates: of one rank: bytes a second to others and to files, FLOPs a second; `HARDWARE` has some by name.
         training: the scheme of forward and backward, and the tokens of an iteration.
-        stages, offload, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
+        stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
         algorithm: of a model's matrices; or a method of your own that groups of the checkpoint name, whose FLOPs would
             be unknown otherwise.
         progress: called with the number of meshes that are done, and of all.
@@ -96,8 +94,6 @@ def forecast(
         raise TargetError(f"unknown scheme {training.scheme!r}; expected one of {', '.join(SCHEMES)}")
     if (stages is not None and stages < 1) or ns_steps < 1:
         raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
-    if offload not in STATE_MEMORIES:
-        raise TargetError(f"offload={offload!r}: expected one of {list(STATE_MEMORIES)}")
     if isinstance(algorithm, str) and algorithm not in MATRICES:
         names = ", ".join(MATRICES)
         raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {names}, or a MatrixMethod")
@@ -109,7 +105,7 @@ def forecast(
     )
     if state_dtype is not None:
         tensors = with_state_in(tensors, state_dtype)
-    options = MuonOptions(ns_steps, ns_dtype, stages, offload)
+    options = MuonOptions(ns_steps, ns_dtype, stages)
     return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, training, progress)
 
 

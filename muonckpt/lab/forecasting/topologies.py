@@ -24,7 +24,6 @@ from ...layouts.buffers.placements import PlacementRequest
 from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ...names.vocabulary import MUON, ParamGroup
-from ...optimizer.ground.host_memory import STATE_MEMORIES, TURNS_AHEAD, StateMemory
 from ...optimizer.methods.form import MatrixMethod, dtype_named
 from ...optimizer.methods.matrix import method_slots
 from ...optimizer.newton_schulz.recipe import flops
@@ -52,8 +51,7 @@ class Topology:
         busiest_sent: the bytes that the busiest rank sends, alignment of wires included.
         newton_schulz: how evenly FLOPs of a step are shared, in the same way; with those of methods besides.
         memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
-            the most; and their ``total``.  With ``offload``, ``host`` is the state, and ``state`` what a step has of
-            it on the device: about three stages' share.
+            the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
         checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes; the most
             that a rank reads, and receives from others, in a load on this mesh (``most_read``, ``most_received``).
@@ -119,14 +117,11 @@ def topology_of(
         step = step.without_exchange()
     traffic = traffic_of(model, target, training)
 
-    # Memory is that of the fullest rank; where state rests on the host, some stages' share of it is on the device.
+    # Memory is that of the fullest rank.
     ranks = _bytes_on_ranks(model.parameters, layout_of, target.ranks)
     fullest = int(ranks.total.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
-    host = {} if options.offload is None else {"host": memory["state"]}
-    if host:
-        memory["state"] = math.ceil(memory["state"] * min(1, (TURNS_AHEAD + 1) / len(step.work)))
     if traffic.resident is not None:
         memory["weights"] = round(traffic.resident)
 
@@ -148,7 +143,7 @@ def topology_of(
         sent=_balance(step.sent.sum(axis=(0, 1))),
         busiest_sent=step.busiest_sent,
         newton_schulz=_balance(step.work.sum(axis=0)),
-        memory={**memory, "total": sum(memory.values()), **host},
+        memory={**memory, "total": sum(memory.values())},
         held=_balance(ranks.total.astype(np.int64)),
         checkpoint={
             "bytes": round(file_bytes.sum()),
@@ -273,11 +268,6 @@ class MuonOptions:
     ns_steps: int = MUON.ns_steps
     ns_dtype: str = MUON.ns_dtype
     stages: int | None = None
-    offload: str | None = None
-
-    @property
-    def memory(self) -> StateMemory:
-        return STATE_MEMORIES[self.offload]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -319,7 +309,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     specs = _specs(parameters, layout_of, options)
     everyone = tuple(range(ranks))
     with paused_collector():
-        schedule = make_schedule(specs, everyone, 0, options.stages, options.memory.turn_bytes)
+        schedule = make_schedule(specs, everyone, 0, options.stages)
     num_stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
     sent, received = np.full((2, num_stages, 2, ranks), notes, np.int64)
@@ -346,7 +336,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     with paused_collector():
         busiest_schedule = schedule
         if busiest:
-            busiest_schedule = make_schedule(specs, everyone, busiest, options.stages, options.memory.turn_bytes)
+            busiest_schedule = make_schedule(specs, everyone, busiest, options.stages)
     return StepPlan(
         len(schedule.units),
         sent,
