@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import sweep
-from support.every_kind import assert_same_bits, make, single, snapshot, train, values
+from support.every_kind import assert_same_bits, snapshot
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.lab.forecasting.models import fresh_parameter
@@ -152,63 +152,6 @@ def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dty
     expected = many_small(0, 0, dtype, None)
     for mine in found:
         assert_same_bits(mine, expected)
-
-
-def gathered(rank: int, world: int, grid: tuple[int, ...]) -> list[torch.Tensor]:
-    mesh = init_device_mesh("cpu", grid)
-    placements = [Shard(0)] if len(grid) == 1 else [Replicate(), Shard(0)]
-
-    def place(tensor):
-        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-
-    params = [nn.Parameter(place(v)) for v in values(0, torch.float32)]
-    opt = make(params, exchange="all_gather")
-    train(params, opt, place, torch.float32)
-    return snapshot(params, opt)
-
-
-@pytest.mark.parametrize("grid", [(1,), (3,), (2, 2)])
-def test_without_all_to_all_the_bits_are_the_same(grid):
-    expected = single(torch.float32)
-    for found in run(torch.Size(grid).numel(), gathered, grid):
-        assert_same_bits(found, expected)
-
-
-def differing_plans(rank: int, world: int) -> str:
-    """Rank 1 has its parameters in another order."""
-    shapes = [(8, 4), (4, 8)] if rank != 1 else [(4, 8), (8, 4)]
-    try:
-        on_rows(shapes, world)[1].step()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_that_planned_differently_stop_before_they_exchange():
-    for message in run(3, differing_plans):
-        assert "rank 1: parameter 0 is (4, 8)" in message
-
-
-def some_missing(rank: int, world: int) -> tuple[str, bool]:
-    """Rank 1 lacks one gradient of many; then all have all of them."""
-    params, opt = on_rows([(8, 4)] * 12, world)
-    if rank == 1:
-        params[7].grad = None
-    message = "no error"
-    try:
-        opt.step()
-    except RuntimeError as error:
-        message = str(error)
-    before = [p.to_local().clone() for p in params]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    opt.step()
-    return message, all(not torch.equal(a, p.to_local()) for a, p in zip(before, params, strict=True) if a.numel())
-
-
-def test_ranks_that_disagree_about_gradients_stop_and_can_go_on():
-    for message, moved in run(3, some_missing):
-        assert "rank 1: the gradient of parameter 7 is missing" in message and moved
 
 
 @pytest.mark.parametrize(

@@ -1,91 +1,19 @@
-"""The optimizer gives the same bits on any number of ranks, has complete state, and resumes through stock DCP."""
+"""What a step does, and how the optimizer resumes through stock DCP."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support import sweep, torch_since, workers
-from support.every_kind import assert_same_bits, make, single, snapshot, train, values
+from support import torch_since, workers
+from support.every_kind import assert_same_bits, snapshot
 from support.fsdp_model import build, steps
 from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt import LayoutError
 from muonckpt.optimizer import ADJUST_LR, Muon, orthogonalize
-
-
-def sharded(rank: int, world: int, dim: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Train parameters that are sharded along a dim of a mesh of all ranks, or replicated; return a snapshot."""
-    mesh = init_device_mesh("cpu", (world,))
-
-    def place(tensor):
-        placement = Replicate() if dim is None else Shard(dim % tensor.ndim)
-        return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
-
-    params = [nn.Parameter(place(v)) for v in values(0, dtype)]
-    opt = make(params)
-    train(params, opt, place, dtype)
-    return snapshot(params, opt)
-
-
-DIMS, DTYPES = [0, 1, -1, None], [torch.float32, torch.bfloat16]
-CASES = {world: [(world, dim, DTYPES[(world + number) % 2]) for number, dim in enumerate(DIMS)] for world in (2, 3, 4)}
-
-
-@pytest.mark.parametrize(
-    ("world", "dim", "dtype"),
-    [
-        (1, 0, torch.float32),
-        *sweep(CASES[2], CASES[2][3]),
-        *sweep(CASES[3], CASES[3][0]),
-        *sweep(CASES[4], CASES[4][1]),
-    ],
-    ids=str,
-)
-def test_same_bits_on_any_number_of_ranks(world, dim, dtype):
-    expected = single(dtype)
-    for actual in run(world, sharded, dim, dtype):
-        assert_same_bits(actual, expected)
-
-
-def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], list[int], int]:
-    """Train plain tensors, as DDP leaves them; return a snapshot, each unit's owner, and the units on this rank."""
-    params = [nn.Parameter(v) for v in values(0, torch.float32)]
-    opt = make(params, replicas=dist.group.WORLD if share else None)
-    train(params, opt, lambda g: g, torch.float32)
-    [schedule] = opt.schedules.values()
-    return (
-        snapshot(params, opt),
-        [unit.owner for unit in schedule.units],
-        sum(len(stage.owned) for stage in schedule.stages),
-    )
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
-    # Each rank has the bits of a run without ranks.
-    expected = single(torch.float32)
-    results = run(3, replicated, share)
-    for actual, _, _ in results:
-        assert_same_bits(actual, expected)
-    # Units are divided among the ranks, or each rank steps all of them.
-    owners = results[0][1]
-    if share:
-        assert [count for _, _, count in results] == [owners.count(rank) for rank in range(3)] and {*owners} == {
-            0,
-            1,
-            2,
-        }
-    else:
-        assert [count for _, _, count in results] == [len(owners)] * 3
-
 
 # --- state ------------------------------------------------------------------------------------------------------
 
@@ -123,14 +51,6 @@ def test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_with
         assert "unused.weight.momentum_buffer" in keys and "unused.bias.exp_avg" in keys
 
 
-def test_state_is_complete_from_construction_on():
-    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
-    opt = Muon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw", "lr": 1e-3}])
-    assert set(opt.state[params[0]]) == {"momentum_buffer"}
-    assert set(opt.state[params[1]]) == {"exp_avg", "exp_avg_sq", "step"}
-    assert opt.state[params[1]]["step"].dtype == torch.float32
-
-
 def test_loading_an_incomplete_state_is_an_error_not_a_restart_from_zero():
     opt = Muon([nn.Parameter(torch.randn(4, 3))])
     state = opt.state_dict()
@@ -154,23 +74,6 @@ def test_an_option_of_former_versions_is_left_in_the_checkpoint():
     state["param_groups"][0] |= {"blocks": 4, "lr": 0.5}
     opt.load_state_dict(state)
     assert opt.param_groups[0]["lr"] == 0.5 and "blocks" not in opt.param_groups[0]
-
-
-def test_load_state_dict_keeps_torchs_keyword_and_step_counters_stay_float32():
-    params = [nn.Parameter(torch.randn(4, dtype=torch.bfloat16))]
-    opt = Muon([{"params": params, "algorithm": "adamw"}])
-    params[0].grad = torch.ones_like(params[0])
-    opt.step()
-    opt.load_state_dict(state_dict=opt.state_dict())
-    assert opt.state[params[0]]["step"].dtype == torch.float32 and opt.state[params[0]]["step"] == 1
-
-
-def test_an_optimizer_can_be_copied():
-    params = [nn.Parameter(torch.randn(4, 3))]
-    twin_params, twin = copy.deepcopy((params, Muon(params)))
-    twin_params[0].grad = torch.ones(4, 3)
-    twin.step()
-    assert not torch.equal(twin_params[0], params[0])
 
 
 # --- the step itself --------------------------------------------------------------------------------------------
@@ -262,34 +165,6 @@ def test_autocast_around_the_step_changes_nothing():
             Muon([p], ns_dtype="float32").step()
         results.append(p.detach())
     assert torch.equal(*results)
-
-
-def test_a_parameter_without_a_gradient_is_left_alone():
-    params = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
-    before = [p.detach().clone() for p in params]
-    opt = Muon(params)
-    params[0].grad = torch.ones(4, 3)
-    opt.step()
-    assert torch.equal(params[1], before[1]) and not torch.equal(params[0], before[0])
-    assert not opt.state[params[1]]["momentum_buffer"].any()
-
-
-def half_missing(rank: int, world: int) -> str:
-    """Step with no gradient on rank 1, and return the error."""
-    mesh = init_device_mesh("cpu", (world,))
-    p = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
-    if rank != 1:
-        p.grad = torch.ones_like(p)
-    try:
-        Muon([p]).step()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_gradient_missing_on_some_ranks_stops_every_rank():
-    for message in run(3, half_missing):
-        assert "gradient must be present on all ranks" in message
 
 
 @pytest.mark.parametrize(
