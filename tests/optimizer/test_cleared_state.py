@@ -85,36 +85,6 @@ def test_cleared_state_is_that_of_an_optimizer_built_anew(algorithm, clear):
     assert same(*results)
 
 
-def test_one_parameter_begins_anew_and_the_others_go_on():
-    params = params_of()
-    opt, twin_params = made(params, "adamuon"), params_of()
-    twin = made(twin_params, "adamuon")
-    for each in (opt, twin):
-        stepped(each, range(3))
-    opt.state.pop(params[0])
-    for tensor in twin.state[twin_params[0]].values():
-        tensor.zero_()
-    for each in (opt, twin):
-        stepped(each, range(3, 5))
-    assert same(everything(opt), everything(twin))
-
-
-def test_state_that_is_put_back_is_used():
-    params = params_of()
-    opt, twin = made(params, "normuon"), made(params_of(), "normuon")
-    stepped(opt, range(3))
-    stepped(twin, range(3))
-    kept, weights = opt.state, [param.detach().clone() for param in params]
-    opt.state = defaultdict(dict)
-    stepped(opt, range(3, 5))
-    opt.state = kept
-    for param, weight in zip(params, weights, strict=True):
-        param.data.copy_(weight)
-    for each in (opt, twin):
-        stepped(each, range(3, 6))
-    assert same(everything(opt), everything(twin))
-
-
 @pytest.mark.parametrize("algorithm", ["adamuon", "adamw", "normuon"])
 def test_a_part_of_a_parameters_state_is_refused_before_anything_moves(algorithm):
     params = params_of()
@@ -133,7 +103,7 @@ def test_a_part_of_a_parameters_state_is_refused_before_anything_moves(algorithm
     assert lost in opt.state[params[0]]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["adamuon", "adamw"])
 def test_state_that_is_no_dict_is_refused_before_anything_moves(algorithm):
     params = params_of()
     opt = made(params, algorithm)
@@ -158,7 +128,7 @@ def test_state_that_is_no_dict_is_refused_before_anything_moves(algorithm):
     assert same(everything(opt), everything(twin))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["adamuon", "adamw"])
 def test_state_of_another_dtype_or_shape_is_refused_before_anything_moves(algorithm):
     """Else some matrices would have moved when another one fails, or all would go on with other bits."""
     params = params_of()
@@ -195,24 +165,6 @@ def test_what_is_saved_after_clearing_is_the_state_that_training_goes_on_with(cl
     weights, state = get_state_dict(other, resumed)
     muonckpt.load({"model": weights, "optimizer": state}, tmp_path / "saved")
     assert torch.equal(state["state"]["weight"]["momentum_buffer"], torch.zeros(8, 8))
-
-
-def test_a_parameter_that_is_replaced_when_its_state_was_cleared_begins_anew():
-    results = []
-    for clear in (True, False):
-        params = params_of()
-        opt = made(params, "adamuon")
-        stepped(opt, range(2))
-        others = [nn.Parameter(param.detach().clone()) for param in params]
-        if clear:
-            opt.state = defaultdict(dict)
-            for group, param in zip(opt.param_groups, others, strict=True):
-                group["params"] = [param]
-        else:
-            opt = made(others, "adamuon")
-        stepped(opt, range(2, 4))
-        results.append(everything(opt))
-    assert same(*results)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

