@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNEL_TESTS = ("kernels", "elementwise", "step_kernels", "capture", "products", "stacks", "scalar")
+KERNEL_TESTS = ("kernels", "elementwise", "step_kernels", "products", "stacks", "scalar")
 
 
 @dataclass(frozen=True, slots=True)

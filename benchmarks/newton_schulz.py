@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.names.coefficients import COEFFICIENTS
-from muonckpt.optimizer.ground.cuda_graphs import time_replays
+from muonckpt.optimizer.ground.devices import time_replays
 from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all

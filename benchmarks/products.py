@@ -18,7 +18,7 @@ import torch
 from machine import describe
 from torch import Tensor
 
-from muonckpt.optimizer.ground.cuda_graphs import time_replays
+from muonckpt.optimizer.ground.devices import time_replays
 from muonckpt.optimizer.ground.tensors import Places, Stack
 
 STACKS: tuple[tuple[int, int, int], ...] = (

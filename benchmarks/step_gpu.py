@@ -35,8 +35,7 @@ BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4
 
 ROUNDS = 9
 
-GRAPH, GRAPH_ALONE = "step, CUDA graph", "Newton-Schulz alone, CUDA graph"
-ON_GPU = (GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches", "memory beyond the state")
+ON_GPU = ("rest", "floor", "rest / floor", "launches", "memory beyond the state")
 TOP = 12
 """Kernels of a step that are listed."""
 
@@ -147,14 +146,6 @@ def memory(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """The same as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
 def measure(model: Model, device: torch.device, limit: float) -> dict[str, float | None]:
     """Figures by name; None for what needs a GPU and has none.
 
@@ -164,8 +155,7 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     until = time.monotonic() + limit
     params = made(model, device)
     adamw = torch.optim.AdamW(params, lr=1e-6, fused=device.type == "cuda")
-    rate = torch.tensor(1e-3, device=device) if device.type == "cuda" else 1e-3
-    opt, torch_optimizer = Muon(params, lr=rate), torch.optim.Muon(params)
+    opt, torch_optimizer = Muon(params, lr=1e-3), torch.optim.Muon(params)
     opt.step()
     newton_schulz_seconds = newton_schulz(opt, device)
     newton_schulz_seconds()
@@ -178,11 +168,10 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     peak, listed = memory(opt.step), kernels(opt.step)
     for name, count, milliseconds in listed[:TOP]:
         print(f"  {milliseconds:8.3f} ms  {count:5} x  {name[:100]}")
-    works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(newton_schulz_seconds)}
     seconds_of_works = medians(works, device, until)
     floor, update_seconds = (
         BYTES * model.numel / bandwidth(device),
-        seconds_of_works[GRAPH] - seconds_of_works[GRAPH_ALONE],
+        seconds_of_works["step"] - seconds_of_works["Newton-Schulz alone"],
     )
     return {
         **seconds_of_works, "rest": update_seconds, "floor": floor, "rest / floor": update_seconds / floor,

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts.tensors import is_first_copy, local_of
-from .ground.cuda_graphs import is_capturing
 from .ground.tensors import cut_portions, rounded_once
 from .planning.schedule import Ranks
 from .state import check_gradients
@@ -76,9 +75,9 @@ def clip_grad_norm_(
         squares, differs = received[:, 0].sum(), received[:, 1].any()
         limits = [received[:, 2].amin(), received[:, 3].amax()]
     # All must give one limit, and scale what they share by one norm.
-    if (pipeline is not None or any(widest)) and not is_capturing():
+    if pipeline is not None or any(widest):
         refuse_other_limits(max_norm, torch.stack(limits))
-    if any(widest) and not is_capturing() and differs:
+    if any(widest) and differs:
         peers = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
         raise ValueError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "

@@ -11,7 +11,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .ground.cuda_graphs import is_capturing
 from .options import as_numbers, keys_of_code_options, params_of
 from .step.agreement import Facts
 
@@ -76,7 +75,7 @@ class CollectiveOptimizer(Optimizer):
                 return hooked(self, *args, **kwargs)
             except Exception as error:
                 # It came from a closure, a hook or a check, before the ranks met.
-                if self._has_waiting_peers and not is_capturing():
+                if self._has_waiting_peers:
                     self._step_with_ranks(error)
                 raise
             finally:

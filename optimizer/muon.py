@@ -25,7 +25,6 @@ from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION, ROUNDING_SEED, ST
 from .collective import CollectiveOptimizer
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .ground.codecs import LocalFragments, check_stored, codec_of
-from .ground.cuda_graphs import is_capturing
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
@@ -377,11 +376,6 @@ class Muon(ForModel, CollectiveOptimizer):
                 self._warn_of_left_out()
         # Refuse what no step can do before ranks meet.
         for group in self.param_groups:
-            if group.get(ROUNDING_SEED) is not None and is_capturing():
-                raise RuntimeError(
-                    f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: every replay of a CUDA graph would round with the same "
-                    "noise; round to the nearest, without a seed"
-                )
             refuse_meta(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
         # Matrices together with other ranks, then elements by itself.

@@ -35,7 +35,6 @@ from ..names.vocabulary import (
 )
 from ..names.wording import listed
 from .ground.codecs import codec_of
-from .ground.cuda_graphs import is_capturable
 from .methods.form import MatrixMethod
 from .methods.matrix import is_matrix_method
 from .newton_schulz.recipe import spans
@@ -216,20 +215,11 @@ def check_value(name: str, value: Any, declaration: Declaration) -> None:
 
 
 def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], MatrixMethod | None]) -> None:
-    """Raise ValueError for a rate that was set between steps and is not as declared.
-
-    Tensors on a device are not looked at, as that would wait for it.
-    """
-
-    def is_on_device(value: Any) -> bool:
-        return isinstance(value, Tensor) and (value.device.type != "cpu" or is_capturable(value.device))
-
+    """Raise ValueError for a rate that was set between steps and is not as declared."""
     for number, group in enumerate(groups):
         method = method_of(group)
         for name in _RATES:
-            # Betas are two values.
-            values = group.get(name, ())
-            if name in group and not any(map(is_on_device, values if isinstance(values, tuple | list) else (values,))):
+            if name in group:
                 try:
                     _check_option(name, group, method)
                 except ValueError as error:

@@ -24,10 +24,9 @@ from ..names.resumption import (
     scheduler_misfit,
     with_flatten,
 )
-from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, STEP, STEPS_TAKEN, begins_as_zeros
+from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, STEPS_TAKEN, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .methods.matrix import UNNAMED
-from .methods.scalar import counted_on
 from .options import adopt_saved_options, as_numbers, options_in_code, params_of, parse_coefficients
 from .state import convert_averages, tensor_misfit
 
@@ -287,9 +286,7 @@ def load_fitting(
         for param, key in pairs:
             loaded, slots = fitted[0].state[key], {}
             for slot, former in former_state[param].items():
-                # A count of steps may have been made before the parameter was moved.
-                device = counted_on(param) if slot == STEP else former.device
-                slots[slot] = loaded[slot].to(device, former.dtype)
+                slots[slot] = loaded[slot].to(former.device, former.dtype)
             optimizer.state[param] = slots
 
     # After users' hooks that may mend the state dict, and before those that look at the loaded state.

@@ -309,7 +309,7 @@ class LayerWise(CollectiveOptimizer):
             "the optimizer, of those built of equal parameters": f"number {self._ordinal}",
             **self._cleared_fact,
         }
-        intent = step_intent(groups, self._device, constants)
+        intent = step_intent(groups, constants)
         self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from ..ground.cuda_graphs import time_replays
+from ..ground.devices import time_replays
 from .iterations import orthogonalize
 from .products import Form, has_kernels
 from .recipe import flops

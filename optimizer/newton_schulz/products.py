@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...names.errors import warn_on_rank
-from ..ground.cuda_graphs import is_capturable
+from ..ground.devices import is_asynchronous
 from ..ground.tensors import REDUCTIONS, Places, is_aligned
 from .recipe import gram_is_cheaper
 
@@ -259,7 +259,7 @@ def bounded(norm: Tensor, eps: float | Tensor, scale: float) -> Tensor:
 
 def may_overflow(norm: Tensor) -> bool:
     """Return whether squares may have overflowed, so that a `reduction` is needed.  A GPU is not asked: that waits."""
-    if is_capturable(norm.device) or torch.compiler.is_compiling():
+    if is_asynchronous(norm.device) or torch.compiler.is_compiling():
         return True
     return not math.isfinite(norm.item()) if norm.ndim == 0 else not norm.isfinite().all()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import HISTORY_OPTIONS, STEPS_TAKEN, ParamGroup
 from ...names.wording import listed
-from ..ground.cuda_graphs import upload_numbers
+from ..ground.devices import upload_numbers
 from ..planning.schedule import NOTE
 
 Facts = Mapping[str, str]
@@ -91,35 +91,26 @@ class Intent:
 
     Attributes:
         digest: equal on two ranks if they intend the same.
-        live: numbers on the device that are compared there.
         facts: the same in words; asked only where ranks differ.
     """
 
     task: Task
     digest: bytes
-    live: Sequence[Tensor]
     facts: Callable[[], Facts]
     error: Exception | None = None
 
     @classmethod
     def of(cls, task: Task, facts: Facts) -> Intent:
         """Return the intent to do what these facts say."""
-        return cls(task, _digest(repr(sorted(facts.items())).encode()), (), lambda: facts)
+        return cls(task, _digest(repr(sorted(facts.items())).encode()), lambda: facts)
 
     def failed(self, error: Exception, rank: int) -> Intent:
         """Return the intent of a rank that has failed: it differs from every other rank's."""
-        return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
+        return replace(self, digest=_digest(f"rank {rank} failed".encode()), error=error)
 
     def note(self, device: torch.device, last: int = 0) -> Tensor:
         """Return ``NOTE`` bytes, the ``last`` of which is no part of the intent; nothing waits for the device."""
-        host_bytes = upload_numbers((*self.digest, last), torch.uint8, device)
-        live_digest = torch.zeros_like(host_bytes[:-1])
-        if self.live:
-            # Numbers on the device are digested there: sums of products with odd numbers, as integers that wrap around.
-            bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)
-            factors = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
-            live_digest = (bits * factors).sum().view(1).view(torch.uint8)
-        return torch.cat([host_bytes[:-1], live_digest[:-1], host_bytes[-1:]])
+        return upload_numbers((*self.digest, last), torch.uint8, device)
 
     def complaint(self, first: int, reference: Facts | None) -> str:
         """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""
@@ -162,7 +153,7 @@ def plan_facts(groups: Mapping[int, ParamGroup]) -> Facts:
     return facts
 
 
-def _live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
+def _rates(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
     for number, group in groups.items():
         for name in sorted(RATES & group.keys()):
             values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
@@ -182,7 +173,6 @@ def _dtype_bytes(gradients: Dtypes, momenta: Dtypes) -> bytes:
 
 def step_intent(
     groups: Mapping[int, ParamGroup],
-    device: torch.device,
     constants: Facts,
     gradients: Dtypes = (),
     momenta: Dtypes = (),
@@ -192,17 +182,11 @@ def step_intent(
 
     Args:
         groups: by number.
-        device: where ranks compare notes.
         constants: facts that must be the same as well.
         gradients, momenta: dtypes by parameter; None for a missing gradient.
         labels: names the parameters, where ranks differ.
     """
-    # Rates that are tensors on a device are compared there: to read them would wait for it.
-    options = [value for _, value in _live_options(groups)]
-    on_device = [value for value in options if isinstance(value, Tensor) and value.device == device]
-    on_device = on_device if device.type != "cpu" else []
-    device_ids = set(map(id, on_device))
-    numbers = np.array([np.nan if id(value) in device_ids else _as_number(value) for value in options])
+    numbers = np.array([_as_number(value) for _, value in _rates(groups)])
 
     def facts() -> Facts:
         dtypes = {}
@@ -210,14 +194,14 @@ def step_intent(
             dtypes[f"the gradient of {label}"] = "missing" if gradient is None else f"there, {gradient}"
             dtypes[f"the momentum of {label}"] = str(momentum)
         rates: defaultdict[str, list[str]] = defaultdict(list)
-        for subject, value in _live_options(groups):
+        for subject, value in _rates(groups):
             rates[subject].append(str(_as_number(value)))
         shown_rates = {subject: ", ".join(values) for subject, values in rates.items()}
         return {PLAN_FACT: "kept", **constants, **dtypes, **shown_rates}
 
-    # A digest of everything else is compared in each step, so it is made of a few bytes.
+    # A digest of everything is compared in each step, so it is made of a few bytes.
     content = _dtype_bytes(gradients, momenta) + numbers.tobytes() + repr(sorted(constants.items())).encode()
-    return Intent(AGREE_ON_STEP, _digest(content), on_device, facts)
+    return Intent(AGREE_ON_STEP, _digest(content), facts)
 
 
 def _as_number(value: Any) -> float:
@@ -233,4 +217,4 @@ def _cut(text: str) -> str:
 
 
 def _digest(intent: bytes) -> bytes:
-    return hashlib.blake2b(intent, digest_size=NOTE // 2).digest()
+    return hashlib.blake2b(intent, digest_size=NOTE - 1).digest()

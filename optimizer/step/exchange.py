@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...names.errors import lost_ranks
 from ...ranks import requests
-from ..ground.cuda_graphs import is_capturable
+from ..ground.devices import is_asynchronous
 from ..planning.schedule import NOTE, Route
 from .agreement import AgreedError, Facts, Intent, refusal
 from .rank_sets import collective_order, ranks_of_group, unique_groups
@@ -244,7 +244,7 @@ class Notes:
 
     def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
-        if not at_once and is_capturable(self.device):
+        if not at_once and is_asynchronous(self.device):
             self._unread.append(differing)
         elif differing:
             raise AgreedError(disagreement(intent, self.group))
@@ -272,7 +272,7 @@ class StepExchange:
     arrives all ranks stop at the same place.
 
     Args:
-        notes: None: this rank is alone, or a CUDA graph is being captured.
+        notes: None: this rank is alone.
     """
 
     def __init__(self, intent: Intent, notes: Notes | None) -> None:

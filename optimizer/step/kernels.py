@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...algebra.plan import Copies
 from ...names.vocabulary import ParamGroup
-from ..ground.cuda_graphs import is_capturing, upload_numbers
+from ..ground.devices import upload_numbers
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from ..triton import updates
@@ -73,7 +73,6 @@ class KernelElementwise:
         self._segments: dict[Hashable, list[tuple[LaunchKind, Segments]]] = {}
         self._wire_segments: dict[Hashable, Segments | None] = {}
         self._tables: dict[Hashable, tuple[tuple[float, ...], Tensor]] = {}
-        self._captured_tables: list[Tensor] = []
 
     def begin(self, local: LocalTensors) -> None:
         # Launches serve as long as the dtypes are those of the step before.
@@ -101,7 +100,7 @@ class KernelElementwise:
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
         torch.autograd.graph.increment_version(changed_tensors)
 
-        # Rates are read on the device, so that a captured graph follows them.
+        # Rates of each entry.
         groups = [local.groups[param] for param in self._params]
         momentum = self._group_option("momentum", groups)
         nesterov = self._group_option("nesterov", groups)
@@ -206,22 +205,12 @@ class KernelElementwise:
         return self._numbers(name, [group.get(name, 0.0) for group in groups])
 
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
-        """Return a number for each entry, fp64; tensors on the device are read there."""
-        live = {id(value): value for value in values if isinstance(value, Tensor) and value.device == self._device}
-        numbers = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
-        # A mask says which entries have a number that is a tensor.
-        for key, value in live.items():
-            is_value = self._table((name, key), tuple(float(id(v) == key) for v in values), torch.float64)
-            numbers = torch.where(is_value > 0, value.reshape(()).double(), numbers)
-        return numbers
+        """Return a number for each entry, fp64."""
+        return self._table(name, tuple(map(float, values)), torch.float64)
 
     def _table(self, name: Hashable, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-        """Return numbers on the device, sent when they change; a captured graph reads them as long as it lives."""
+        """Return numbers on the device, sent when they change."""
         cached = self._tables.get(name)
         if cached is None or cached[0] != values:
-            cached = values, upload_numbers(values, dtype, self._device)
-            if not is_capturing():
-                self._tables[name] = cached
-        if is_capturing():
-            self._captured_tables.append(cached[1])
+            cached = self._tables[name] = values, upload_numbers(values, dtype, self._device)
         return cached[1]

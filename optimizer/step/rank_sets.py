@@ -178,7 +178,7 @@ class RankSet:
             gradients.append(None if gradient is None else gradient.dtype)
             momenta.append(None if momentum is None else slots[momentum].dtype)
         dtypes = tuple(gradients), tuple(momenta)
-        return step_intent(self.groups(all_groups), self.device, constants, *dtypes, lambda: self.labels)
+        return step_intent(self.groups(all_groups), constants, *dtypes, lambda: self.labels)
 
     @cached_property
     def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str | None]]:

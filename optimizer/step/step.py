@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import ParamGroup
-from ..ground.cuda_graphs import is_capturable, is_capturing, refuse_absent, refuse_host
+from ..ground.devices import is_asynchronous
 from ..ground.tensors import Places, RowsColumns, align_matrices
 from ..methods.form import MatrixMethod, WholeMatrix
 from ..newton_schulz.iterations import orthogonalize_all
@@ -225,15 +225,8 @@ class Step:
         self._num_steps += 1
         if failure is not None:
             intent = intent.failed(failure, self.rank)
-        # A captured graph repeats the same work, so every gradient must be there, on a device that can capture.
-        if is_captured := is_capturing():
-            refuse_absent([tuple(param.shape) for param in self.params], [p.grad is not None for p in self.params])
-            if not is_capturable(self.device):
-                refuse_host("muon", self.device)
-
         with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
-            # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
-            exchange = StepExchange(intent, None if is_captured else self._notes)
+            exchange = StepExchange(intent, self._notes)
 
             # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a
             # failure zeros leave instead, as the others wait for something.
@@ -280,7 +273,7 @@ class Step:
         """Take part in this plan for the last time, with notes only.  Collective; raises an `AgreedError` on all ranks
         if not all of them plan anew, or one of them fails.
         """
-        if self._notes is None or is_capturing():
+        if self._notes is None:
             return
         self._notes.read()
         intent = Intent.of(
@@ -358,7 +351,7 @@ class Step:
 
         # A method that makes finite matrices infinite is told by name.  On a device the host does not wait to look.  A
         # sum takes a tenth of the time of looking at each element.
-        if has_changed and not is_capturable(self.device) and not results.sum(dtype=torch.float32).isfinite():
+        if has_changed and not is_asynchronous(self.device) and not results.sum(dtype=torch.float32).isfinite():
             matrices = batch.orthogonalized(self.elementwise.assemble(local, stage, batch.sizes, arrived))
             pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
             for number, (matrix, result) in zip(batch.units, pairs, strict=True):
@@ -445,8 +438,6 @@ class Steps:
                 try:
                     work(rank_set)
                 except AgreedError as agreed:
-                    if is_capturing():
-                        raise agreed.error from None
                     failure = failure or agreed.error
 
         if failure is not None:

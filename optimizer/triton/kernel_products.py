@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ground.cuda_graphs import refuse_new_tables
 from ..ground.tensors import REDUCTIONS, Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed, on_device
 from .multiply import LOAD_MULTIPLE, multiply
@@ -143,7 +142,6 @@ def copy_padded(memory: Tensor, places: Places, target_places: Places) -> Tensor
 def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the chunks of all matrices, int64 ``[chunks, 3]``: begin, elements, matrix; and the first chunk of each
     matrix, with the end, ``[B + 1]``."""
-    refuse_new_tables("matrices of these shapes have not been cut into chunks")
     begins = np.array(places.begins(), np.int64)
     counts = -(-np.diff(begins) // CHUNK)
     first_chunks = np.concatenate([[0], counts.cumsum()])
@@ -156,7 +154,6 @@ def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
 @cache
 def _pairs(source: Places, target: Places, device: torch.device) -> Tensor:
     """Return where each matrix begins, its rows and columns, and begin and columns in the target: int64 ``[B, 5]``."""
-    refuse_new_tables("matrices of these shapes have not been padded")
     sides = zip(source, source.begins(), target, target.begins(), strict=False)
     rows = [(start, *shape, target_start, columns) for shape, start, (_, columns), target_start in sides]
     return torch.tensor(rows, dtype=torch.int64).to(device)

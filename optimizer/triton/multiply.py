@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ground.cuda_graphs import refuse_new_tables, time_replays
+from ..ground.devices import time_replays
 from ..ground.tensors import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 
@@ -111,7 +111,6 @@ def multiply(
     Raises:
         ValueError: shapes or dtypes that do not fit; sides that are not multiples of `LOAD_MULTIPLE`, or beyond
             `MAX_SIDE`; memories that do not begin at a multiple of 16 bytes.
-        RuntimeError: a CUDA graph is being captured and no tile has been timed for these shapes: run a step before.
     """
     memory, dtype = left.memory, left.memory.dtype
     products = _products(
@@ -183,7 +182,6 @@ class _Products:
     def _by(self, tile: Tile) -> Callable[..., None]:
         if tile in self._launches:
             return self._launches[tile]
-        refuse_new_tables("no list of tiles has been made for these shapes")
         kind = self._kind
         # Of each program the matrix, and the row and column of its tile.
         tiles: list[tuple[int, int, int]] = []
@@ -210,7 +208,6 @@ class _Products:
         return launch_all
 
 
-# Not limited: a captured graph reads these lists of tiles as long as it lives.
 _products = cache(_Products)
 
 
@@ -218,11 +215,10 @@ def fastest(kind: object, tiles: Sequence[Tile], launch: Callable[[Tile], None])
     """Return the fastest tile to ``launch`` products of a kind.  All of them give the same bits.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.
+        RuntimeError: no tile fits this GPU.
     """
     if len(tiles) == 1:
         return tiles[0]
-    refuse_new_tables(f"no tile has been timed for {kind}")
     torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
     times = {}
     for tile in tiles:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ...algebra.overlap import expanded
 from ...algebra.plan import Copies
-from ..ground.cuda_graphs import refuse_new_tables
 from .launches import as_fp32, fused, narrowed, on_device
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -59,7 +58,6 @@ class Segments:
         Raises:
             ValueError: a copy of another tensor than the ``tensors``.
         """
-        refuse_new_tables("copies have not been cut into segments")
         for tensor in copies.source[(copies.source < 0) | (copies.source >= tensors)].tolist():
             raise ValueError(f"a copy of tensor {tensor}, of {tensors}")
         table = _segments(copies, dtype.itemsize)
@@ -148,7 +146,7 @@ def send(
         segments: has each element of a tensor at most once.
         gradients: none: the tensor takes no part.
         weights: fp32 ``[tensors, 2]``: ``1 - momentum``, and ``momentum`` for Nesterov's update or 1 for the momentum
-            itself.  Read when the kernel runs, so a captured graph follows them.
+            itself.
         buffer: uint8, for updates of ``dtype``.
         accumulate: whether momenta are changed; False if they have been already.
 
@@ -163,7 +161,7 @@ def apply(segments: Segments, params: TensorTable, table: Tensor, buffer: Tensor
     """Decay parameters and subtract the updates in a buffer, in fp32, in one pass; arguments as for :func:`send`.
 
     Args:
-        table: see `rate_table`; read when the kernel runs.
+        table: see `rate_table`.
     """
     _launch(_apply, segments, (params.pointers, table), buffer, _TYPES[params.dtype], _TYPES[dtype])
 

@@ -310,19 +310,3 @@ def test_offsets_beyond_31_bits() -> None:
     for found, one in zip(multiply(x, x.mT), x, strict=True):
         exact = one[-64:].float() @ one[-64:].float().mT
         torch.testing.assert_close(found[-64:, -64:].float(), exact, rtol=2e-3, atol=1e-2)
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_a_graph_is_captured_after_a_step_and_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "SMALL_TILES", EVERY_TILE)
-    x, kind = stacked([fresh(272, 528)]), k.KernelProducts(BF16)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(graph):
-        kind.gram(x)
-    want = kind.gram(x).memory
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = kind.gram(x).memory
-    graph.replay()
-    assert torch.equal(found, want)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 import textwrap
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
 
 import pytest
 import torch
+from packaging.version import Version
 from support import spectra, sweep
 from support.spectra import gauss
 from torch import Tensor
@@ -19,7 +21,7 @@ from muonckpt.names.vocabulary import MUON
 from muonckpt.optimizer import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz import iterations
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
-from muonckpt.optimizer.newton_schulz.products import frobenius
+from muonckpt.optimizer.newton_schulz.products import Form, frobenius
 from muonckpt.optimizer.newton_schulz.recipe import EPS, Recipe
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -388,3 +390,14 @@ def test_the_table_is_frozen_and_a_set_of_ones_own_is_welcome() -> None:
     for steps, scale in (((), 1.0), (((1.0, math.nan, 0.0),), 1.0), ((SAFE_TAIL,), 0.0), ((SAFE_TAIL,), 2.0)):
         with pytest.raises(ValueError, match="'broken'"):
             CoefficientSet("broken", steps, "this test", norm_scale=scale)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older torch.compile makes no dataclasses")
+def test_newton_schulz_compiles() -> None:
+    torch._dynamo.reset()
+    matrix, options = torch.randn(24, 64), {"steps": 2, "gram": (1,), "dtype": torch.float32}
+    form = Form(kernels=False, gram=True)
+    found = torch.compile(orthogonalize, dynamic=False, fullgraph=True)(matrix, form=form, **options)
+    torch.testing.assert_close(found, orthogonalize(matrix, form=form, **options), rtol=1e-4, atol=1e-5)

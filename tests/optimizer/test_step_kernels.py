@@ -13,11 +13,13 @@ from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.methods.muon import MUON
+from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import Form
-from muonckpt.optimizer.step import planner
+from muonckpt.optimizer.step import planner, step
 from muonckpt.optimizer.step.step import make_batches
 
 kernels("step.kernels")
@@ -128,26 +130,34 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
     assert len(few) == 2 * (1 + 3 + 3 + 1)
 
 
-@pytest.mark.usefixtures("by_default")
-def test_rates_in_tensors_are_read_when_the_step_runs() -> None:
-    """Nothing of them is kept on the host, so a captured graph follows them; the bits are those of numbers."""
-    results = []
-    for tensor in (False, True):
-        generator = torch.Generator().manual_seed(2)
-        params = [nn.Parameter(torch.randn(9, 12, generator=generator).to(DEVICE)) for _ in range(2)]
-        rates = [torch.tensor(0.5, device=DEVICE), 0.125]
-        groups = [{"params": [p], "lr": r if tensor else float(r)} for p, r in zip(params, rates, strict=True)]
-        opt = Muon(groups)
-        for rate in (0.5, 0.25):
-            if tensor:
-                rates[0].fill_(rate)
-            else:
-                opt.param_groups[0]["lr"] = rate
-            for param in params:
-                param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
-            opt.step()
-        results.append(snapshot(params, opt))
-    assert_same_bits(*results)
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Stands for a device that cannot be waited for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            raise RuntimeError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
+    for module in (products, step):
+        monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
+    params = [nn.Parameter(torch.randn(8, 12, device=DEVICE)) for _ in range(3)]
+    groups: list[dict[str, Any]] = [{}, {"algorithm": "normuon"}, {"ns_dtype": "float16"}]
+    opt = Muon([{"params": [p], **group} for p, group in zip(params, groups, strict=True)])
+    for param in params:
+        param.grad = torch.randn_like(param)
+    opt.step()
+    before = [param.detach().clone() for param in params]
+    with NothingIsRead():
+        opt.step()
+    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    with pytest.raises(RuntimeError, match="waits for the device"), NothingIsRead():
+        float(params[0][0, 0])
 
 
 @pytest.mark.usefixtures("by_default")
