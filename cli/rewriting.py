@@ -1,4 +1,4 @@
-"""`muonckpt reshard`, `convert`, `merge` and `salvage`: their options, progress, and the printed report.
+"""`muonckpt reshard`, `convert` and `merge`: their options, progress, and the printed report.
 
 Each option has the name of the Python function's argument; help lists the rare ones at the end.
 """
@@ -6,7 +6,6 @@ Each option has the name of the Python function's argument; help lists the rare 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -41,7 +40,7 @@ from .argument_types import (
     memory_option,
     shard_option,
 )
-from .printing import or_dash, print_buffers, print_duration, print_json, print_line, print_table, progress
+from .printing import print_buffers, print_duration, print_json, print_line, print_table, progress
 from .runs import newest_checkpoint
 
 
@@ -292,34 +291,6 @@ def merge_command(
     _rewrite(merge, "merge", sources=sources, average=average, **options)
 
 
-_SALVAGE_OPTIONS = ("format", "dry_run", "resume", "verify", "json", "memory", "jobs", "timeout")
-"""The options that `salvage` shares with the others."""
-
-
-@click.command("salvage", cls=RewriteCommand)
-@click.argument("source", type=CHECKPOINT, metavar="BROKEN")
-@click.argument("destination", type=CHECKPOINT, metavar="NEW")
-@click.option("--from", "others", type=CHECKPOINT, multiple=True, metavar="OTHER", help="Fill from it; repeatable.")
-@click.option("--mix-steps", is_flag=True, help="Take boxes from other steps, too.")
-@click.option("--fresh", multiple=True, metavar="GLOB", help="State that may begin as zeros; repeatable.")
-@click.option("--mesh", type=MeshType(), help="Mesh of NEW, if not BROKEN's ranks.")
-@decorated_by(*(_OPTIONS[name] for name in _SALVAGE_OPTIONS))
-def salvage_command(**options: Any) -> None:
-    """Write a whole checkpoint NEW out of the damaged one BROKEN, and list every box that was not its own.
-
-    What was whole is copied bit for bit.  What was lost is taken from BROKEN's replicas and its other description, then
-    from each OTHER in turn, then from zeros where --fresh allows it; or it is named, and nothing is written.  As .2 of
-    the same step, NEW is what Series.restore takes and `inspect RUN` lists.
-
-    \b
-    muonckpt salvage run/step-00003000 run/step-00003000.2 --from copy/step-00003000
-    muonckpt salvage run/step-00003000 run/step-00003000.2 --from run/step-00002000 --mix-steps
-    """
-    from ..converters.salvage import salvage  # the other commands do not need it
-
-    _rewrite(salvage, "salvage", **options)
-
-
 _MAX_ROWS = 12
 
 
@@ -339,7 +310,7 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
     if as_json:
         print_json(report)
         return
-    # What to know of the source, the plan, what was not taken or came from elsewhere, then the result.
+    # What to know of the source, the plan, what was not taken, then the result.
     for note in report.notes:
         print_line(note)
     if planned:
@@ -351,8 +322,6 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
         print_line(f"left out: {listed(report.left_out)}")
     for check in report.checklist:
         print_line(str(check))
-    if report.salvaged:
-        _print_substituted(report)
     if planned:
         print_line(
             f"would check {size(report.checked)} of {report.source}, read {size(report.read)} of it again (whole "
@@ -381,21 +350,6 @@ def _print_plan(report: Report) -> None:
         print_line(f"a rank holds {size(round(mean))} of tensors on average, {size(maximum)} at most")
     if report.buffers:
         print_buffers(report.buffers)
-
-
-def _print_substituted(report: Report) -> None:
-    """List the boxes that were not the source's own, or if they are many, their number for each tensor."""
-    headers, rows = ("tensor", "box", "taken from", "of step"), list[tuple[object, ...]](report.substituted())
-    if len(rows) > _MAX_ROWS:
-        headers = ("tensor", "boxes", "taken from", "of step")
-        counts = Counter((key, name, step) for key, _, name, step in report.substituted())
-        rows = [(key, count, name, step) for (key, name, step), count in counts.items()]
-    if rows:
-        print_table(headers, [tuple(map(or_dash, row)) for row in rows[:_MAX_ROWS]])
-    if len(rows) > _MAX_ROWS:
-        print_line(f"and of {len(rows) - _MAX_ROWS} more tensors (--json)")
-    if report.salvaged and report.salvaged["items"]:
-        print_line(f"items taken: {listed(report.salvaged['items'])}")
 
 
 def _compared(report: Report) -> Iterator[str]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..algebra.box import Box
 from ..record.columns import UNKNOWN
 from ..record.record import Manifest
 from ..store.io.location import Location, items_beside
@@ -55,7 +54,6 @@ class Report:
         checklist: what became of each thing, and what the user must set in code, with the values found.
         compared: the number of tensors whose fingerprints are compared with the source's.
         fingerprints: of the tensors that were written, by key; None if nothing was written.
-        salvaged: for `salvage`, what was not the source's own, as the provenance records it (docs/guide/salvage.md).
         advice: sentences about what to do next with the destination.
     """
 
@@ -81,21 +79,11 @@ class Report:
     checklist: tuple[Check, ...]
     compared: int
     fingerprints: Mapping[str, str | None] | None = None
-    salvaged: Mapping[str, Any] | None = None
     advice: tuple[str, ...] = ()
 
     def finished(self, manifest: Manifest) -> Report:
         """Return the report when everything has been written."""
         return replace(self, fingerprints={tensor.key: tensor.fingerprint for tensor in manifest.tensors})
-
-    def substituted(self) -> Iterator[tuple[str, Box, str, int | float | None]]:
-        """Yield the boxes that `salvage` took: the tensor's key, the box, its source, and the step of that."""
-        # The record has columns, in which boxes, tensors and sources are numbers.
-        if self.salvaged is not None:
-            boxes = [Box(tuple(lo), tuple(hi)) for lo, hi in self.salvaged["boxes"]]
-            tensors, sources, columns = self.salvaged["tensors"], self.salvaged["sources"], self.salvaged["taken"]
-            for tensor, box, source in zip(columns["tensor"], columns["box"], columns["source"], strict=True):
-                yield tensors[tensor], boxes[box], sources[source]["name"], sources[source]["step"]
 
 
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import update_wrapper
@@ -12,15 +11,15 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from ..names.errors import DestinationError, TargetError
-from ..names.wording import counted, listed
+from ..names.wording import listed
 from ..programs.detection import momentum_note, with_slots
 from ..programs.dialect import Dialect
 from ..store.formats.dcp import is_torch_dist
-from ..store.formats.registry import BUFFERS, ZERO
+from ..store.formats.registry import BUFFERS
 from ..store.io.location import Location, Remote, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import command, open
-from ..store.verify.run import StepName, new_attempt, newer_steps, same_step
+from ..store.verify.run import StepName, newer_steps
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -92,10 +91,11 @@ def reshard(
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
             report = execution.run(job, place, (*mesh_note, *notes_on_unread(opened), *momentum), workers)
             # A later attempt at the step of the source, as the cure of damaged descriptions is, says how it is resumed.
+            source_name, name = StepName.parsed(opened.path.name), StepName.parsed(place.name)
             is_beside = opened.path.parent.resolve() == place.parent.resolve()
-            if report is None or not (is_beside and same_step(opened.path.name, place.name)):
+            if report is None or not (is_beside and source_name and name and source_name.step == name.step):
                 return report
-            return replace(report, advice=tuple(advice_on_attempt(opened, place, container.name)))
+            return replace(report, advice=tuple(_advice_on_attempt(place)))
 
 
 Arguments = ParamSpec("Arguments")
@@ -151,34 +151,9 @@ def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: b
             raise TargetError(f"`{argument}=` has no meaning for format {container.name}; leave it out")
 
 
-def advice_on_attempt(checkpoint: OpenCheckpoint, place: Location, written: str) -> Iterator[str]:
-    """Say what to do with a checkpoint that replaces a damaged one: how it is checked, found and resumed from."""
+def _advice_on_attempt(place: Location) -> Iterator[str]:
+    """Say what to do with a later attempt at a step of a series: how it is checked and resumed from."""
     yield f"{command('verify', place)} reads all of it again"
-    # A name that no reader of the run looks for is of no use there.
-    damaged = checkpoint.path
-    run, attempt = damaged.parent, new_attempt(damaged)
-    if checkpoint.format.name == ZERO.name:
-        zero = checkpoint.provenance["zero"]
-        tag = place.name if run.resolve() == place.parent.resolve() else attempt or f"{damaged.name}.2"
-        if written != zero["format"]:
-            back = command("reshard", place, "BACK", "--mesh", f"dp={zero['ranks']}", "--to", "deepspeed")
-            yield f"it is written as {written}, which DeepSpeed does not read: {back} --format {zero['format']} does"
-            return
-        if tag != place.name:
-            yield f"{shlex.join(['mv', str(place), str(run / tag)])} puts it beside the other tags of {run}"
-        yield (
-            f"engine.load_checkpoint({str(run)!r}, tag={tag!r}) of DeepSpeed loads it, on "
-            f"{counted(zero['ranks'], 'rank')}: it is written as {written}"
-        )
-        return
-    if attempt is None:
-        yield f"muonckpt.load(state_dict, {str(place)!r}) resumes from it, where it is of this package's optimizer"
-        return
-    of_series = StepName.parsed(damaged.name) is not None
-    is_found = run.resolve() == place.parent.resolve() and same_step(damaged.name, place.name)
-    if not is_found or (of_series and StepName.parsed(place.name) is None):
-        yield f"{shlex.join(['mv', str(place), str(run / attempt)])} makes it the checkpoint of its step in {run}"
-        return
     # A newer step goes before this one, if it is whole.
     newer = newer_steps(place)
     if newer and newer[0].state == "whole":
@@ -186,8 +161,7 @@ def advice_on_attempt(checkpoint: OpenCheckpoint, place: Location, written: str)
         return
     if newer:
         yield f"{newer[0].name}, which is newer, is {newer[0].state}, and passed over for this: {newer[0].fault}"
-    sentence = "Series.restore takes it" if of_series else "resume from it"
-    yield f"{sentence}, and {command('inspect', run)} lists it"
+    yield f"Series.restore takes it, and {command('inspect', place.parent)} lists it"
 
 
 def notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from .converters.merging import Average as Average, merge as merge
 from .converters.options import Execution as Execution, Translation as Translation
 from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard
-from .converters.salvage import salvage as salvage
 from .lab.conform.conform import Conformity as Conformity, ConformityReport as ConformityReport, conform as conform
 from .lab.forecasting.hardware import Rates as Rates, rates_of as rates_of
 from .lab.forecasting.iteration import Training as Training

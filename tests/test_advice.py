@@ -96,7 +96,7 @@ def test_every_argument_in_a_message_is_one_of_the_function_that_it_is_said_of(t
                 free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
                 assert name in taken or free, f"{place}: {function} takes no {name}=: {text}"
                 checked += 1
-    assert checked > 5
+    assert checked > 3
 
 
 @pytest.mark.parametrize("command", [("diff", "--to", "muonckpt"), ("inspect",), ("merge", "--to", "muonckpt")])

@@ -63,29 +63,6 @@ def of_another_save() -> str:
     return called("verify", "other").stdout
 
 
-def stock_copy(name: str, weight: torch.Tensor) -> Path:
-    """Write a weight on four ranks, without what was recorded of it; the first element is on the first of them."""
-    muonckpt.save({"w": weight}, f"{name}-whole")
-    muonckpt.reshard(f"{name}-whole", name, mesh={"dp": 4})
-    (Path(name) / "muonckpt.json").unlink()
-    return Path(name)
-
-
-def salvaged_from_a_mixture() -> str:
-    rows = torch.arange(32.0).view(8, 4)
-    stock, mixed = stock_copy("stock", rows), stock_copy("mixed", rows)
-    shutil.copy(stock_copy("strange", -rows) / "__2_0.distcp", mixed)
-    return called("salvage", mixed, "salvaged", "--from", stock).stderr
-
-
-def salvaged_from_contradicting_copies() -> str:
-    rows, others = torch.arange(32.0).view(8, 4), torch.arange(32.0).view(8, 4)
-    others[7] = -1
-    lacking, fork = stock_copy("lacking", rows), stock_copy("fork", others)
-    (lacking / "__3_0.distcp").unlink()
-    return called("salvage", lacking, "salvaged", "--from", "lacking-whole", "--from", fork).stderr
-
-
 def moments_without_their_steps() -> str:
     group = {"params": ["w"], "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
     state = {"w": {"exp_avg": WEIGHT["w"], "exp_avg_sq": WEIGHT["w"]}}
@@ -188,10 +165,6 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: called("reshard", "run", "two", "--mesh", "dp=2", "--shard", "w=tp:0").stderr
     yield without_torch
     yield lambda: called("verify", "model.safetensors").stdout
-    yield lambda: called("salvage", changed_file("lost", flipped), "salvaged").stderr
-    yield salvaged_from_a_mixture
-    yield salvaged_from_contradicting_copies
-    yield lambda: called("salvage", "run", "salvaged").stderr
 
 
 def message(call: Callable[[], object]) -> str:

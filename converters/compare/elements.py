@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...algebra.box import Box
-from ...record.record import Chunk, StateRecord
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, itemsize
-from ...store.reading.payloads import Payloads, payload_of
+from ...store.reading.payloads import Payloads
 from ..engine.outputs import OutputTensor, Values64, Words
 
 _NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
@@ -252,19 +251,6 @@ class StoredSide:
 
     def words(self, box: Box) -> Words:
         return self.tensor.elements(self.payloads, [self.tensor.layout.fragments], box)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk of a tensor that may have lost others."""
-
-    tensor: StateRecord
-    chunk: Chunk
-    payloads: Payloads
-
-    def words(self, box: Box) -> Words:
-        place = self.chunk.stored("").place_at(box.lo)
-        return self.payloads.gather(payload_of(self.tensor, self.chunk), self.tensor.dtype, place, box.shape)
 
 
 _MAX_BITS_ELEMENTS = 1 << 18

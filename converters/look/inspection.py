@@ -372,7 +372,7 @@ _FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "b
 _MAKERS = ("program", "torch", "python", "world")
 """Entries of the provenance that say where a checkpoint was made."""
 
-_OTHER_LINES = frozenset({*_MAKERS, "platform", "format", "version", "step", "resharded", "salvaged"})
+_OTHER_LINES = frozenset({*_MAKERS, "platform", "format", "version", "step", "resharded"})
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -398,8 +398,6 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
             yield name, value if isinstance(value, str) else json.dumps(value)
     for step in inspection.provenance.get("resharded") or ():
         yield "resharded", _resharded(step)
-    for step in inspection.provenance.get("salvaged") or ():
-        yield "salvaged", _salvaged(step)
     yield from _step_lines(inspection)
     yield from _optimizer_lines(inspection)
     # Where the tensors lie.
@@ -537,27 +535,6 @@ def _resharded(step: Mapping[str, Any]) -> str:
 
 
 _RESHARD_FIELDS = frozenset({"program", "source", "mesh", "layout"})
-
-
-def _salvaged(step: Mapping[str, Any]) -> str:
-    """Say which parts are not of the checkpoint that was damaged, by source; the boxes are in the provenance."""
-    try:
-        boxes, items = Counter(step["taken"]["source"]), Counter(step["items"].values())
-        tensors: defaultdict[int, set[Any]] = defaultdict(set)
-        for tensor, number in zip(step["taken"]["tensor"], step["taken"]["source"], strict=True):
-            tensors[number].add(tensor)
-        parts = []
-        for number in sorted(boxes.keys() | items.keys()):
-            source = step["sources"][number]
-            count = (
-                f"{counted(boxes[number], 'box').replace('boxs', 'boxes')} of {counted(len(tensors[number]), 'tensor')}"
-            )
-            also = f" and {counted(items[number], 'item')}" if items[number] else ""
-            of = "" if source["step"] is None else f" (step {source['step']})"
-            parts.append(f"{count}{also} from {source['name']}{of}")
-        return f"from {step['source']}, and {'; '.join(parts) or 'nothing from elsewhere'} (`.to_json()`)"
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):  # another program's, or damaged
-        return json.dumps(step)
 
 
 def _limited(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:

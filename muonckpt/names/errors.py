@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
@@ -51,23 +51,15 @@ class LostFileError(DamageError):
 
 
 class UnlistedError(LostFileError):
-    """The description of some tensors is lost: another checkpoint of the same model says what they were.
-
-    Attributes:
-        keys: of these tensors; None if unknown.
-        count: of these tensors; None if unknown.
-    """
-
-    def __init__(self, fault: str, keys: Collection[str] | None = None, count: int | None = None) -> None:
-        super().__init__(fault)
-        self.keys, self.count = keys, count if keys is None else len(keys)
+    """The description of some tensors is lost, or the tensors with it."""
 
 
-class SeveralSavesError(UnlistedError):
+class MisdescribedError(DamageError):
+    """A description is lost or wrong, and all tensors are there."""
+
+
+class SeveralSavesError(DamageError):
     """Files of a checkpoint are of several saves, and nothing in it says which are of one: a whole copy does."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__(fault, count=0)
 
 
 ADVICE = "What to do: "

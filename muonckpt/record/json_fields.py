@@ -179,7 +179,6 @@ _PROVENANCE: Mapping[str, Callable[[Any], object]] = {
     "not_read": list_of(string),
     "numbered_parameters": list_of(string),
     "resharded": list_of(free_form),
-    "salvaged": list_of(free_form),
     "source_roots": free_form,
 }
 

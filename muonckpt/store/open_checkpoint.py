@@ -20,7 +20,7 @@ from ..names.errors import SourceError, about
 from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
 from ..programs.signs import NOT_READ, OUR_MARK
-from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord, no_chunks
+from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from .formats.registry import DCP, SAFETENSORS, ZARR, Format, format_of
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
@@ -401,12 +401,6 @@ class OpenCheckpoint:
 
     def __repr__(self) -> str:
         return f"<{self.format.name} checkpoint at {self.path}: {len(self.outline.tensors)} tensors>"
-
-    def with_lost_tensors(self, tensors: Iterable[StateRecord]) -> OpenCheckpoint:
-        """Return the checkpoint as one that has lost these tensors of another one, too."""
-        lost = (replace(tensor, chunks=no_chunks(len(tensor.shape)), fingerprint=None) for tensor in tensors)
-        outline = replace(self.outline, tensors=(*self.outline.tensors, *lost))
-        return OpenCheckpoint(self.path, self.format, replace(self._reader, outline=outline))
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

@@ -45,7 +45,7 @@ def test_every_option_is_explained_by_the_help_and_by_a_page(name):
     assert [flag for flag, option in shown.items() if not explained & {*option.opts}] == []
 
 
-@pytest.mark.parametrize("name", ["reshard", "convert", "merge", "salvage"])
+@pytest.mark.parametrize("name", ["reshard", "convert", "merge"])
 def test_messages_that_name_arguments_name_the_options_of_the_command(name):
     command = cli.get_command(click.Context(cli), name)
     for option in (

@@ -159,9 +159,6 @@ def test_a_hierarchy_whose_root_repeats_the_arrays_loses_none_in_silence(tmp_pat
     (tmp_path / "z" / "b" / "zarr.json").unlink()
     with pytest.raises(DamageError, match=r"its zarr.json of b is missing; all 3 arrays are there"):
         muonckpt.open(tmp_path / "z")
-    muonckpt.salvage(tmp_path / "z", tmp_path / "new")
-    with muonckpt.open(tmp_path / "new") as opened:
-        np.testing.assert_array_equal(opened.tensors["b"].numpy(), np.arange(6.0))
     (tmp_path / "z" / "b" / "zarr.json").write_text(described.replace('"float64"', '"int64"', 1))
     with pytest.raises(DamageError, match=r"do not say the same of that array"):
         muonckpt.open(tmp_path / "z")

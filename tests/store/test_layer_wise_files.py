@@ -281,13 +281,13 @@ def test_what_does_not_fit_is_refused(change, message, tmp_path):
         muonckpt.open(path)
 
 
-def test_a_lost_file_of_a_rank_is_damage_and_salvage_says_what_to_do(tmp_path):
+def test_a_lost_file_of_a_rank_is_damage(tmp_path):
     path, _ = real("ws4_padded", tmp_path)
     (path / "layer_wise_optimizer_1.pt").unlink()
     report = muonckpt.verify(path)
     assert report.verdict == "faulty" and "found those of [0, 2, 3]" in report.diagnosis.sentence
-    with pytest.raises(DamageError, match="restore the missing description or file from a copy"):
-        muonckpt.salvage(path, tmp_path / "new")
+    with pytest.raises(DamageError, match="muonckpt verify COPY"):
+        muonckpt.open(path)
 
 
 def test_ranks_that_disagree_about_an_option_are_refused(tmp_path):

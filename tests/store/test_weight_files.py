@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.commands import called
 
 import muonckpt
 from muonckpt import DamageError, SourceError
@@ -133,20 +132,17 @@ def test_an_index_of_other_file_names_is_wrong_and_nothing_is_lost(leftover, end
     write_shards(tmp_path / "a", ending, in_index=4)
     if leftover:
         FORMS[ending][1]({"lora": torch.ones(2)}, tmp_path / "a" / f"{leftover}.{ending}")
-    check_rebuilt(tmp_path, ending, "all 4 tensors are in .*-00001-of-00002")
+    check_misdescribed(tmp_path, "all 4 tensors are in .*-00001-of-00002")
 
 
-def check_rebuilt(tmp_path: Path, ending: str, reason: str) -> None:
-    """Check that only the description is called wrong, and that the advice leads to all the elements."""
+def check_misdescribed(tmp_path: Path, reason: str) -> None:
+    """Check that only the description is called wrong, and that a copy is asked for."""
     with pytest.raises(DamageError, match=reason):
         muonckpt.open(tmp_path / "a")
     report = muonckpt.verify(tmp_path / "a")
     assert report.verdict == "faulty" and not report.damage
     assert "lost" not in report.diagnosis.sentence
-    (remedy,) = report.diagnosis.remedies
-    done = called(*remedy.command.split()[1:])
-    assert done.returncode == 0, done.stderr
-    assert values_in(Path(remedy.command.split()[3]), FORMS[ending][2]) == expected()
+    assert [remedy.command for remedy in report.diagnosis.remedies] == ["muonckpt verify COPY"]
 
 
 @pytest.mark.parametrize("ending", FORMS)
@@ -154,14 +150,14 @@ def test_an_index_that_names_other_files_than_have_the_tensors_loses_none(ending
     stem = FORMS[ending][0]
     write_shards(tmp_path / "a", ending)
     edit_index(tmp_path / "a", _0=f"{stem}-00002-of-00002.{ending}")
-    check_rebuilt(tmp_path, ending, "disagree about 1 tensor, such as 'layers.0.weight'")
+    check_misdescribed(tmp_path, "disagree about 1 tensor, such as 'layers.0.weight'")
 
 
 @pytest.mark.parametrize("ending", FORMS)
 def test_shards_without_their_index_are_no_empty_checkpoint(ending, tmp_path):
     write_shards(tmp_path / "a", ending)
     next((tmp_path / "a").glob("*.index.json")).unlink()
-    check_rebuilt(tmp_path, ending, "expected one index")
+    check_misdescribed(tmp_path, "expected one index")
 
 
 @pytest.mark.parametrize("ending", FORMS)
@@ -177,9 +173,6 @@ def test_what_a_lost_shard_had_is_lost_and_files_with_such_names_are_told(ending
     save({key: value for key, value in state(50).items() if key in KEYS[1:]}, other)
     with pytest.raises(DamageError, match=rf"{lost}; tensors of these names are in other.{ending}, which the index"):
         muonckpt.open(tmp_path / "a")
-    if ending == "safetensors":
-        muonckpt.salvage(tmp_path / "a", tmp_path / "new", others=[other], mix_steps=True)
-        assert values_in(tmp_path / "new") == expected() | {KEYS[2]: 52, KEYS[3]: 53}
 
 
 @pytest.mark.parametrize("ending", FORMS)
@@ -213,7 +206,7 @@ def test_files_of_ours_under_other_names_are_told_by_their_digests(swap, tmp_pat
     if swap:
         second.rename(first)
         (tmp_path / "a" / "x.safetensors").rename(second)
-    check_rebuilt(tmp_path, "safetensors", "the file that the index calls model-00001-of-00004.safetensors is called")
+    check_misdescribed(tmp_path, "the file that the index calls model-00001-of-00004.safetensors is called")
 
 
 def test_a_variant_and_a_model_of_another_name_are_read_where_they_are_alone(tmp_path):
@@ -299,7 +292,7 @@ def test_an_index_that_was_cut_to_fewer_tensors_hides_none_of_the_others(named, 
     data = json.loads(index.read_text())
     data["weight_map"] = dict(list(data["weight_map"].items())[:named])
     index.write_text(json.dumps(data))
-    check_rebuilt(tmp_path, ending, "the index and the files disagree about . tensors")
+    check_misdescribed(tmp_path, "the index and the files disagree about . tensors")
 
 
 def test_of_lost_shards_the_weights_in_another_format_are_told_and_have_a_path(tmp_path):

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from ...names.errors import DamageError, DestinationError, SourceError, about
-from ...names.vocabulary import Convention
+from ...names.errors import DestinationError, SourceError, about
 from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
-from ...record.chunks import Chunk, in_columns
-from ...record.json_fields import matching, optional
-from ...record.record import DIGEST, FINGERPRINT, MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
+from ...record.record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
 from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
@@ -99,66 +95,6 @@ def _repeatable(make: _Make) -> _Make:
         if size > _REPEATABLE_BYTES:
             return make
     return lambda: parts
-
-
-_Value = TypeVar("_Value")
-
-
-def reader_of_lines(path: Location) -> Reader:
-    """Read a checkpoint whose manifest is damaged: by DCP's description, with the facts in lines that are whole.
-
-    A manifest has a line for each tensor and each item.  Digests, fingerprints and momentum conventions are read from
-    it: where one of these is damaged, bytes and the others show it.
-
-    Raises:
-        SourceError: DCP's description cannot be read either, or no line of the manifest can be.
-    """
-    from . import dcp  # not needed where nothing is wrong
-
-    stock = dcp.reader(path)
-    lines = _readable_lines(read_text_file(path / MANIFEST_FILE))
-    if not lines:
-        raise DamageError(f"{path / MANIFEST_FILE}: no line of it can be read")
-    # Of each line what can prove itself is added to DCP's description.
-    outline, tensors = stock.outline, []
-    digested = ((_digested_chunks(t, lines.get(t.key, {})), len(t.shape)) for t in outline.tensors)
-    for tensor, chunks in zip(outline.tensors, in_columns(digested), strict=True):
-        fingerprint = _field(lines, tensor.key, "fingerprint", partial(optional, matching(FINGERPRINT)))
-        convention = _field(lines, tensor.key, "convention", partial(optional, Convention))
-        tensors.append(replace(tensor, chunks=chunks, fingerprint=fingerprint, convention=convention))
-    blobs = tuple(replace(blob, digest=_field(lines, blob.key, "digest", matching(DIGEST))) for blob in outline.blobs)
-    return replace(stock, outline=replace(outline, tensors=tuple(tensors), blobs=blobs))
-
-
-def _readable_lines(text: bytes) -> Mapping[str, Mapping[str, Any]]:
-    """Return the fields of tensors and items, by key, in the lines of a damaged manifest that are JSON."""
-    lines: dict[str, Mapping[str, Any]] = {}
-    for line in text.split(b"\n"):
-        with suppress(ValueError, RecursionError):
-            fields = json.loads(line.strip().removesuffix(b","))
-            if isinstance(fields, dict) and isinstance(fields.get("key"), str):
-                lines[fields["key"]] = fields
-    return lines
-
-
-def _field(lines: Mapping[str, Mapping[str, Any]], key: str, name: str, read: Callable[[Any], _Value]) -> _Value | None:
-    try:
-        return read(lines[key][name])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _digested_chunks(tensor: StateRecord, line: Mapping[str, Any]) -> list[Chunk]:
-    """Return the chunks of a tensor with the digests in a line that has the same items of files in the same order."""
-    chunks = list(tensor.chunks)
-    match line:
-        case {"chunks": {"item": list(offsets), "item_length": list(lengths), "digest": list(digests)}}:
-            _, stock_offsets, stock_lengths = tensor.chunks.items
-            if (offsets, lengths, len(digests)) == (stock_offsets, stock_lengths, len(chunks)):
-                for number, digest in enumerate(digests):
-                    if isinstance(digest, str) and DIGEST.fullmatch(digest):
-                        chunks[number] = replace(chunks[number], digest=digest)
-    return chunks
 
 
 _VERSION = 1

@@ -13,7 +13,7 @@ one of these, and cost nothing elsewhere.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import zip_longest
@@ -42,8 +42,8 @@ class Format:
         written_as: the word for ``--format``, if the format is written too.
         writer: a function that returns a `Container` (``converters/engine/container.py``), or its import path.  It is
             called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
-        remains: reads what is left of a damaged checkpoint without the files of some names, where ``reader`` needs them
-            all or knows one replica of each box only: a function like it with a set of names, or its import path.
+        remains: reads what is left of a damaged checkpoint, where ``reader`` needs it whole: a function like it, or its
+            import path.
     """
 
     name: str
@@ -52,13 +52,12 @@ class Format:
     weaker_signs: tuple[tuple[str, ...], ...] = ()
     written_as: str | None = None
     writer: Callable[..., Any] | str | None = None
-    remains: Callable[[Location, Collection[str]], Reader] | str | None = None
+    remains: Callable[[Location], Reader] | str | None = None
 
-    def without(self, files: Collection[str]) -> Format | None:
-        """Return the format that reads what is left without these files; None if ``reader`` does so itself."""
-        if self.remains is None:
-            return None
-        return replace(self, reader=lambda path: import_named(self.remains)(path, files), remains=None)
+    @property
+    def of_remains(self) -> Format | None:
+        """The format that reads what is left of a damaged checkpoint; None if ``reader`` does so itself."""
+        return None if self.remains is None else replace(self, reader=self.remains)
 
     def read(self, path: Location) -> Reader:
         """Read a checkpoint's metadata.
@@ -93,8 +92,6 @@ OWN = Format(
     written_as="dcp",
     writer=f"{_WRITERS}.rank_files:DcpFiles",
 )
-OWN_LINES = Format("muonckpt", f"{_FORMATS}.native:reader_of_lines")
-"""Our own format where the manifest is damaged."""
 LAYER_WISE = Format(
     "Megatron's layer-wise files",
     f"{_FORMATS}.layer_wise:reader",

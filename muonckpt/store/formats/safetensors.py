@@ -15,7 +15,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -253,7 +253,7 @@ def reader(path: Location) -> Reader:
     return opened
 
 
-def remains(path: Location, without: Collection[str]) -> Reader:
+def remains(path: Location) -> Reader:
     """Read what is left of a file that is cut, or of a folder where files of a checkpoint, or its index, are lost.
 
     Raises:

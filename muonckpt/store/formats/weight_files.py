@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, TypeVar
 
-from ...names.errors import DamageError, SourceError, UnlistedError, about
+from ...names.errors import DamageError, MisdescribedError, SourceError, UnlistedError, about
 from ...names.wording import counted, listed
 from ...record.json_fields import check_digest
 from ...record.record import Extent
@@ -217,14 +217,14 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         unnamed = {} if index.headers else _readable(candidates - {*index.names}, read, None)
         if complete := _complete_set(index, unnamed):
             reasons.append(f"all {len(index.files)} tensors are in {listed(complete)}, which the index does not name")
-            return Shards(complete, (UnlistedError("; ".join(reasons), count=0),))
+            return Shards(complete, (MisdescribedError("; ".join(reasons)),))
         with_it = " with it" if reasons else ""
         reasons.append(f"{len(lost_keys)} of {len(index.files)} tensors are lost{with_it} ({listed(lost_keys, 2)})")
         if namesakes := [name for name, entries in unnamed.items() if not entries.keys().isdisjoint(lost_keys)]:
             reasons.append(f"tensors of these names are in {listed(namesakes)}, which the index does not name")
         if unread := sorted(name for name in names if _MODEL_NAME.fullmatch(name) and ending not in name):
             reasons.append(f"{listed(unread)} may have them, and is not read: give its path if you mean it")
-        return Shards(files, (UnlistedError("; ".join(reasons), lost_keys),), tuple(copies))
+        return Shards(files, (UnlistedError("; ".join(reasons)),), tuple(copies))
     moved = sorted(key for key, holding_files in holders.items() if index.files.get(key) != holding_files[-1])
     if moved and not index.headers:
         key = moved[0]
@@ -236,7 +236,7 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         raise DamageError(f"the index and the files disagree about tensor {moved[0]!r}")
     if reasons:
         reasons.append("all tensors are there")
-    return Shards(files, (UnlistedError("; ".join(reasons), count=0),) if reasons else (), tuple(copies))
+    return Shards(files, (MisdescribedError("; ".join(reasons)),) if reasons else (), tuple(copies))
 
 
 def _family(name: str) -> object:
@@ -309,8 +309,8 @@ def read_shards_without_index(
     keys = list(chain.from_iterable(contents.values()))
     if len({*keys}) < len(keys):
         raise DamageError(f"{folder}: {reason}, and a tensor is in several files")
-    complete = missing == 0 and len(contents) == len(shards)
-    return Shards(contents, (UnlistedError("; ".join(reasons), count=0 if complete else None),))
+    fault = UnlistedError if missing or len(contents) < len(shards) else MisdescribedError
+    return Shards(contents, (fault("; ".join(reasons)),))
 
 
 def _readable(names: Collection[str], read: Read[Entry], header_digest: str | None) -> dict[str, Entries[Entry]]:

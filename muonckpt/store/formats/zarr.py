@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -24,7 +24,15 @@ import numpy as np
 import xxhash
 
 from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
-from ...names.errors import DamageError, LostFileError, SeveralSavesError, SourceError, UnlistedError, about
+from ...names.errors import (
+    DamageError,
+    LostFileError,
+    MisdescribedError,
+    SeveralSavesError,
+    SourceError,
+    UnlistedError,
+    about,
+)
 from ...names.wording import listed
 from ...programs.signs import ZARR_FILE
 from ...record import json_fields
@@ -347,7 +355,7 @@ def reader(path: Location) -> Reader:
     return _read(path, _chunks, _raise)[0]
 
 
-def remains(path: Location, without: Collection[str]) -> Reader:
+def remains(path: Location) -> Reader:
     """Read a hierarchy of which chunks are missing or cut, where tensors have holes, or descriptions are damaged.
 
     Raises:
@@ -360,9 +368,11 @@ def remains(path: Location, without: Collection[str]) -> Reader:
     if not errors:
         faults = tuple(LostFileError(str(error)) for error in chunk_errors[:1])
     elif not faults:
-        num_lost = None if count is None else count - len(partial_reader.outline.tensors)
-        arrays = f"all {count} arrays are there" if num_lost == 0 else "nothing else says which arrays there were"
-        faults = (UnlistedError(f"{listed(errors, 1, '; ')}; {arrays}", count=num_lost),)
+        reason = listed(errors, 1, "; ")
+        if count == len(partial_reader.outline.tensors):
+            faults = (MisdescribedError(f"{reason}; all {count} arrays are there"),)
+        else:
+            faults = (UnlistedError(f"{reason}; nothing else says which arrays there were"),)
     return dataclasses.replace(partial_reader, faults=faults)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import MAX_ELEMENTS, Box
 from ...algebra.layout import holes_in
-from ...names.errors import SeveralSavesError, SourceError, UnlistedError
+from ...names.errors import MisdescribedError, SeveralSavesError, SourceError, UnlistedError
 from ...names.wording import LAYER_NUMBER, Finding, counted, enumerated, listed, ranges, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
@@ -65,7 +65,6 @@ class Damage:
         read: whether all bytes were compared; else only the files' sizes.
         mixed_up: whether the manifest is of another save than the files.
         misplaced: by the name of a file the name under which its bytes are.
-        strays: files of another save than the others.
     """
 
     manifest: Manifest
@@ -76,7 +75,6 @@ class Damage:
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
     mixed_up: bool = False
-    strays: frozenset[str] = frozenset()
     misplaced: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -124,11 +122,6 @@ class Damage:
     def tensors(self) -> tuple[StateRecord, ...]:
         """The tensors that have lost elements."""
         return tuple(tensor for tensor, _, _ in self._losses)
-
-    def lost_boxes(self) -> Iterator[tuple[StateRecord, tuple[Box, ...]]]:
-        """Yield the tensors that have lost elements, and the boxes of these."""
-        for tensor, boxes, holes in self._losses:
-            yield tensor, (*boxes, *holes)
 
     @cached_property
     def bytes(self) -> int:
@@ -281,10 +274,9 @@ class Damage:
         names = np.array(self.manifest.columns.names, object)
         num_lost, num_stored = self.by_file
         damaged = {*names[num_lost > 0]} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
-        damaged -= self.files.keys() | self.strays
+        damaged -= self.files.keys()
         swapped = damaged & {*names[(num_lost == num_stored) & (num_stored > 1)]}
         for group, fate in (
-            (self.strays, "the bytes of another save than all other files"),
             (swapped, "none of the bytes that were written (another save's, perhaps)"),
             (damaged - swapped, "damaged bytes"),
         ):
@@ -492,11 +484,14 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that its reader has met."""
 
     def kind(fault: SourceError) -> str:
-        if not isinstance(fault, UnlistedError):
-            return "files"
-        if isinstance(fault, SeveralSavesError):
-            return "several_saves"
-        return "description" if fault.count == 0 else "unlisted"
+        match fault:
+            case SeveralSavesError():
+                return "several_saves"
+            case MisdescribedError():
+                return "description"
+            case UnlistedError():
+                return "unlisted"
+        return "files"
 
     return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ...names.errors import ADVICE, DamageError, LostFileError, MuonckptError, SourceError
@@ -131,7 +132,7 @@ def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps:
 def remains(path: Location) -> OpenCheckpoint | None:
     """Open what is left of a checkpoint that cannot be opened, if its format can and something is lost; else None."""
     with suppress(SourceError):
-        if format := format_of(path).without(()):
+        if format := format_of(path).of_remains:
             checkpoint = OpenCheckpoint(path, format)
             if checkpoint.faults or damage_of_files(checkpoint):
                 return checkpoint
@@ -193,53 +194,24 @@ def _remedies(
         damage = damage.without_misplaced
         if not damage:
             return
-    # Descriptions are written anew.
+    # Descriptions are written again.
     has_loss = bool(damage.tensors or damage.items or "unlisted" in kinds)
     if not has_loss and (damage or kinds) and kinds <= _DESCRIPTIVE:
-        yield _rebuilt(checkpoint)
+        yield _COPY if checkpoint.faults else _rebuilt(checkpoint)
         return
-    if damage.mixed_up and _has_stock_description(path):
-        yield _from_stock(path, "what the files have, of which save it may be,")
-    # The run goes on from another step.
+    if damage.mixed_up:
+        yield from _by_stock_description(path, "what the files have, of whichever save that is")
+    # The run goes on from another step, or a copy has what is lost.
     before = whole_before(_with_name(path), damaged_steps)
     if before is not None:
         yield _gone_back(path, before, is_automatic=has_loss)
-    if damage.mixed_up:
-        return
-    # Another checkpoint gives what is lost.
-    copy = Remedy(
-        f"{command('salvage', path, _free_path(path, 'salvaged'), '--from')} OTHER",
-        "keeps what is of the save of OTHER, a copy of this checkpoint in any format, and takes the others from it",
-    )
-    if "several_saves" in kinds:
-        yield copy
-        return
-    if not has_loss:
-        if before is None and "nonfinite" in kinds:
-            yield Remedy(command("stats", path), "says which tensors have such elements, and how many")
-        return
-    new = _free_path(path, "salvaged")
-    if before is not None:
-        yield Remedy(
-            command("salvage", path, new, "--from", before.path, "--mix-steps"),
-            f"writes what is whole here, and what is lost as it was at step {before.step}, with a list of it; "
-            "a mixture that no step of the run had",
-        )
-        return
-    if siblings := sorted({*damaged_steps} - {path.name}):
-        yield Remedy(
-            command("salvage", path, new, "--from", path.parent / siblings[-1], "--mix-steps"),
-            "takes what is lost from that step, which is damaged too: if it has lost the same, nothing is written",
-        )
-    yield replace(
-        copy, gives="takes what is lost from a copy, a replica or another step, if you have one: none is beside it"
-    )
-    # State of the optimizer begins anew, where no weight is lost.
-    if damage.tensors and not damage.items and "unlisted" not in kinds and damage.begins_anew:
-        yield Remedy(
-            command("salvage", path, new, "--fresh", "*"),
-            "writes what is whole, and zeros where state of the optimizer is lost: no weight is",
-        )
+    elif has_loss or "several_saves" in kinds:
+        yield _COPY
+    elif "nonfinite" in kinds:
+        yield Remedy(command("stats", path), "says which tensors have such elements, and how many")
+    # State of the optimizer begins as zeros, where no weight is lost.
+    is_state_alone = damage.tensors and not damage.items and "unlisted" not in kinds and damage.begins_anew
+    if before is None and is_state_alone and not damage.mixed_up:
         names = sorted({tensor.name or "" for tensor in damage.tensors})
         are_names = all(name and not name.isdecimal() for name in names)
         if checkpoint.format is OWN and len(names) <= _MAX_NAMES and are_names:
@@ -247,6 +219,12 @@ def _remedies(
                 f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
                 f"in Python: the state of {counted(len(names), 'parameter')} begins anew, also what is whole of it",
             )
+
+
+_COPY = Remedy(
+    "muonckpt verify COPY",
+    "tells whether a copy of this checkpoint is whole, if you have one: then copy from there what is damaged here",
+)
 
 
 def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
@@ -280,13 +258,11 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
         gives += "; muonckpt.load reads this one as it is, too"
     if checkpoint.lacks_manifest:
         gives += f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests"
-    if checkpoint.faults:  # nothing else opens it
-        return Remedy(command("salvage", path, _free_path(path, "salvaged")), gives)
     # On as many ranks as wrote it, in the same format.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
     formats = [word for file, word in _FORMAT_WORDS.items() if file in manifest.files or (path / file).exists()]
     options = ["--mesh", f"dp={max(1, len(ranks))}", *(("--format", formats[0]) if formats else ())]
-    return Remedy(command("reshard", path, _free_path(path, "rebuilt"), *options), gives)
+    return Remedy(command("reshard", path, _free_path(path), *options), gives)
 
 
 def _gone_back(path: Location, before: RunStep, is_automatic: bool) -> Remedy:
@@ -299,24 +275,21 @@ def _gone_back(path: Location, before: RunStep, is_automatic: bool) -> Remedy:
 
 def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
-    if _has_damaged_manifest(path) and _has_stock_description(path):
-        yield _from_stock(path, "the same elements")
-    elif path.is_dir():
-        yield Remedy(
-            f"{command('verify')} COPY",
-            "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged file from there",
-        )
+    if path.is_dir():
+        yield from _by_stock_description(path, "the same elements") if _has_damaged_manifest(path) else ()
+        yield _COPY
     if before := whole_before(_with_name(path), damaged_steps):
         yield _gone_back(path, before, is_automatic=True)
 
 
-def _from_stock(path: Location, elements: str) -> Remedy:
-    """Return how to write a checkpoint without our description of it."""
-    return Remedy(
-        command("salvage", path, _free_path(path, "salvaged")),
-        f"reads {METADATA_FILE} instead, and writes {elements} with a new {MANIFEST_FILE}; a copy of the right "
-        f"{MANIFEST_FILE}, if there is one, would also keep its digests",
-    )
+def _by_stock_description(path: Location, elements: str) -> Iterator[Remedy]:
+    """Yield how to read a checkpoint without our description of it, if DCP's is whole."""
+    if isinstance(path, Path) and _has_stock_description(path):
+        yield Remedy(
+            shlex.join(["mv", str(path / MANIFEST_FILE), str(path / f"{MANIFEST_FILE}.aside")]),
+            f"makes {METADATA_FILE} the description of {elements}, without digests and momentum conventions; a copy of "
+            f"the right {MANIFEST_FILE}, if there is one, has these",
+        )
 
 
 def _has_damaged_manifest(path: Location) -> bool:
@@ -342,15 +315,15 @@ def _with_name(path: Location) -> Location:
     return path.resolve() if path.name in ("", "..") else path
 
 
-def _free_path(path: Location, suffix: str) -> str:
+def _free_path(path: Location) -> str:
     """Return the path of a checkpoint beside this one that does not exist yet: of the same step, if it is of a run."""
     place = _with_name(path)
     if (name := new_attempt(place)) is not None:
         return str(place.parent / name)
-    new_path, number = place.parent / f"{place.name}-{suffix}", 1
+    new_path, number = place.parent / f"{place.name}-rebuilt", 1
     while new_path.exists():
         number += 1
-        new_path = place.parent / f"{place.name}-{suffix}{number}"
+        new_path = place.parent / f"{place.name}-rebuilt{number}"
     return str(new_path)
 
 

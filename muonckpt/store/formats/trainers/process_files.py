@@ -145,7 +145,7 @@ def reader(path: Location) -> Reader:
     return opened
 
 
-def remains(path: Location, without: Collection[str]) -> Reader:
+def remains(path: Location) -> Reader:
     """Read what is left where files of weights, or their index, are lost.
 
     Raises:
@@ -284,7 +284,7 @@ def universal_reader(path: Location) -> Reader:
         slots[name] = {file.removesuffix(".pt") for file in names}
     faults = dict([*_misplaced(tensors), *_lost_slots(slots)])
     keys = list(chain.from_iterable(faults.values()))
-    fault = [UnlistedError(listed_names([*faults], 3, "; "), keys)] if faults else []
+    fault = [UnlistedError(listed_names([*faults], 3, "; "))] if faults else []
     provenance = {signs.NOT_READ: sorted({*listed, *loose} - {_ZERO})}
     return trainer_reader(path, (t for t in tensors if t.key not in keys), items, {}, provenance, fault)
 

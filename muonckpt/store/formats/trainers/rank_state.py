@@ -17,7 +17,7 @@ import math
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
@@ -77,23 +77,23 @@ def reader(path: Location) -> Reader:
         SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
             tensors and plain data; nothing in it is run.
     """
-    return _read(path, None)
+    return _read(path, is_partial=False)
 
 
-def remains(path: Location, without: Collection[str]) -> Reader:
-    """Read what is left of such a folder, as if these files, and those that cannot be opened, were missing.
+def remains(path: Location) -> Reader:
+    """Read what is left of such a folder, as if the files that cannot be opened were missing.
 
     Where no replica has what a missing rank held, tensors have holes.
     """
-    return _read(path, without)
+    return _read(path, is_partial=True)
 
 
-def _read(path: Location, without: Collection[str] | None) -> Reader:
+def _read(path: Location, is_partial: bool) -> Reader:
     listed = names_in(path)
     files = _rank_files(listed)
     # Of what is left, the files that can be read.
-    if without is not None:
-        files = [file for file in files if file.name not in without and _opens(path, file.name)]
+    if is_partial:
+        files = [file for file in files if _opens(path, file.name)]
     if not files:
         raise SourceError(
             f"{path}: expected files of ranks such as model_world_size_8_rank_0.pt, with at most six digits a number, "
@@ -104,9 +104,9 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
     for file in sorted(files, key=lambda file: (file.root, file.rank)):
         by_root[file.root].append(file)
     with about(path):
-        world = _world(by_root) if without is None else 1 + max(file.rank for file in files)
+        world = 1 + max(file.rank for file in files) if is_partial else _world(by_root)
         names = NamesFile.beside(path)
-        contents = _JoinedRanks(is_partial=without is not None)
+        contents = _JoinedRanks(is_partial)
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
         torch_files: list[TorchFile] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TypeVar
@@ -76,29 +76,29 @@ def reader(path: Location) -> Reader:
         SourceError: the file of a rank is damaged, ranks contradict each other, or tensor, pipeline or expert
             parallelism cuts the model; nothing in a file is run.
     """
-    return _read(path, None)
+    return _read(path, is_partial=False)
 
 
-def remains(path: Location, without: Collection[str]) -> Reader:
-    """Read what is left of such a folder without these files, and those that cannot be opened.
+def remains(path: Location) -> Reader:
+    """Read what is left of such a folder without the files that cannot be opened.
 
     Raises:
         SourceError: as `reader`, but for damaged files; or no file names the parameters.
     """
-    return _read(path, without)
+    return _read(path, is_partial=True)
 
 
-def _read(path: Location, without: Collection[str] | None) -> Reader:
+def _read(path: Location, is_partial: bool) -> Reader:
     listed = names_in(path)
     with about(path):
         # Model states say what the run was; those of ZeRO 3 are of a rank each.
-        models = dict(_open_files(path, listed, _MODEL_FILE, without))
+        models = dict(_open_files(path, listed, _MODEL_FILE, is_partial))
         if not models:
             raise DamageError("expected *_model_states.pt, which name the parameters, found none that can be read")
         run = mapping(next(iter(models.values())).content)
         num_ranks = expect(int, run.get("dp_world_size"))
         limits.check_limit(num_ranks, _MAX_RANKS, "data-parallel ranks")
-        files = dict(_open_files(path, listed, _OPTIMIZER_FILE, without))
+        files = dict(_open_files(path, listed, _OPTIMIZER_FILE, is_partial))
         missing = _missing(files, num_ranks)
         if all(map(_is_of_rank, models.values())):
             missing += _missing(models, num_ranks)
@@ -123,13 +123,13 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
 
 
 def _open_files(
-    path: Location, listed: Sequence[str], pattern: re.Pattern[str], without: Collection[str] | None
+    path: Location, listed: Sequence[str], pattern: re.Pattern[str], is_partial: bool
 ) -> Iterator[tuple[int, TorchFile]]:
     """Yield the data-parallel ranks of files with such names, and the files; one of all ranks counts as rank 0's."""
     name_by_rank: dict[int, str] = {}
     for name in listed:
         match = pattern.fullmatch(name)
-        if match is None or name in (without or ()):
+        if match is None:
             continue
         # The second number is that of tensor and pipeline parallelism.
         rank = int(match[1] or 0)
@@ -142,7 +142,7 @@ def _open_files(
         try:
             yield rank, read_torch_file(path, name)
         except DamageError:
-            if without is None:
+            if not is_partial:
                 raise
 
 
