@@ -109,17 +109,17 @@ def gather_on_all(
 
 
 def broadcast_from_first(
-    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T], first: int = 0
+    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> T:
-    """Return the answer of the first rank, or of that at another place in the group: one broadcast."""
+    """Return the answer of the first rank: one broadcast."""
     messages: list[T | _Outcome | None] = [None]
     cause: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank(process_group) == first:
+    if is_coordinator(process_group):
         answer_here, cause = _attempted(kind, answer)
         messages = [_Outcome({-1: answer_here}) if isinstance(answer_here, _Failure) else answer_here]
     if dist.is_initialized():
         with lost_ranks():
-            dist.broadcast_object_list(messages, group=process_group, group_src=first)
+            dist.broadcast_object_list(messages, group=process_group, group_src=0)
     return _unless_failed(messages[0], cause)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_chunk, compare_checksums, payload_of
 from .live_state import LocalParts
 from .reading_plan import ChunkRange, ReadingRound
-
-T = TypeVar("T")
 
 _GAP_BYTES = 64 << 10
 """Largest gap between two small ranges of a file that one read includes."""
@@ -150,15 +148,12 @@ class _Read(NamedTuple):
 class ChunkReader:
     """A reader of the ranges that a plan gives to one rank, round by round.
 
-    It goes on after damage, so that all of it is known at the end.
-
     Args:
         rounds: of the plan.
         place: this rank's in the process group.
         has_closed_items: True if items have to be opened to know where their elements are.
 
     Attributes:
-        faults: the first fault of each damaged file, by name.
         sums: of the parts of chunks that other ranks read too.
         bytes_read: of tensors, so far.
 
@@ -169,7 +164,6 @@ class ChunkReader:
     def __init__(
         self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int, has_closed_items: bool
     ) -> None:
-        self.faults: dict[str, SourceError] = {}
         self.sums: list[PartialSum] = []
         self.bytes_read = 0
         self._checkpoint = checkpoint
@@ -212,9 +206,11 @@ class ChunkReader:
         """Read everything once to check it, and keep nothing; `read` reads and checks it again."""
         memory = ReadMemory()
         for group in chain.from_iterable(map(_near_reads, self._rounds)):
-            is_read_at_once = len(group) > 1 and group[0].item is None
-            check = partial(self._bytes_of, group, memory) if is_read_at_once else partial(self._check_unread, group[0])
-            self._guarded(group[0], check)
+            with self._about(group[0]):
+                if len(group) > 1 and group[0].item is None:
+                    self._bytes_of(group, memory)
+                else:
+                    self._check_unread(group[0])
             memory.release()
 
     def read(self, number: int) -> RoundElements:
@@ -222,23 +218,23 @@ class ChunkReader:
         memory = ReadMemory()
         elements: defaultdict[str, list[tuple[_Read, Sequence[Tensor]]]] = defaultdict(list)
         for group in _near_reads(self._rounds[number]):
-            raw_bytes = self._guarded(group[0], partial(self._bytes_of, group, memory))
-            for place, read in enumerate(group):
+            with self._about(group[0]):
+                raw_bytes = self._bytes_of(group, memory)
+            for read, of_read in zip(group, raw_bytes, strict=True):
                 if read.boxes:
-                    parts = _absent(read) if raw_bytes is None else _split(read, raw_bytes[place])
-                    elements[read.tensor.key].append((read, parts))
+                    elements[read.tensor.key].append((read, _split(read, of_read)))
         return RoundElements({key: _joined(of_tensor) for key, of_tensor in elements.items()}, memory)
 
-    def _guarded(self, read: _Read, action: Callable[[], T]) -> T | None:
-        """Return what an action returns; note its error as a fault of the read's file, and return None."""
+    @contextmanager
+    def _about(self, read: _Read) -> Iterator[None]:
+        """Name the file of a read in errors that are not ours."""
         try:
-            return action()
-        except SourceError as error:
-            self.faults.setdefault(read.file, error)
-        except Exception as error:  # other ranks wait in the exchange that comes next
+            yield
+        except SourceError:
+            raise
+        except Exception as error:
             place = self._payloads.place(read.file)
-            self.faults.setdefault(read.file, SourceError(f"cannot read {place}: {type(error).__name__}: {error}"))
-        return None
+            raise SourceError(f"cannot read {place}: {type(error).__name__}: {error}") from error
 
     def _bytes_of(self, group: Sequence[_Read], memory: ReadMemory) -> Sequence[memoryview]:
         """Return the bytes of reads that are near each other, read by one call and checked."""
@@ -465,11 +461,6 @@ def _joined(reads: Sequence[tuple[_Read, Sequence[Tensor]]]) -> LocalParts:
         boxes += read.boxes
         parts += of_read
     return LocalParts.of(boxes, parts)
-
-
-def _absent(read: _Read) -> Sequence[Tensor]:
-    """Return zeros, of one element, for what could not be read: nobody uses them, or the state dict is unusable."""
-    return [torch.zeros((), dtype=read.dtype).expand(box.shape) for box in read.boxes]
 
 
 def _order(read: _Read) -> tuple[str, int, int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
@@ -36,10 +39,11 @@ from ..names.resumption import (
 from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
 from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
-from ..record.record import Blob, Extent, StateRecord
+from ..record.record import Extent, Manifest, StateRecord
 from ..store.io.limits import gc_paused
-from ..store.io.location import Remote
+from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
+from ..store.verify.diagnosis import advice_on, open_to_load
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
@@ -54,7 +58,6 @@ from .all_ranks import (
 )
 from .attestation import TensorPrint, attest_loaded
 from .bits import dtype_name
-from .checkpoint_files import CheckpointFiles, SharedFiles, raise_first
 from .chunk_reader import ChunkReader, PartialSum, ReadMemory, RoundElements, judge_sums, whole_chunks
 from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
 from .matching import RankRequest, judge, match, selection
@@ -118,20 +121,15 @@ class _Agreement:
     devices: frozenset[str]
 
 
+_Inbox = tuple[Tensor, Mapping[str, int]]
+"""Items that other ranks have sent, end to end, and the length of each."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A rank's check of what it has read: checksums of parts of chunks, its damaged files, and all bytes so far."""
+    """A rank's check of what it has read: checksums of parts of chunks, and the bytes so far."""
 
     sums: Sequence[PartialSum]
-    faults: Mapping[str, str]
-    bytes_read: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """The first rank's judgement of the checks: the damaged files of each rank, and the bytes that all have read."""
-
-    faults: Sequence[Mapping[str, str]]
     bytes_read: int
 
 
@@ -140,7 +138,7 @@ class JointLoad:
     """One load, with the arguments of `load`."""
 
     state_dict: dict[str, Any]
-    files: CheckpointFiles
+    path: str | os.PathLike[str]
     allow_extra: bool | Iterable[str]
     fresh: Iterable[str]
     attest: bool
@@ -160,8 +158,6 @@ class JointLoad:
         self._whole_chunks: dict[str, dict[int, Extent | None]]
         self._has_closed_items: bool
         self._raw_items: dict[str, bytes] = {}
-        self._inbox: tuple[Tensor, Mapping[str, int]] | None = None
-        """The items that other ranks have sent, end to end, and the length of each."""
         self._sources: Mapping[str, str] = {}
         """Keys of tensors of the checkpoint by those that all ranks know them under; on the coordinator alone."""
         self._unloaded_keys: Sequence[str] = ()
@@ -169,7 +165,11 @@ class JointLoad:
 
     def _check_arguments(self) -> None:
         refuse_no_state_dict(self.state_dict, "to load into")
-        _ = self.files.place, self._selection
+        _ = self._place, self._selection
+
+    @cached_property
+    def _place(self) -> Location:
+        return location(self.path, SourceError)
 
     @cached_property
     def _selection(self) -> tuple[Globs, Globs]:
@@ -184,33 +184,27 @@ class JointLoad:
     def run(self) -> LoadReport:
         """Load in place, or fail on all ranks with one error."""
         # 1. The checkpoint is opened once, and all ranks hear what all of them ask for.
-        opened = self.files.open_together(self.group, self._check_arguments)
-        agreement = decide_on_first(self.group, SourceError, lambda: self._ask(opened()), self._answer)
-        # 2. Each byte is read by one rank, and checked, before any rank writes.  Files of which another node has a
-        #    whole copy are read there in a second try.
-        bytes_refused = 0
-        while True:
-            if self._has_closed_items:
-                self._open_together(agreement)
-            verdict = decide_on_first(self.group, SourceError, lambda: self._read(agreement), self._judge)
-            if not any(verdict.faults):
-                break
-            self.files.refuse(verdict.faults)
-            bytes_refused += verdict.bytes_read
+        opened = self._open_once()
+        agreement = decide_on_first(self.group, SourceError, lambda: self._ask(*opened()), self._answer)
+        # 2. Each byte is read by one rank, and checked, before any rank writes.
+        if self._has_closed_items:
+            self._open_together(agreement)
+        decide_on_first(self.group, SourceError, lambda: self._read(agreement), self._judge)
         # 3. Elements go to the ranks that asked for them.
         with unusable('; check="before" finds damage before any tensor is touched'):
-            failure = self._fill(agreement)
-            verdict = decide_on_first(self.group, SourceError, lambda: self._finish(failure), self._judge)
+            device = wire_device(self.group, agreement.devices)
+            inbox = self._exchange_items(agreement.request.objects, device)
+            failure = self._fill(device)
+            bytes_read = decide_on_first(self.group, SourceError, lambda: self._finish(inbox, failure), self._judge)
         if self.attest:
             with unusable():
                 attest_loaded(self.state_dict, self._checkpoint, lambda: self._sources, self.group)
         self._checkpoint.close()
-        traffic = LoadTraffic(bytes_refused + verdict.bytes_read, self._plan.bytes_sent, self._passes)
-        return replace(agreement.report, traffic=traffic)
+        return replace(agreement.report, traffic=LoadTraffic(bytes_read, self._plan.bytes_sent, self._passes))
 
     def rehearse(self, checkpoint: OpenCheckpoint) -> tuple[Matching, LoadReport, str]:
         """Match as a load does, on this rank alone, and return the error that a load would raise, or ""."""
-        question = self._ask(checkpoint)
+        question = self._ask(checkpoint, "")
         matching, report = judge([question.request], self._stored, self._selection[0])
         return matching, report, "" if matching.fits else self.refusal(matching)
 
@@ -230,11 +224,45 @@ class JointLoad:
 
     def advice(self) -> str:
         """Return on all ranks what to do about damage, after it was found."""
-        from ..store.verify.diagnosis import advice_on  # not needed where nothing is wrong
+        return broadcast_from_first(self.group, SourceError, lambda: advice_on(self._place))
 
-        return broadcast_from_first(self.group, SourceError, lambda: advice_on(self.files.place))
+    def _open_once(self) -> Callable[[], tuple[OpenCheckpoint, str]]:
+        """Open the checkpoint on the first rank, and send it to the others where they can use it.
 
-    def _ask(self, checkpoint: OpenCheckpoint) -> _Question:
+        They cannot with readers that cannot be sent, such as those of a plug-in; and not with elements that have no
+        checksum and lie where only the description says: a rank that sees another file would take whatever bytes are
+        there.
+
+        Returns:
+            A function that returns the open checkpoint, and a digest of it as this rank sees it, or "" if it was sent.
+            A rank may lack a reader that the first one has: the function is called where its error reaches all ranks.
+        """
+        opened: list[OpenCheckpoint] = []
+
+        def pack() -> bytes | None:
+            self._check_arguments()
+            opened.append(open_to_load(self._place))
+            columns, elements = opened[0].outline.columns, opened[0].outline.elements
+            in_items = columns.payload_length() == UNKNOWN  # their checksums are there, too
+            is_checked = columns.has_digest | (columns.crc32 != UNKNOWN) | in_items
+            if not dist.is_initialized() or not (is_checked | (elements == 0)).all():
+                return None
+            try:
+                return zlib.compress(pickle.dumps(opened[0]), 1)  # columns are mostly zeros, or alike
+            except Exception:  # whatever a reader raises that cannot be pickled
+                return None
+
+        packed = broadcast_from_first(self.group, SourceError, pack)
+
+        def unpack() -> tuple[OpenCheckpoint, str]:
+            if packed is not None:
+                return opened[0] if opened else pickle.loads(zlib.decompress(packed)), ""
+            checkpoint = opened[0] if opened else open_to_load(self._place)
+            return checkpoint, _outline_digest(checkpoint.outline) if dist.is_initialized() else ""
+
+        return unpack
+
+    def _ask(self, checkpoint: OpenCheckpoint, outline_digest: str) -> _Question:
         """Match this rank's state dict with the checkpoint."""
         self._check_arguments()
         extra, globs = self._selection
@@ -248,8 +276,7 @@ class JointLoad:
             if geometry not in proved:
                 tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
                 proved.add(geometry)
-        entries: list[StateRecord | Blob] = [*checkpoint.outline.tensors, *checkpoint.outline.blobs]
-        self._stored = Stored(entries, partial(self.files.value_of, checkpoint), place_in(self.group))
+        self._stored = Stored.of(checkpoint, place_in(self.group))
         template = LoadTemplate.of(live, extra.matches_all)
         matching = self.matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
@@ -257,10 +284,9 @@ class JointLoad:
             asked = live.described.boxes({*matching.sources, *matching.zeros})
             self._refuse_overwriting(tied_origins(live, matching.sources, matching.zeros))
         arguments = {
-            "path": self.files.identity, "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
+            "path": str(self._place), "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
         }  # fmt: skip
         request = RankRequest(matching, template.optimizers, globs)
-        outline_digest = self.files.outline_digest(checkpoint)
         memory = self.memory
         if memory is None:  # a part of what there is, shared with the other ranks of this machine
             memory = min(KEPT_BYTES, available_memory() // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -273,7 +299,7 @@ class JointLoad:
         for rank, question in zip(group_ranks(self.group), ranks, strict=True):
             if question.outline_digest != ranks[0].outline_digest:
                 raise SourceError(
-                    f"rank {rank} sees another checkpoint in {self.files.place} than the first rank: other "
+                    f"rank {rank} sees another checkpoint in {self._place} than the first rank: other "
                     "tensors, chunks or files, or the same in another order. Put the same files there on all nodes; if "
                     "a plug-in reads it, let it list tensors in one order"
                 )
@@ -299,7 +325,7 @@ class JointLoad:
         records = {tensor.key: tensor for tensor in self._checkpoint.outline.tensors}
         for key, other_key in sorted(tied):
             if _differ(self._checkpoint, (records[key], records[other_key])):
-                raise SourceError(differing_ties(key, other_key, self.files.place))
+                raise SourceError(differing_ties(key, other_key, self._place))
 
     def _open_together(self, agreement: _Agreement) -> None:
         """Open this rank's chunks, of which only the items tell whether a part of them is a run of bytes."""
@@ -317,8 +343,8 @@ class JointLoad:
         outline, (place, num_ranks) = self._checkpoint.outline, place_in(self.group)
 
         def plan(read_memory: int) -> ReadingPlan:
-            tensors, request, sizes = outline.tensors, agreement.request, (num_ranks, read_memory, _WIRE_BYTES)
-            return ReadingPlan.of(tensors, outline.blobs, request, self.files, *sizes, self._whole_chunks)
+            sizes = num_ranks, read_memory, _WIRE_BYTES
+            return ReadingPlan.of(outline.tensors, outline.blobs, agreement.request, *sizes, self._whole_chunks)
 
         # Everything is kept until it has been checked, or read a part at a time.
         self._plan = plan(agreement.memory)
@@ -331,40 +357,34 @@ class JointLoad:
     def _read(self, agreement: _Agreement) -> _Checked:
         """Read what this rank is to read, once, and check it; or check it alone, where it does not fit into memory."""
         reader = self._reader if self._has_closed_items else self._open_chunks(agreement)
-        is_remote = isinstance(self.files.place, Remote)  # from there nothing is read twice
+        is_remote = isinstance(self._place, Remote)  # from there nothing is read twice
         checks_before = self.check == "before" or (self.check is None and (self._keeps_all or not is_remote))
         # Items that are not tensors are small: their reader keeps them.
         blobs = {blob.key: blob for blob in self._checkpoint.outline.blobs}
-        self._raw_items = dict(self.files.raw_items)
         for key, place in self._plan.object_readers.items():
-            if place == place_in(self.group)[0] and key not in self._raw_items:
+            if place == place_in(self.group)[0]:
                 self._raw_items[key] = checked_blob(self._checkpoint.payloads, blobs[key])
                 refuse_code(key, self._raw_items[key])
-        self._kept, self._passes = None, 1
-        if checks_before and self._keeps_all:
-            self._kept = reader.read(0) if self._plan.rounds else None
-        elif checks_before:
+        self._passes = 2 if checks_before and not self._keeps_all else 1
+        if self._passes == 2:
             reader.check()
-            self._passes = 2
-        return _Checked(reader.sums, self.files.report(reader.faults), reader.bytes_read)
+        elif checks_before and self._plan.rounds:
+            self._kept = reader.read(0)
+        return _Checked(reader.sums, reader.bytes_read)
 
-    def _judge(self, ranks: list[_Checked]) -> _Verdict:
-        """Compare chunks that were read in parts, on the coordinator."""
-        faults = [checked.faults for checked in ranks]
-        if not any(faults):
-            judge_sums(self._checkpoint, chain.from_iterable(checked.sums for checked in ranks))
-        return _Verdict(faults, sum(checked.bytes_read for checked in ranks))
+    def _judge(self, ranks: list[_Checked]) -> int:
+        """Compare chunks that were read in parts, on the coordinator, and return the bytes that all have read."""
+        judge_sums(self._checkpoint, chain.from_iterable(checked.sums for checked in ranks))
+        return sum(checked.bytes_read for checked in ranks)
 
-    def _fill(self, agreement: _Agreement) -> Exception | None:
+    def _fill(self, device: torch.device) -> Exception | None:
         """Move elements into the tensors; return this rank's error, as it goes on exchanging.
 
         Raises:
             LostRankError: another rank was lost.
         """
-        device = wire_device(self.group, agreement.devices)
         self._reader.sums.clear()
         failure: Exception | None = None
-        self._exchange_items(agreement.request.objects, device)
         for of_round, elements_of in zip(self._plan.rounds, self._elements_by_round(), strict=True):
             prepare = partial(self._prepare, of_round, elements_of, device)
             try:
@@ -401,7 +421,7 @@ class JointLoad:
                     yield elements.result
                 yield following.result
 
-    def _exchange_items(self, objects: Mapping[str, Sequence[int]], device: torch.device) -> None:
+    def _exchange_items(self, objects: Mapping[str, Sequence[int]], device: torch.device) -> _Inbox | None:
         """Send items that are not tensors from the ranks that have read them to those that ask for them.
 
         Args:
@@ -413,7 +433,7 @@ class JointLoad:
         incoming: list[list[str]] = [[] for _ in range(num_ranks)]
         is_needed = False  # the same on all ranks
         for key, reader in self._plan.object_readers.items():
-            if key in self.files.raw_items or tuple(objects[key]) == (reader,):
+            if tuple(objects[key]) == (reader,):
                 continue
             is_needed = True
             if reader == place:
@@ -422,7 +442,7 @@ class JointLoad:
             elif place in objects[key]:
                 incoming[reader].append(key)
         if not is_needed:
-            return
+            return None
         splits = [[sum(lengths[key] for key in keys) for keys in by_rank] for by_rank in (outgoing, incoming)]
         wires: list[torch.Tensor] = []
 
@@ -433,15 +453,14 @@ class JointLoad:
 
         gather_on_all(self.group, SourceError, prepare)
         exchange(self.group, wires[0], splits[0], wires[1], splits[1])
-        self._inbox = wires[1], {key: lengths[key] for keys in incoming for key in keys}
+        return wires[1], {key: lengths[key] for keys in incoming for key in keys}
 
-    def _finish(self, failure: Exception | None) -> _Checked:
+    def _finish(self, inbox: _Inbox | None, failure: Exception | None) -> _Checked:
         """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
-        raise_first(self._reader.faults)
         if failure is not None:
             raise failure
-        if self._inbox is not None:
-            raw_items, lengths = self._inbox
+        if inbox is not None:
+            raw_items, lengths = inbox
             for key, item in zip(lengths, torch.split(raw_items.cpu(), [*lengths.values()]), strict=True):
                 self._raw_items[key] = item.numpy().tobytes()
         self._live.zero(self.matching.zeros)
@@ -450,10 +469,10 @@ class JointLoad:
             key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None
         }
         self._live.put(values, self.matching.added)
-        return _Checked(self._reader.sums, {}, self._reader.bytes_read)
+        return _Checked(self._reader.sums, self._reader.bytes_read)
 
     def refusal(self, matching: Matching) -> str:
-        begin, cure = f"{self.files.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
+        begin, cure = f"{self._place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
         translated = self._translation()
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
         if not other_keys or not translated:
@@ -462,7 +481,7 @@ class JointLoad:
 
     def _translation(self) -> str:
         """Return how state of another program becomes that of our optimizer; empty where that is not what it needs."""
-        place, manifest, program = self.files.place, self._checkpoint.outline, ""
+        place, manifest, program = self._place, self._checkpoint.outline, ""
         if self._stored.translated or not has_our_options(self._live.flat):
             return ""
         try:
@@ -487,7 +506,7 @@ class JointLoad:
         if not has_weights or len(dtypes) != 1 or not dtypes <= {*_STATE_DTYPES}:
             return CAST_ADVICE
         [dtype] = dtypes
-        line = f"muonckpt convert {self.files.place} NEW --state-dtype {dtype}"
+        line = f"muonckpt convert {self._place} NEW --state-dtype {dtype}"
         return f"The weights fit, and state alone is cast: {line} ({_STATE_DTYPES[dtype]})"
 
 
@@ -545,6 +564,19 @@ def _prepare_together(process_group: dist.ProcessGroup | None, prepare: Callable
 
 def _parts_of(elements: Mapping[str, LocalParts], key: str) -> LocalParts:
     return elements.get(key, NO_PARTS)
+
+
+def _outline_digest(outline: Manifest) -> str:
+    """Return a digest of what plans follow from."""
+    digest = xxhash.xxh3_128()
+    for tensor in outline.tensors:
+        columns, rows = tensor.chunks.columns, slice(tensor.chunks.start, tensor.chunks.stop)
+        files = [columns.names[number] for number in columns.file[rows].tolist()]
+        digest.update(repr((tensor.key, tensor.shape, tensor.dtype, tensor.chunks.strides, files)).encode())
+        digest.update(repr(((columns.crc32[rows] >= 0).tolist(), columns.payload_length(rows).tolist())).encode())
+        digest.update(repr([(box.lo, box.hi) for box in tensor.boxes]).encode())
+    digest.update(repr([(blob.key, blob.item.file, blob.item.length) for blob in outline.blobs]).encode())
+    return digest.hexdigest()
 
 
 def _differ(checkpoint: OpenCheckpoint, pair: tuple[StateRecord, StateRecord]) -> bool:
@@ -607,8 +639,7 @@ def load(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
-    files = SharedFiles(path, process_group)
-    return _run(JointLoad(state_dict, files, allow_extra, fresh, attest, check, process_group, memory), path)
+    return _run(JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group, memory))
 
 
 def load_to_prove(
@@ -621,11 +652,11 @@ def load_to_prove(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[LoadReport, LoadedState]:
     """Load as `load` does, and return besides what a proof of the resume is compared with."""
-    joint = JointLoad(state_dict, SharedFiles(path, process_group), allow_extra, fresh, attest, None, process_group)
-    return _run(joint, path), joint.loaded_state
+    joint = JointLoad(state_dict, path, allow_extra, fresh, attest, None, process_group)
+    return _run(joint), joint.loaded_state
 
 
-def _run(joint: JointLoad, path: object) -> LoadReport:
+def _run(joint: JointLoad) -> LoadReport:
     """Run a load, and tell of its doubts."""
     refuse_mixed_calls(joint.group, "load")
     try:
@@ -636,15 +667,14 @@ def _run(joint: JointLoad, path: object) -> LoadReport:
         raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
         kept_options = "; ".join(matching.own_options)
-        warn_on_rank(f"{path} does not say options, which stay as the running optimizer's: {kept_options}")
+        warn_on_rank(f"{joint.path} does not say options, which stay as the running optimizer's: {kept_options}")
     for doubt in matching.doubts:
-        warn_on_rank(f"{path}: {doubt}")
+        warn_on_rank(f"{joint.path}: {doubt}")
     if dropped_options := dropped_by_torch(matching.added):
         warn_on_rank(
-            f"{path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened state dict, "
-            "because the running optimizer's groups have no such option; a scheduler would then begin at the "
-            "loaded lr: give "
-            "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
-            "a nested state dict",
+            f"{joint.path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened state "
+            "dict, because the running optimizer's groups have no such option; a scheduler would then begin at the "
+            "loaded lr: give the groups that option, of any value, before get_state_dict (a scheduler that is made "
+            "then does), or load a nested state dict",
         )
     return report

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
-from operator import and_
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +22,6 @@ from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import overlaps
 from ..record.chunks import Boxes
-from ..record.columns import Columns
 from ..record.record import Blob, Extent, StateRecord
 from ..store.reading.dtypes import itemsize
 from .live_state import RankBoxes, RankState, filled_layout
@@ -107,20 +104,6 @@ class JointRequest:
             if ranks:
                 by_source[source] += (AskedTensor(target, ranks),)
         return cls(dict(by_source), {key: tuple(sorted(set(places))) for key, places in objects.items()})
-
-
-class FileReaders(Protocol):
-    """The ranks that can read each file of a checkpoint.
-
-    Attributes:
-        divides_chunks: True if several ranks may each read a part of a chunk.
-    """
-
-    divides_chunks: bool
-
-    def of(self, file: str) -> Sequence[int]:
-        """Return the places of the ranks that can read a file, ascending."""
-        ...
 
 
 WholeChunks = Mapping[str, Mapping[int, Extent | None]]
@@ -213,11 +196,10 @@ class ReadingPlan:
         tensors: Sequence[StateRecord],
         blobs: Sequence[Blob],
         request: JointRequest,
-        readers: FileReaders,
         num_ranks: int,
         read_memory: int,
         wire_memory: int,
-        whole_chunks: WholeChunks = MappingProxyType({}),
+        whole_chunks: WholeChunks,
     ) -> ReadingPlan:
         """Plan a load; the same arguments give the same plan on all ranks.
 
@@ -226,7 +208,7 @@ class ReadingPlan:
             read_memory, wire_memory: bytes of what a rank reads in a round, and of its exchange buffers.
             whole_chunks: those that are not divided, however large they are.
         """
-        planner = _Planner(readers, range(num_ranks), read_memory, whole_chunks)
+        planner = _Planner(num_ranks, read_memory, whole_chunks)
         rounds, readings, filled = [], list[tuple[StateRecord, TensorReading]](), np.zeros(num_ranks, np.int64)
 
         def finish_round() -> None:
@@ -245,8 +227,8 @@ class ReadingPlan:
         object_readers: dict[str, int] = {}
         for blob in blobs:
             if blob.key in request.objects:
-                candidates = _candidates(request.objects[blob.key], readers.of(blob.item.file))
-                object_readers[blob.key] = candidates[len(object_readers) % len(candidates)]
+                asking = request.objects[blob.key]
+                object_readers[blob.key] = asking[len(object_readers) % len(asking)]
         return cls(rounds, object_readers)
 
 
@@ -256,11 +238,6 @@ def _moves_of(readings: Sequence[tuple[StateRecord, TensorReading]], request: Jo
         for asked, tables in zip(request.tensors[tensor.key], reading.copies, strict=True):
             for copies in tables:
                 yield Move(tensor.key, asked.target, size, tensor.shape, copies)
-
-
-def _candidates(asking: Sequence[int], able: Sequence[int]) -> Sequence[int]:
-    """Return the ranks of which one becomes the reader: those that ask, so that nothing is sent, if one of them can."""
-    return [place for place in asking if place in able] or able
 
 
 class _Need(NamedTuple):
@@ -273,21 +250,18 @@ class _Need(NamedTuple):
 
 @dataclass(frozen=True)
 class _Planner:
-    """The choice of readers.
+    """The choice of readers, among the ranks that ask for something, so that it is sent to as few others as possible.
 
     Attributes:
-        readers: which ranks can read a file.
-        ranks: the places of all.
         max_bytes: the most bytes of one range.
         whole_chunks: those that one rank reads as one range.
     """
 
-    readers: FileReaders
-    ranks: Sequence[int]
+    num_ranks: int
     max_bytes: int
     whole_chunks: WholeChunks
     _reader_of: dict[Extent, int] = field(default_factory=dict)
-    _by_columns: dict[int, tuple[tuple[Sequence[int], ...], tuple[bool, ...]]] = field(default_factory=dict)
+    _divisible_by_columns: dict[int, tuple[bool, ...]] = field(default_factory=dict)
 
     def readings(
         self, tensors: Sequence[StateRecord], request: JointRequest
@@ -300,9 +274,9 @@ class _Planner:
             requests = request.tensors.get(tensor.key, ())
             if not requests or 0 in tensor.shape:
                 continue
-            able, divisible, whole = self._able_ranks(tensor, requests)
+            divisible, whole = self._divisible_chunks(tensor), self._readers_of_whole_chunks(tensor, requests)
             request_ids = tuple(id(asked.ranks) for asked in requests)
-            geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, whole, request_ids
+            geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(whole.items()), request_ids
             if geometry not in periods:
                 needs = _needs_by_chunk(tensor.boxes, requests)
                 periods[geometry] = _turns(needs, divisible), needs
@@ -312,50 +286,44 @@ class _Planner:
             turn = planned_bytes // MIN_SHARED_BYTES % period // between_turns * between_turns
             planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
             if (geometry, turn) not in geometries:
-                planned = self._plan_geometry(tensor, requests, needs, able, divisible, whole, turn)
+                planned = self._plan_geometry(tensor, requests, needs, divisible, whole, turn)
                 geometries[geometry, turn] = tuple(planned)
             for reading in geometries[geometry, turn]:
                 yield tensor, reading
 
-    def _able_ranks(
-        self, tensor: StateRecord, requests: Sequence[AskedTensor]
-    ) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...], frozenset[int]]:
-        """Return for each chunk the ranks that can read it, and whether several may read parts; and the whole ones."""
-        chunks = tensor.chunks
-        able, divisible = self._rows_of(chunks.columns)
-        rows = slice(chunks.start, chunks.stop)
-        whole = self.whole_chunks.get(tensor.key)
+    def _divisible_chunks(self, tensor: StateRecord) -> tuple[bool, ...]:
+        """Return for each chunk whether several ranks may read parts of it."""
+        columns, rows = tensor.chunks.columns, slice(tensor.chunks.start, tensor.chunks.stop)
+        if id(columns) not in self._divisible_by_columns:  # tensors mostly share them
+            # Items that are still closed have a CRC-32 inside, as torch.save writes it; that of parts can be joined.
+            divisible = (columns.crc32 >= 0) | (columns.payload_length() < 0)
+            self._divisible_by_columns[id(columns)] = tuple(divisible.tolist())
+        divisible_rows, whole = self._divisible_by_columns[id(columns)][rows], self.whole_chunks.get(tensor.key)
         if whole is None:
-            return able[rows], divisible[rows], frozenset()
+            return divisible_rows
+        return tuple(of_row and number not in whole for number, of_row in enumerate(divisible_rows))
+
+    def _readers_of_whole_chunks(
+        self, tensor: StateRecord, requests: Sequence[AskedTensor]
+    ) -> Mapping[int, int | None]:
+        """Return the reader of each chunk that is one range; None if any of the ranks that need it may read it."""
+        whole_chunks, readers = self.whole_chunks.get(tensor.key), dict[int, int | None]()
+        if whole_chunks is None:
+            return readers
         # An item with several chunks has one reader, which is chosen with the first of them.
         asking = sorted({of_rank.rank for asked in requests for of_rank in asked.ranks})
-        able_to_read = [*able[rows]]
-        for number, item in whole.items():
-            if item is not None:
-                candidates = _candidates(asking, able_to_read[number])
-                turn = len(self._reader_of) % len(candidates)
-                able_to_read[number] = (self._reader_of.setdefault(item, candidates[turn]),)
-        is_divided = (number not in whole for number in range(len(chunks)))
-        return tuple(able_to_read), tuple(map(and_, divisible[rows], is_divided)), frozenset(whole)
-
-    def _rows_of(self, columns: Columns) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...]]:
-        """Return the same for all rows of columns, which tensors mostly share."""
-        if id(columns) not in self._by_columns:
-            by_file = [self.readers.of(name) for name in columns.names]
-            # Items that are still closed have a CRC-32 inside, as torch.save writes it; that of parts can be joined.
-            divisible = ((columns.crc32 >= 0) | (columns.payload_length() < 0)) & self.readers.divides_chunks
-            able = tuple(by_file[number] for number in columns.file.tolist())
-            self._by_columns[id(columns)] = able, tuple(divisible.tolist())
-        return self._by_columns[id(columns)]
+        for number, item in whole_chunks.items():
+            turn = len(self._reader_of) % len(asking)
+            readers[number] = None if item is None else self._reader_of.setdefault(item, asking[turn])
+        return readers
 
     def _plan_geometry(
         self,
         tensor: StateRecord,
         requests: Sequence[AskedTensor],
         needs_by_chunk: Mapping[int, list[_Need]],
-        able: Sequence[Sequence[int]],
         divisible: Sequence[bool],
-        whole: Collection[int],
+        whole: Mapping[int, int | None],
         turn: int,
     ) -> Iterator[TensorReading]:
         """Plan who reads which ranges of the tensors of one geometry, and the copies from there."""
@@ -364,14 +332,15 @@ class _Planner:
         boxes = [*tensor.boxes]
         for chunk, needs in sorted(needs_by_chunk.items()):
             if divisible[chunk]:
-                ranges += self._divide(chunk, boxes[chunk], needs, able[chunk], itemsize(tensor.dtype), turn + chunk)
+                ranges += self._divide(chunk, boxes[chunk], needs, itemsize(tensor.dtype), turn + chunk)
+                continue
+            asking, numel = sorted({need.place for need in needs}), boxes[chunk].numel
+            reader = asking[(turn + chunk) % len(asking)]
+            if chunk in whole:
+                of_item = whole[chunk]
+                ranges.append(ChunkRange(chunk, 0, numel, reader if of_item is None else of_item, True, True))
             else:
-                candidates = _candidates(sorted({need.place for need in needs}), able[chunk])
-                reader, numel = candidates[(turn + chunk) % len(candidates)], boxes[chunk].numel
-                if chunk in whole:
-                    ranges.append(ChunkRange(chunk, 0, numel, reader, True, True))
-                else:
-                    ranges += self._pieces(chunk, boxes[chunk], 0, numel, [reader], itemsize(tensor.dtype), 0)
+                ranges += self._pieces(chunk, boxes[chunk], 0, numel, [reader], itemsize(tensor.dtype), 0)
         # 2. Part them so that no rank holds too much of the tensor at once.
         parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
         number_of_part: Counter[int] = Counter()
@@ -387,12 +356,10 @@ class _Planner:
         for _, part_ranges in sorted(parts.items()):
             range_boxes = [_boxes_of(boxes[part.chunk], part) for part in part_ranges]
             layout = _layout_of(tensor.shape, part_ranges, range_boxes)
-            copies = (tuple(make_copies(layout, asked.ranks, self.ranks)) for asked in requests)
+            copies = (tuple(make_copies(layout, asked.ranks, range(self.num_ranks))) for asked in requests)
             yield TensorReading(tuple(part_ranges), tuple(range_boxes), tuple(copies))
 
-    def _divide(
-        self, chunk: int, box: Box, needs: Sequence[_Need], able: Sequence[int], size: int, turn: int
-    ) -> Iterator[ChunkRange]:
+    def _divide(self, chunk: int, box: Box, needs: Sequence[_Need], size: int, turn: int) -> Iterator[ChunkRange]:
         """Yield ranges that tile a chunk: those that nobody needs are read as well, for the checksum of the chunk."""
         changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for need in needs:
@@ -401,11 +368,11 @@ class _Planner:
         # Go along the chunk from edge to edge, with the ranks that need what lies between two of them.
         edges = sorted({0, box.numel, *changes})
         needing: Counter[int] = Counter()
-        readers = _candidates([needs[0].place], able)
+        readers = [needs[0].place]
         for start, stop in pairwise(edges):
             needing.update(changes[start])
             asking = sorted(place for place, count in needing.items() if count)
-            readers = _candidates(asking, able) if asking else readers[:1]
+            readers = asking or readers[:1]
             for part in self._pieces(chunk, box, start, stop, readers, size, turn):
                 yield part._replace(is_asked=bool(asking))
 

@@ -1,10 +1,8 @@
-"""A reading plan reads every byte once, on a rank that can, and moves every requested element to all who request it."""
+"""A reading plan reads every byte once, and moves every requested element to all who request it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -15,17 +13,6 @@ from muonckpt.algebra.box import Box, flat_boxes
 from muonckpt.checkpoint.live_state import RankBoxes
 from muonckpt.checkpoint.reading_plan import AskedTensor, JointRequest, ReadingPlan
 from muonckpt.record.record import Chunk, Chunks, Extent, StateRecord
-
-
-@dataclass
-class Files:
-    """Files by the number in their names; each is seen by some ranks."""
-
-    readers: dict[str, Sequence[int]]
-    divides_chunks: bool
-
-    def of(self, file: str) -> Sequence[int]:
-        return self.readers[file]
 
 
 def boxes_of(layout) -> tuple[RankBoxes, ...]:
@@ -54,21 +41,22 @@ def stored(key: str, shape, layout, rng, dtype: str) -> StateRecord:
 @pytest.mark.parametrize("seed", range(25))
 def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeypatch):
     monkeypatch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 16)
-    # Draw tensors in chunks, the ranks that can read each file, and one or two layouts requested of each tensor.
+    # Draw tensors in chunks, of which some are not to be divided, and one or two layouts requested of each tensor.
     rng = np.random.default_rng(seed)
     num_ranks, memory = 8, int(rng.integers(40, 400))
-    divides = bool(rng.random() < 0.7)
-    everyone = range(num_ranks)
-    readers = {
-        f"file{n}": everyone if divides else tuple(sorted(rng.choice(8, 3, replace=False).tolist())) for n in range(3)
-    }
-    tensors, requests = [], {}
+    tensors, requests, whole_chunks = [], {}, {}
     for number in range(6):
         shape, key, dtype = random_shape(rng), f"{number}", str(rng.choice(["float32", "bfloat16"]))
         tensors.append(stored(key, shape, READERS[rng.integers(len(READERS))](rng, shape), rng, dtype))
         layouts = [READERS[rng.integers(len(READERS))](rng, shape) for _ in range(int(rng.integers(1, 3)))]
         requests[key] = tuple(AskedTensor(f"{key}.{n}", boxes_of(layout)) for n, layout in enumerate(layouts))
-    plan = ReadingPlan.of(tensors, (), JointRequest(requests, {}), Files(readers, divides), num_ranks, memory, memory)
+        if rng.random() < 0.3:
+            whole_chunks[key] = {
+                chunk: (None, Extent("item", 0, 1))[rng.integers(2)]
+                for chunk in range(len(tensors[-1].boxes))
+                if rng.random() < 0.5
+            }
+    plan = ReadingPlan.of(tensors, (), JointRequest(requests, {}), num_ranks, memory, memory, whole_chunks)
 
     # Follow the plan by elements: readers read ranges of chunks, and moves bring boxes to those who requested them.
     read: Counter = Counter()
@@ -82,7 +70,6 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
             for part, boxes in zip(reading.ranges, reading.boxes, strict=True):
                 chunk = tensor.chunks[part.chunk]
                 lengths.append(part.stop - part.start)
-                assert part.reader in readers[chunk.item.file]
                 assert part.is_whole == ((part.start, part.stop) == (0, chunk.box.numel))
                 chunk_readers.setdefault((tensor.key, part.chunk), set()).add(part.reader)
                 read.update((tensor.key, part.chunk, element) for element in range(part.start, part.stop))
@@ -106,12 +93,17 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
                 received.update((move.target, target, index) for index in indices(box))
     # No element is read twice, chunks are read in full, and each by one rank where they are not to be divided.
     assert set(read.values()) <= {1}
+    item_readers: set[int] = set()
     for tensor in tensors:
         chunks = {key[1] for key in read if key[0] == tensor.key}
         assert sum(tensor.boxes[chunk].numel for chunk in chunks) == sum(key[0] == tensor.key for key in read)
-        if not divides:
-            for chunk in chunks:
+        for chunk in chunks:
+            is_whole = chunk in whole_chunks.get(tensor.key, {})
+            if is_whole or tensor.chunks[chunk].crc32 is None:
                 assert len(chunk_readers[tensor.key, chunk]) == 1
+            if is_whole and whole_chunks[tensor.key][chunk] is not None:
+                item_readers |= chunk_readers[tensor.key, chunk]
+    assert len(item_readers) <= 1
     # Whoever requested a box has received each of its elements, once.
     expected: Counter = Counter()
     for targets in requests.values():
@@ -130,8 +122,7 @@ def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
     chunks = [Chunks.of([Chunk(Box.of(shape), extent, extent, "0" * 32, 1)], 2) for extent in extents]
     tensors = [StateRecord(str(n), (str(n),), shape, "float32", of_tensor) for n, of_tensor in enumerate(chunks)]
     asked = {tensor.key: (AskedTensor(tensor.key, everywhere),) for tensor in tensors}
-    files = Files({"file": range(num_ranks)}, divides_chunks=True)
-    plan = ReadingPlan.of(tensors, (), JointRequest(asked, {}), files, num_ranks, 1 << 30, 1 << 28)
+    plan = ReadingPlan.of(tensors, (), JointRequest(asked, {}), num_ranks, 1 << 30, 1 << 28, {})
     readings = [reading for of_round in plan.rounds for _, reading in of_round.readings]
     assert len({id(reading) for reading in readings}) <= 8
     bytes_by_rank = Counter()

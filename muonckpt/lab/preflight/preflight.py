@@ -16,7 +16,6 @@ from typing import Any
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ...checkpoint.checkpoint_files import SharedFiles
 from ...checkpoint.loading import JointLoad
 from ...checkpoint.template import Stored
 from ...names.errors import MuonckptError, TargetError
@@ -181,7 +180,7 @@ def _as_load(
     opened: OpenCheckpoint, state_dict: dict[str, Any], allow_extra: bool | Iterable[str], fresh: Iterable[str]
 ) -> Outcome:
     """Ask `load` itself, up to where it would begin to read."""
-    joint = JointLoad(state_dict, SharedFiles(str(opened.path), None), allow_extra, fresh, False, None, None)
+    joint = JointLoad(state_dict, str(opened.path), allow_extra, fresh, False, None, None)
     try:
         matching, report, refusal = joint.rehearse(opened)
     except MuonckptError as error:
