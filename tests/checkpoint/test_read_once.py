@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-import sys
 import zlib
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +27,6 @@ from muonckpt.checkpoint.chunk_reader import PartialSum, judge_sums
 from muonckpt.checkpoint.loading import available_memory
 from muonckpt.names.resumption import LoadTraffic
 from muonckpt.store.io.checksums import join_crc32
-from muonckpt.store.io.regular import LocalFile
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
@@ -118,115 +115,6 @@ def test_all_ranks_together_read_each_byte_once(saved_on, home, arguments, tmp_p
     assert max(counts) <= 1.5 * min(counts)
 
 
-def faulty_job(
-    rank: int, world: int, path: str, home: str, arguments: dict, harms_per_read: int
-) -> list[tuple[str, bool, bool]]:
-    """Load once for each fault of one rank's reads; return the error, and whether tensors are untouched, and right."""
-    fill, outcomes = LocalFile.fill, []
-    expected = state(home, has_values=True)
-    for number, turn in product(range(14 if arguments == TWICE else 7), range(harms_per_read)):
-        harm, calls = [*HARMS][(number + turn) % len(HARMS)], count()
-
-        def faulty_fill(self, buffer, offset, calls=calls, number=number, harm=harm):
-            fill(self, buffer, offset)
-            if next(calls) == number and rank == number % world:
-                HARMS[harm](buffer)
-
-        # Load, with the harm at one call of one rank.
-        template = state(home, has_values=False)
-        LocalFile.fill, error = faulty_fill, ""
-        try:
-            muonckpt.load(template, path, **arguments)
-        except SourceError as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        finally:
-            LocalFile.fill = fill
-        # Tensors are as before the load, or as saved.
-        values = [(local(template[name]), local(expected[name])) for name in SHAPES]
-        untouched = not any(value.any() for value, _ in values)
-        outcomes.append((error, untouched, all(torch.equal(value, expected_value) for value, expected_value in values)))
-    return outcomes
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def fail(buffer: memoryview) -> None:
-    raise SourceError("cannot read the file: Input/output error")
-
-
-def run_out_of_memory(buffer: memoryview) -> None:
-    raise MemoryError
-
-
-def flip(buffer: memoryview) -> None:
-    buffer[len(buffer) // 2] ^= 4
-
-
-FAULTY = [*product(("HSDP 2 x 2", "columns"), ({}, {"check": "while"}, TWICE))]
-HARMS = {"EIO": fail, "no memory": run_out_of_memory, "a flipped bit": flip}
-
-
-@pytest.mark.parametrize("harms_per_read", sweep([1, len(HARMS)], 1))
-@pytest.mark.parametrize(("home", "arguments"), sweep(FAULTY, *FAULTY[::2], FAULTY[3]), ids=str)
-def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, harms_per_read, tmp_path):
-    run(3, save_job, str(tmp_path / "c"))
-    by_fault = [*zip(*run(4, faulty_job, str(tmp_path / "c"), home, arguments, harms_per_read), strict=True)]
-    for outcomes in by_fault:
-        (error,) = {error for error, _, _ in outcomes}
-        untouched, right = (all(outcome[number] for outcome in outcomes) for number in (1, 2))
-        assert right if not error else untouched or "UNUSABLE" in error
-        if error and not arguments:
-            assert untouched
-    assert sum(bool(outcomes[0][0]) for outcomes in by_fault) >= len(by_fault) // 2
-
-
-def starved_job(rank: int, world: int, path: str, arguments: dict) -> list[tuple[str, bool, bool]]:
-    """Load once for each piece of memory that our code does not get on one rank; outcomes as of `faulty_job`."""
-    takers = [(torch, "empty"), (torch, "zeros"), (torch, "tensor"), (torch, "frombuffer"), (np, "empty")]
-    takers.append((np, "frombuffer"))
-    outcomes, template, expected = [], *(state("HSDP 2 x 2", has_values=values) for values in (False, True))
-    for number in range(40):
-        calls = count()
-        for name in SHAPES:
-            local(template[name]).zero_()
-
-        def starved(take, calls=calls, number=number):
-            def take_or_fail(*args, **kwargs):
-                module = sys._getframe(1).f_globals["__name__"]
-                is_ours = module.startswith("muonckpt.") and not module.endswith(".all_ranks")  # which tells the others
-                if is_ours and rank == number % world and next(calls) == number // 2:
-                    raise MemoryError
-                return take(*args, **kwargs)
-
-            return take_or_fail
-
-        error = ""
-        with pytest.MonkeyPatch.context() as patch:
-            for module, name in takers:
-                patch.setattr(module, name, starved(getattr(module, name)))
-            try:
-                muonckpt.load(template, path, **arguments)
-            except muonckpt.MuonckptError as raised:
-                error = f"{type(raised).__name__}: {raised}"
-        values = [(local(template[name]), local(expected[name])) for name in SHAPES]
-        untouched = not any(value.any() for value, _ in values)
-        outcomes.append((error, untouched, all(torch.equal(value, expected_value) for value, expected_value in values)))
-    return outcomes
-
-
-@pytest.mark.parametrize("arguments", sweep([{}, {"check": "while"}, TWICE], {}), ids=["kept", "while", "twice"])
-def test_memory_that_one_rank_lacks_is_one_error_on_all_ranks(arguments, tmp_path):
-    run(3, save_job, str(tmp_path / "c"))
-    by_fault = [*zip(*run(4, starved_job, str(tmp_path / "c"), arguments), strict=True)]
-    for outcomes in by_fault:
-        (error,) = {error for error, _, _ in outcomes}
-        untouched, right = (all(outcome[number] for outcome in outcomes) for number in (1, 2))
-        assert right if not error else untouched or "UNUSABLE" in error
-    assert sum(bool(outcomes[0][0]) for outcomes in by_fault) >= len(by_fault) // 2
-
-
 @pytest.mark.parametrize(
     ("groups", "limits", "expected"),
     [
@@ -253,42 +141,6 @@ def test_the_limits_of_cgroups_count_as_memory_that_there_is(groups, limits, exp
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_memory(tmp_path) == expected
-
-
-def turned_job(rank: int, world: int, path: str, arguments: dict) -> list[str]:
-    """Load columns on all ranks, once for each read that whoever reads them gets wrong; return the errors."""
-    fill, errors = LocalFile.fill, []
-    for number in range(6):
-        calls = count()
-
-        def faulty_fill(self, buffer, offset, calls=calls, number=number):
-            fill(self, buffer, offset)
-            if len(buffer) > 10_000 and next(calls) == number:
-                np.bitwise_xor(np.frombuffer(buffer, np.uint8), 4, out=np.frombuffer(buffer, np.uint8))
-
-        value, error = torch.zeros(TURNED.shape), ""
-        LocalFile.fill = faulty_fill
-        try:
-            muonckpt.load({"w": value}, path, **arguments)
-        except SourceError as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        finally:
-            LocalFile.fill = fill
-        assert error or torch.equal(value, TURNED), f"wrong values, and no error, for read {number}"
-        errors.append(error)
-    return errors
-
-
-TURNED = torch.arange(700.0 * 900).reshape(900, 700).t()
-"""Its item in a stock checkpoint has columns one after the other, so that a range of its rows is no run of bytes."""
-
-
-@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, {"memory": 1 << 18}], ids=["kept", "while", "twice"])
-def test_what_a_rank_misread_of_columns_is_an_error(arguments, tmp_path):
-    dcp.save({"w": TURNED}, checkpoint_id=tmp_path / "c", no_dist=True)
-    results = run(4, turned_job, str(tmp_path / "c"), arguments)
-    assert all(errors == results[0] for errors in results)
-    assert any(results[0])
 
 
 def other_order_job(rank: int, world: int, path: str) -> tuple[str, bool]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import called
-from support.sharded import edit, elements_of
+from support.sharded import elements_of
 from support.translated import nested
 
 import muonckpt
-from muonckpt.cli.main import COMMANDS
 from muonckpt.converters.translate.names import READY_MADE, NameRules, load_rules
 from muonckpt.record.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
@@ -51,15 +49,6 @@ def floats(path: Path) -> dict[str, list[float]]:
     return {
         key: torch.frombuffer(bytearray(raw), dtype=torch.float32).tolist() for key, raw in elements_of(path).items()
     }
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_on_one_screen(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    done = called(command, "--help")
-    assert done.returncode == 0 and done.stdout.startswith(f"Usage: muonckpt {command}")
-    assert all(len(line) <= 100 for line in done.stdout.splitlines())
-    assert len(done.stdout.splitlines()) <= 46
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -272,29 +261,3 @@ def test_the_plan_of_a_layout_of_buffers_says_its_padding_and_balance(tiny_check
     assert all(each["padding"] > 0 and len(each["ranks"]) == 2 for each in shared)
     told = called(*line).stdout
     assert "padded-nscost v1" in told and "of the mean" in told
-
-
-def test_a_damaged_chunk_of_zarr_is_found_also_where_no_fingerprint_can_be_compared(split, tmp_path):
-    """Its parts are joined, so that what is recorded of each chunk is all that can tell."""
-    assert called("convert", split, tmp_path / "zarr", "--to-format", "zarr").returncode == 0
-    line = ("reshard", tmp_path / "zarr", tmp_path / "out", "--mesh", "dp=2", "--rules", "hf-qkv")
-    done = called(*line)
-    assert (done.returncode, done.stderr) == (0, "")  # it is not said to carry no checksum
-    assert floats(tmp_path / "out")["model.a.qkv_proj.weight"] == FUSED.reshape(-1).tolist()
-    shutil.rmtree(tmp_path / "out")
-    [tensor] = (t for t in read(tmp_path / "zarr").tensors if t.key == "model.a.q_proj.weight")
-    edit(tmp_path / "zarr" / tensor.chunks[0].item.file, tensor.chunks[0].payload.offset + 5)
-    done = called(*line)
-    assert done.returncode == 3 and "is damaged: digest" in done.stderr and "a.q_proj.weight" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_verify_takes_every_format_that_is_written(split, tmp_path):
-    for written in ("buffers", "safetensors", "zarr"):
-        command = (
-            ("reshard", "--mesh", "dp=1", "--layout", "decoupled-total-order") if written == "buffers" else ("convert",)
-        )
-        options = (*command[1:], "--format", written, "--verify")
-        assert called(command[0], split, tmp_path / written, *options).returncode == 0
-        done = called("verify", tmp_path / written)
-        assert done.returncode == 0 and done.stdout.endswith(": whole\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -127,17 +125,3 @@ def test_what_the_source_is_that_ranks_write_the_destination_is_too(tmp_path):
     muonckpt.convert(saved("own rows3"), tmp_path / "a", format="buffers")
     assert muonckpt.convert(tmp_path / "a", tmp_path / "b").format == "buffers"
     assert muonckpt.convert(tmp_path / "a", tmp_path / "c", format="dcp").format == "dcp"
-
-
-LOADED = """
-import sys, muonckpt
-muonckpt.reshard(sys.argv[1], sys.argv[2], mesh={"dp": 2})
-muonckpt.convert(sys.argv[2], sys.argv[2] + ".zarr", format="zarr",
-                 translation=muonckpt.Translation(tensors_only=True))
-print(sorted({"torch", "click", "rich", "zarr"} & set(sys.modules)))
-"""
-
-
-def test_neither_torch_nor_what_the_commands_need_is_imported(source, tmp_path):
-    script = [sys.executable, "-c", LOADED, source, tmp_path / "out"]
-    assert subprocess.run(script, capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -423,10 +423,6 @@ def test_normuon_takes_the_scale_of_the_paper():
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
-def options_of(group: dict) -> dict:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 @pytest.mark.parametrize("option", [{"ns": "keller"}, {"adjust_lr": "spectral"}])
 def test_an_option_has_one_name(option):
     weight = nn.Parameter(normal(12, 8))
