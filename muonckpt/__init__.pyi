@@ -26,8 +26,6 @@ from .converters.options import Execution as Execution, Translation as Translati
 from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard
 from .lab.conform.conform import Conformity as Conformity, ConformityReport as ConformityReport, conform as conform
-from .lab.forecasting.hardware import Rates as Rates, rates_of as rates_of
-from .lab.forecasting.iteration import Training as Training
 from .lab.forecasting.prospects import Prospect as Prospect, forecast as forecast
 from .lab.page.checkpoint_page import Page as Page, report as report
 from .lab.page.run_page import RunPage as RunPage, report_run as report_run
