@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..names.state_forms import STATE_DTYPES
+from ..names.vocabulary import STATE_DTYPES
 from ..names.wording import counted, listed, size
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, MeshType, shard_option

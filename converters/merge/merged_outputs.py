@@ -19,7 +19,6 @@ import numpy as np
 from ...algebra.box import Box
 from ...algebra.layout import TensorLayout
 from ...names.errors import SourceError, TargetError
-from ...names.state_forms import stored_slot
 from ...names.vocabulary import Convention
 from ...names.wording import listed
 from ...programs.model_view import Role, view_by_keys
@@ -178,11 +177,6 @@ class _Input:
         selected = outputs.selected(select)
         for output in selected.tensors:
             record = output.record
-            if stored_slot(record.slot).is_coded:
-                raise SourceError(
-                    f"{name}: tensor {record.key!r} is a part of state in 8 bits, which is not averaged: leave it out "
-                    "by `model_only=True`, or load it into an optimizer with state in float32, and save that"
-                )
             role, convention = view.role(record), view.convention(record)
             tensor = replace(output, record=replace(record, convention=Convention(convention) if convention else None))
             if record.dtype in FLOATS and (role is Role.WEIGHTS or (record.shape and role is not Role.OPTIONS)):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...names.coefficients import coefficient_set
-from ...names.vocabulary import HISTORY_OPTIONS, STEPS_TAKEN, ParamGroup
+from ...names.vocabulary import HISTORY_OPTIONS, ParamGroup
 from ...names.wording import listed
 from ..ground.devices import upload_numbers
 from ..planning.schedule import NOTE
@@ -27,7 +27,7 @@ from ..planning.schedule import NOTE
 Facts = Mapping[str, str]
 """Values that are the same on all ranks, by subject."""
 
-RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2", STEPS_TAKEN})
+RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 """Options that every step reads anew, so that schedules, and steps, may change them."""
 
 NAMES = frozenset({"params", "param_names", "name"})

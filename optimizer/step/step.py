@@ -288,7 +288,7 @@ class Step:
 
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step; batches are made anew if other parameters have gradients."""
-        local = LocalTensors.of(self.params, groups, state, self.specs, self.rank)
+        local = LocalTensors.of(self.params, groups, state)
         if self._is_active != local.is_active:
             units = self.schedule.units
             by_param = groups.__getitem__, self.methods.__getitem__, self._state_kinds.__getitem__

@@ -18,8 +18,7 @@ from typing import Any
 from ...algebra.box import Index
 from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
-from ...names.state_forms import STATE_DTYPES, NumberForm, state_form
-from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, FLATTEN, MOMENTUM, MUON as DEFAULTS, STEP
+from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, FLATTEN, MOMENTUM, MUON as DEFAULTS, STATE_DTYPES, STEP
 from ...optimizer.methods.form import MatrixMethod
 from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, method_slots
 from ...optimizer.methods.muon import MUON
@@ -173,28 +172,15 @@ def _elements_of(weight: StateRecord | None) -> tuple[object, ...] | None:
 def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
     """Return a model with averages in another dtype of `STATE_DTYPES`, as `Muon` keeps them.
 
-    Those of vectors stay in float32 where a form cannot be cut anywhere: they are small, and shards would cut them.
-
     Raises:
         TargetError: an unknown dtype.
     """
     if dtype not in STATE_DTYPES:
         raise TargetError(f"unknown state_dtype {dtype!r}; expected one of {', '.join(STATE_DTYPES)}")
-
-    # Only averages change their form; the slots of a method beside them stay.
-    wanted_form = state_form(dtype)
     parameters = []
     for parameter in model.parameters:
-        average_slots = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
-        state: list[StateTensor] = []
-        for tensor in parameter.state:
-            if tensor.slot in average_slots:
-                can_cut = wanted_form.any_cut or len(tensor.shape) > 1
-                form = wanted_form if can_cut else NumberForm("float32")
-                slots = form.slots(tensor.slot, tensor.shape)
-                state += [StateTensor(slot, shape, stored_dtype) for slot, (shape, stored_dtype) in slots.items()]
-            else:
-                state.append(tensor)
+        slots = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
+        state = (replace(tensor, dtype=dtype) if tensor.slot in slots else tensor for tensor in parameter.state)
         parameters.append(replace(parameter, state=tuple(state)))
     return replace(model, parameters=tuple(parameters))
 
