@@ -24,7 +24,7 @@ from muonckpt.lab.forecasting.topologies import (
     step_plan,
 )
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
-from muonckpt.names.state_forms import STATE_DTYPES
+from muonckpt.names.vocabulary import STATE_DTYPES
 from muonckpt.names.wording import size
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.methods.matrix import MATRICES
@@ -256,10 +256,9 @@ def test_state_in_another_dtype_is_forecast_as_the_optimizer_keeps_it(dtype, tmp
     file, groups = config(tmp_path, **TINY), []
     for parameter in model_of_config(file).parameters:
         own = {} if parameter.method else {"algorithm": "adamw", "lr": 1e-3}
-        kept = "float32" if dtype == "8bit" and len(parameter.shape) < 2 else dtype
         option = "momentum_dtype" if parameter.method else "state_dtype"
-        groups.append({"params": [torch.nn.Parameter(torch.zeros(parameter.shape))], option: kept, **own})
+        groups.append({"params": [torch.nn.Parameter(torch.zeros(parameter.shape))], option: dtype, **own})
     [found] = muonckpt.forecast([{"dp": 1}], model=file, state_dtype=dtype).topologies
     assert found.memory["state"] == Muon(groups).report(most_elementwise=1).state_bytes
-    with pytest.raises(TargetError, match="unknown state_dtype 'int4'; expected one of float32, bfloat16, 8"):
+    with pytest.raises(TargetError, match="unknown state_dtype 'int4'; expected one of float32, bfloat16"):
         muonckpt.forecast([{"dp": 1}], model=file, state_dtype="int4")
