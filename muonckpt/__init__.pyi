@@ -21,7 +21,6 @@ from .converters.look.run_history import (
     diff_runs as diff_runs,
     look_at_run as look_at_run,
 )
-from .converters.merging import Average as Average, merge as merge
 from .converters.options import Execution as Execution, Translation as Translation
 from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard

@@ -70,10 +70,8 @@ RULES = {
     "lab/preflight": "names record programs store/io store store/verify checkpoint optimizer/__init__ lab",
     "lab/step_audit": "names algebra record programs store/io store/reading store store/verify converters/engine "
     "converters/translate converters/look converters/compare",
-    "converters/merge": "names algebra record programs store/io store/reading store "
-    "converters/engine converters/compare",
     "converters": "names record programs store/io store/reading store/formats store store/verify "
-    "converters/target converters/engine converters/translate converters/look converters/merge",
+    "converters/target converters/engine converters/translate converters/look",
     "cli": "names record programs store/io store/reading store store/verify runs converters/target "
     "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/page "
     "lab/conform lab/preflight lab/step_audit converters",

@@ -49,7 +49,7 @@ TOPICS = {
     ),
     "api/rewriting.md": (
         "Rewriting checkpoints",
-        "reshard convert merge Translation Execution Average Report",
+        "reshard convert Translation Execution Report",
     ),
     "api/live.md": (
         "Proving and moving live state",
