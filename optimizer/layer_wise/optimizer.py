@@ -26,7 +26,6 @@ from ...layouts.tensors import local_of
 from ...names.errors import warn_on_rank
 from ...names.resumption import Globs, LoadReport, in_globs
 from ...names.vocabulary import MASTER, MUON
-from ...ranks import requests
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import CollectiveOptimizer
 from ..ground.tensors import exact_dtype, rounded_once
@@ -278,15 +277,11 @@ class LayerWise(CollectiveOptimizer):
         active = {name for name, group in group_of.items() if group is None and name in arrived_names}
 
         def compare(notes: Notes, intent: Intent) -> None:
-            # One collective reduces the flags of parameters and the requests of signals.
             names = [name for name, group in group_of.items() if group is notes.group]
             flags = torch.tensor([name in arrived_names for name in names], dtype=torch.uint8, device=notes.device)
-            request_flags = torch.tensor([requests.pending() & bit > 0 for bit in requests.BITS]).to(flags)
-            flags, differing = reduce_flags(torch.cat([flags, request_flags]), intent, notes.group)
+            flags, differing = reduce_flags(flags, intent, notes.group)
             notes.check(intent, differing, at_once=True)
-            name_flags, request_flags = torch.split(flags, [len(names), len(requests.BITS)])
-            active.update(name for name, flag in zip(names, name_flags.tolist(), strict=True) if flag)
-            notes.report(request_flags.tolist())
+            active.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
         # Rates and options travel with the flags, as facts that must be the same.
         groups = dict(enumerate(self.param_groups))
