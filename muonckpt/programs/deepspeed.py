@@ -71,6 +71,7 @@ PROGRAM = Dialect(
         "muon": {**PLAIN, "nesterov": True, "scale": "original", "ns": "keller", "ns_steps": 5, "eps": 1e-7},
         "adamw": PLAIN,
     },
+    format="universal",
     hints={"pieces": "none, unless the configuration had per_head_muon: then the heads of each projection"},
     private=frozenset({"deepspeed.*"}),
 )

@@ -1,4 +1,4 @@
-"""Processes, for optimizer and checkpoints: their groups.
+"""Processes, for optimizer and checkpoints: their groups, and requests that travel with the notes of a step.
 
-Open ``new_group`` first.
+Open ``requests`` first.
 """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import saved_ranks, sharded, workers
+from support.golden import golden
 from support.rank_files import written
 
 import muonckpt
@@ -58,8 +59,8 @@ FORMATS = {
     "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
     "files of each rank with DTensors (verl, accelerate without DCP)": None,
-    "torch_checkpointing": "torch_checkpointing",
-    "ZeRO's files of each rank (DeepSpeed)": "zero2",
+    "torch_checkpointing": None,
+    "ZeRO's files of each rank (DeepSpeed)": None,
     "DeepSpeed's universal folders": "universal",
     "safetensors": "safetensors",
     "zarr v3": "zarr",
@@ -68,6 +69,8 @@ FORMATS = {
 READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
+    "torch_checkpointing": (lambda _: golden("torch_checkpointing") / "ckpt", "torchtitan loads `dcp`"),
+    "ZeRO": (lambda _: golden("deepspeed_zero2") / "global_step3", "DeepSpeed loads `universal`"),
     "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }
 """By how the name in the table begins: what makes one, and why it is not written."""
@@ -106,12 +109,11 @@ def formats(folder: Path) -> str:
     muonckpt.save(run(), own)
     muonckpt.save(run(), folder / "stock")
     paths = {"dcp": sharded.as_stock(folder / "stock")}
-    for name in ("buffers", "torch_dist", "torch_checkpointing", "safetensors", "zarr"):
+    for name in ("buffers", "torch_dist", "safetensors", "zarr"):
         paths[name] = folder / f"as-{name}"
         muonckpt.convert(own, paths[name], format=name)
-    for name in ("zero2", "universal"):
-        paths[name] = folder / name
-        muonckpt.convert(own, paths[name], format=name, to_dialect="deepspeed")
+    paths["universal"] = folder / "universal"
+    muonckpt.convert(own, paths["universal"], to_dialect="deepspeed")
     rows = []
     for number, (name, written_as) in enumerate(FORMATS.items()):
         if written_as is None:

@@ -56,20 +56,11 @@ def write_native(manifest: Manifest, directory: Location, extra: Mapping[str, by
     # Megatron's file of everything but tensors is no item of DCP's.
     blobs = tuple(blob for blob in manifest.blobs if blob.item.file != COMMON_FILE)
     metadata = _repeatable(partial(metadata_parts, replace(manifest, blobs=blobs)))
-    _write_descriptions(manifest, directory, {**_makers(extra), METADATA_FILE: metadata})
-
-
-def write_torch_checkpointing(manifest: Manifest, directory: Location, extra: Mapping[str, bytes]) -> None:
-    """Write the manifest, then torch_checkpointing's descriptions by file name; raises as `write_native`."""
-    _write_descriptions(manifest, directory, _makers(extra))
-
-
-def _makers(descriptions: Mapping[str, bytes]) -> dict[str, _Make]:
-    return {name: partial(list, [data]) for name, data in descriptions.items()}
-
-
-def _write_descriptions(manifest: Manifest, directory: Location, makers: Mapping[str, _Make]) -> None:
-    """Write the manifest, which has the digests of the other descriptions, then these in order."""
+    makers: dict[str, _Make] = {
+        **{name: partial(list, [data]) for name, data in extra.items()},
+        METADATA_FILE: metadata,
+    }
+    # The manifest has the digests of the other descriptions.
     digests = {name: xxh3_128(make()) for name, make in makers.items()}
     texts = map(str.encode, replace(manifest, files=digests).json_parts())
     for name, parts in [(MANIFEST_FILE, texts), *((name, make()) for name, make in makers.items())]:

@@ -131,8 +131,6 @@ RANK_STATE = Format(
         "optimizer*_rank[0-9]*.bin",
     ),
     weaker_signs=((), ("[A-Za-z]*_0.pt",)),
-    written_as="torch_checkpointing",
-    writer=f"{_WRITERS}.torch_checkpointing_files:TorchCheckpointingFiles",
     remains=f"{_FORMATS}.trainers.rank_state:remains",
 )
 PROCESS_FILES = Format(
@@ -160,21 +158,12 @@ ZERO = Format(
     weaker_signs=(("*_optim_states.pt", "*_model_states.pt"),),
     remains=f"{_FORMATS}.trainers.zero_state:remains",
 )
-ZERO_WRITTEN = tuple(
-    Format(
-        f"DeepSpeed's ZeRO files, {word}",
-        f"{_FORMATS}.trainers.zero_state:reader",
-        written_as=word,
-        writer=f"{_WRITERS}.zero_files:{word.replace('-', '_')}",
-    )
-    for word in ("zero1", "zero2", "zero3", "zero1-bf16", "zero2-bf16", "zero3-bf16", "bf16-optimizer")
-)
 UNIVERSAL = Format(
     "DeepSpeed's universal folder",
     f"{_FORMATS}.trainers.process_files:universal_reader",
     weaker_signs=(("zero",),),
     written_as="universal",
-    writer=f"{_WRITERS}.zero_files:universal",
+    writer=f"{_WRITERS}.universal_files:UniversalFiles",
 )
 
 BUILT_IN = (
@@ -190,7 +179,6 @@ BUILT_IN = (
     SAFETENSORS,
     UNIVERSAL,
     ZERO,
-    *ZERO_WRITTEN,
 )
 """The built-in formats; of several that show equally strong signs, the first counts.
 

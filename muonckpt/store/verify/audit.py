@@ -20,7 +20,7 @@ from ...algebra.box import Index
 from ...algebra.fingerprint import as_hex, combine
 from ...names.errors import DamageError, LayoutError, MuonckptError, SourceError
 from ...names.wording import Finding, listed
-from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
+from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord, with_chunks
 from ..formats.registry import DCP, OWN
 from ..io.checksums import Sums, crc32, xxh3_128
@@ -394,20 +394,9 @@ def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[
 
 def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
     """Compare the files that describe the checkpoint to other programs with the manifest."""
-    names = checkpoint.outline.files.keys()
-    if TORCH_CHECKPOINTING_FILE in names:
-        # torch_checkpointing's files with tensors have a directory and a pickle, which have checksums.
-        from ..formats.torch_save.torch_file import read_torch_file  # other checkpoints have none
-
-        for name in sorted({*checkpoint.outline.columns.names} - {*checkpoint.lost_files}):
-            try:
-                if name.endswith(".pt"):
-                    read_torch_file(checkpoint.path, name)
-            except SourceError as error:
-                yield Finding("archive", str(error))
-    elif not (framed and _is_as_written(checkpoint)):
+    if not (framed and _is_as_written(checkpoint)):
         yield from _against_dcp(checkpoint)
-    yield from changed_descriptions(checkpoint, names - {METADATA_FILE})
+    yield from changed_descriptions(checkpoint, checkpoint.outline.files.keys() - {METADATA_FILE})
 
 
 def _is_as_written(checkpoint: OpenCheckpoint) -> bool:

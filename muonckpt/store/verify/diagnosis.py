@@ -17,7 +17,7 @@ from typing import Any
 
 from ...names.errors import ADVICE, DamageError, LostFileError, MuonckptError, SourceError
 from ...names.wording import Finding, counted, moment
-from ...programs.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
+from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
@@ -246,10 +246,6 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
             yield move(places.pop(name), name)
 
 
-_FORMAT_WORDS = {MEGATRON_FILE: "torch_dist", TORCH_CHECKPOINTING_FILE: "torch_checkpointing"}
-"""The word for ``--format`` by the file that another program needs beside a manifest."""
-
-
 def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
     path, manifest = checkpoint.path, checkpoint.outline
@@ -260,8 +256,9 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
         gives += f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests"
     # On as many ranks as wrote it, in the same format.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
-    formats = [word for file, word in _FORMAT_WORDS.items() if file in manifest.files or (path / file).exists()]
-    options = ["--mesh", f"dp={max(1, len(ranks))}", *(("--format", formats[0]) if formats else ())]
+    options = ["--mesh", f"dp={max(1, len(ranks))}"]
+    if MEGATRON_FILE in manifest.files or (path / MEGATRON_FILE).exists():
+        options += ["--format", "torch_dist"]
     return Remedy(command("reshard", path, _free_path(path), *options), gives)
 
 

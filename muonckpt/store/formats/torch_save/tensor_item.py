@@ -193,12 +193,8 @@ def _tail(members: tuple[ZipEntry, ...], payload_end: int, crc32: int, serializa
     return behind + store_end(payload_end + len(behind), (*members[:-1], payload), serialization_id)
 
 
-def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
-    """Return a tensor's pickle as Python writes it in protocol 2; ``q`` gives each new object its memo number.
-
-    Args:
-        member: the number of the member ``data/{member}`` with the elements.
-    """
+def tensor_pickle(dtype: str, shape: Index) -> bytes:
+    """Return a tensor's pickle as Python writes it in protocol 2; ``q`` gives each new object its memo number."""
     numel, storage = math.prod(shape), DTYPES[dtype].storage
     version, kind, count, element = b"2", f"torch\n{storage}".encode(), numel, b""
     if storage is None:
@@ -210,7 +206,7 @@ def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
     numbers = itertools.count(8 if shape else 6)
     return (
         b"\x80\2ctorch._utils\n_rebuild_tensor_v%b\nq\0((X\7\0\0\0storageq\1c%b\nq\2" % (version, kind)
-        + b"X%b%bq\3X\3\0\0\0cpuq\4%btq\5QK\0" % (len(member).to_bytes(4, "little"), member, integer(count))
+        + b"X\1\0\0\x000q\3X\3\0\0\0cpuq\4%btq\5QK\0" % integer(count)
         + (_tuple(shape) + b"q\6" + _tuple(strides) + b"q\7" if shape else b"))")
         + end % tuple(itertools.islice(numbers, end.count(b"%c")))
     )

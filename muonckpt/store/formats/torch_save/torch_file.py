@@ -1,4 +1,4 @@
-"""A file of ``torch.save``: nested data with tensors anywhere in it, read without running anything, and written.
+"""A file of ``torch.save``: nested data with tensors anywhere in it, read without running anything.
 
 It is one uncompressed zip archive: ``data.pkl`` describes the object, ``data/<key>`` are the elements of its storages.
 
@@ -8,12 +8,10 @@ Sources: ``torch/serialization.py`` (``_save``), ``torch/_utils.py`` and ``torch
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
-from ....algebra.box import Box, Index, row_major
+from ....algebra.box import Box, Index
 from ....names.errors import SourceError, about
 from ....names.keys import key_of
 from ....names.vocabulary import KeyPath
@@ -22,18 +20,13 @@ from ...io import limits
 from ...io.checksums import crc32
 from ...io.location import Location
 from ...io.regular import open_regular
-from ...reading.dtypes import DTYPES, itemsize
+from ...reading.dtypes import itemsize
 from ...reading.payloads import Payloads, compare_checksums
-from .inert_pickle import PERSISTENT, Anything, Global, Pickler, Record, unpickle
+from .inert_pickle import Anything, Global, Record, unpickle
 from .stored_zip import (
-    ZipEntry,
     ZipMember,
-    descriptor,
-    local_header,
     member_data,
     read_members,
-    store_end,
-    store_front,
 )
 from .tensor_item import described_tensor, is_row_major
 
@@ -191,74 +184,3 @@ def _bare(value: object) -> object:
         case Record(kind=kind, args=(Global() as call, Global() as tensor_class, args, _)) if kind == WITH_TYPE:
             return Record(call, args) if tensor_class in _TYPES else value
     return value
-
-
-# Writing.
-
-
-def ordered_dict(items: Mapping[str, object]) -> Record:
-    """Return an ``OrderedDict``."""
-    return Record(Global("collections OrderedDict"), (), items=cast(dict[object, object], dict(items)))
-
-
-def torch_size(shape: Index) -> Record:
-    """Return a ``torch.Size``."""
-    return Record(Global("torch Size"), (shape,))
-
-
-class Archive:
-    """Lays out a file with many tensors before any of their elements is known.
-
-    Its content is plain data and `Record`s, among them those of `tensor`.  `seal` decides where everything lies;
-    `around` yields the bytes between the storages, for given checksums of these.
-
-    Attributes:
-        offsets: where each storage begins, in bytes of the file; known when it is sealed, as is ``length``.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lengths: list[int] = []
-        self.offsets: list[int] = []
-        self.length = 0
-        self._entries: list[ZipEntry] = []
-        self._front = b""
-
-    def tensor(self, dtype: str, shape: Index) -> Record:
-        """Return a new tensor with a storage of its own, the last one."""
-        # As torch pickles a contiguous tensor, with the storage by its number.
-        numel, key = math.prod(shape), str(len(self.lengths))
-        self.lengths.append(numel * itemsize(dtype))
-        storage = Record(Global(PERSISTENT), ("storage", Global(f"torch {DTYPES[dtype].storage}"), key, "cpu", numel))
-        parts = (storage, 0, shape, row_major(shape), False, ordered_dict({}))
-        return Record(Global("torch._utils _rebuild_tensor_v2"), parts)
-
-    def seal(self, content: object) -> None:
-        """Lay out the archive of this content, in which every tensor is."""
-        # The pickle and its companions, then the storages, then the directory.
-        pickler = Pickler()
-        pickler.put(content)
-        self._front, entries = store_front(bytes(pickler.out) + pickle.STOP)
-        self._entries = list(entries)
-        end = len(self._front)
-        for number, length in enumerate(self.lengths):
-            entry = ZipEntry(f"data/{number}", end, length, 0)
-            self._entries.append(entry)
-            self.offsets.append(end + len(local_header(entry)))
-            end = self.offsets[-1] + length + len(descriptor(entry))
-        self.length = end + len(store_end(end, self._entries))
-
-    def around(self, checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes around the storages, each with its offset, given the CRC-32s of the storages."""
-        yield 0, self._front
-        # Checksums stand in headers, descriptors and the directory, which keep their lengths.
-        first = len(self._entries) - len(self.lengths)
-        entries = self._entries[:first]
-        end = len(self._front)
-        for entry, offset, checksum in zip(self._entries[first:], self.offsets, checksums, strict=True):
-            entries.append(ZipEntry(entry.name, entry.header_offset, entry.size, checksum))
-            yield end, local_header(entries[-1])
-            end = offset + entry.size
-            yield end, descriptor(entries[-1])
-            end += len(descriptor(entries[-1]))
-        yield end, store_end(end, entries)

@@ -113,7 +113,7 @@ def _read(path: Location, is_partial: bool) -> Reader:
             check_shared(file, (chunk for chunk in chunks if chunk.item.file == file.name))
     names = (name for name in listed if not (_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name)))
     not_read = [*names, *contents.not_read]
-    zero = {"ranks": num_ranks, "stage": first.stage, "format": first.written_as}
+    zero = {"ranks": num_ranks, "stage": first.stage, "format": first.kind}
     provenance = {"zero": zero} | ({signs.NOT_READ: not_read} if not_read else {})
     manifest = Manifest(tuple(contents.tensors), tuple(contents.items.blobs), provenance, dict.fromkeys(missing, ""))
     checksums = checksums_inside(opened, [*contents.tensors, *contents.compared])
@@ -302,8 +302,8 @@ class _Optimizer:
         return stage.args[0] if isinstance(stage, Record) and type(stage.args) is tuple else 1
 
     @property
-    def written_as(self) -> str:
-        """The word for ``--format`` of such files."""
+    def kind(self) -> str:
+        """The stage and the dtype, or the optimizer, in a word for manifests."""
         if "zero_stage" not in self.zero:
             return "bf16-optimizer"
         return f"zero{self.stage}{'-bf16' if self.file.name.startswith('bf16_') else ''}"
