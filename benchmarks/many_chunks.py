@@ -2,8 +2,8 @@
 
 Each checkpoint has ``tensors`` momenta and weights of a mixture-of-experts model, each cut by rows over ``ranks``.
 Commands run in fresh processes; CPU seconds are those of all threads, so that other work on the machine counts little.
-Modules are compiled once, before the first figure, as an installation leaves them.  `reshard` and `merge` write for
-half the ranks, `convert` for one; `merge` and `diff` read the checkpoint twice.
+Modules are compiled once, before the first figure, as an installation leaves them.  `reshard` writes for
+half the ranks, `convert` for one; `diff` reads the checkpoint twice.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
         "sizes", nargs="*", default=["156x64", "782x64", "3125x64", "15625x64"], metavar="TENSORSxRANKS"
     )
     parser.add_argument("--folder", help="where checkpoints are kept; without it they are temporary")
-    parser.add_argument("--commands", default="inspect,verify,reshard,convert,merge,diff,report")
+    parser.add_argument("--commands", default="inspect,verify,reshard,convert,diff,report")
     settings = parser.parse_args()
     print(describe())
     base, _ = min(measured("convert", "--list-rules") for _ in range(3))
@@ -148,7 +148,6 @@ def main() -> None:
                 rewritten = [out, "--mesh", f"dp={max(ranks // 2, 1)}", "--memory", "64MiB"]
                 command_arguments = {
                     "reshard": rewritten,
-                    "merge": [str(source), *rewritten],
                     "convert": [out, "--memory", "64MiB"],
                     "diff": [str(source)],
                     "report": ["-o", f"{temporary}/page.html"],

@@ -75,7 +75,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
         raise click.UsageError(f"{views[0]} and {views[1]} are two views; choose one")
     view = views[0] if views else ""
     if view == "--fits":
-        return print_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
+        return _answer_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
     if options["shard"] or options["layout"]:
         raise click.UsageError("--shard and --layout have no meaning without --fits")
     # The folder of a run is shown as one only if nothing else is asked; else its newest whole step is meant.
@@ -286,7 +286,7 @@ _WIDTH = 80
 _MIN_ROWS = 3
 
 
-def print_fit(
+def _answer_fit(
     checkpoint: Location, mesh: Mapping[str, int], shard: Mapping[str, Cuts], layout: str | None, as_json: bool
 ) -> int:
     """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no.

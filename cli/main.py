@@ -49,11 +49,10 @@ COMMANDS = {
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
     "convert": "Rewrite a checkpoint in another format, or for another program.",
-    "merge": "Average checkpoints: uniformly, by weights, or as a moving average.",
 }
 """The commands, each with a line for `--help`, which imports none of them."""
 
-_FILES = dict.fromkeys(("reshard", "convert", "merge"), "rewriting")
+_FILES = dict.fromkeys(("reshard", "convert"), "rewriting")
 """The modules of commands that do not have one of their own name."""
 
 _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (

@@ -1,4 +1,4 @@
-"""`muonckpt reshard`, `convert` and `merge`: their options, progress, and the printed report.
+"""`muonckpt reshard` and `convert`: their options, progress, and the printed report.
 
 Each option has the name of the Python function's argument; help lists the rare ones at the end.
 """
@@ -6,7 +6,7 @@ Each option has the name of the Python function's argument; help lists the rare 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -222,10 +222,6 @@ _OPTIONS = {
         help="Wait for other processes to start.",
     ),
 }
-_SINGLE_SOURCE_OPTIONS = frozenset(
-    {"tensors_only", "target_convention", "step", "like", "fill_missing", "weights", "state_dtype"}
-)
-"""The options that `merge` does not have."""
 
 
 @click.command("reshard", cls=RewriteCommand)
@@ -260,35 +256,6 @@ def convert_command(source: Location, **options: Any) -> None:
     muonckpt convert run/step-00001000 model.safetensors --to-format safetensors --select 'model.*'
     """
     _rewrite(convert, "convert", source=newest_checkpoint(source), **options)
-
-
-@click.command("merge", cls=RewriteCommand)
-@click.argument("sources", type=CHECKPOINT, nargs=-1, required=True, metavar="SOURCE SOURCE...")
-@click.argument("destination", type=CHECKPOINT)
-@click.option("--proportions", metavar="NUMBER,...", help="How much each source counts.")
-@click.option("--ema", metavar="DECAY", help="Moving average, the first source being the oldest.")
-@click.option("--others-from", metavar="first|last|N", help="Whose counters, options and items to take.")
-@decorated_by(*_LAYOUT_OPTIONS, *(option for name, option in _OPTIONS.items() if name not in _SINGLE_SOURCE_OPTIONS))
-def merge_command(
-    sources: Sequence[Location],
-    proportions: str | None,
-    ema: str | None,
-    others_from: str | None,
-    **options: Any,
-) -> None:
-    """Write the average of the checkpoints SOURCE, of any formats and meshes, as DESTINATION.
-
-    Elements are summed in float64, in the order of the sources, and rounded.  Counters, options and other items are not
-    averaged: they have to be the same in all sources, or --others-from says whose to take.
-
-    \b
-    muonckpt merge step-1000 step-2000 step-3000 averaged --model-only
-    muonckpt merge run-a run-b both --proportions 3,1 --others-from last --mesh dp=8
-    """
-    from ..converters.merging import Average, merge  # the other commands do not need it
-
-    average = Average(None if proportions is None else proportions.split(","), ema, others_from)
-    _rewrite(merge, "merge", sources=sources, average=average, **options)
 
 
 _MAX_ROWS = 12

@@ -1,4 +1,4 @@
-"""The options that `reshard`, `convert` and `merge` share, as values: what is translated, and how the work is done."""
+"""The options that `reshard` and `convert` share, as values: what is translated, and how the work is done."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ IN_ONE_GO = Execution()
 
 
 def grouped(**options: Any) -> dict[str, Any]:
-    """Return the arguments of `reshard`, `convert` or `merge` for options in one list, as a command has them."""
+    """Return the arguments of `reshard` or `convert` for options in one list, as a command has them."""
     # An option is the member of one of the two values, or an argument itself.
     arguments = dict(options)
     for name, kind in (("translation", Translation), ("execution", Execution)):

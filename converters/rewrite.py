@@ -81,15 +81,15 @@ def reshard(
         target = target_of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
         with open(source) as opened:
-            container = container_of(format or default_format(opened, request.target), shard_size)
-            check_use(container, mesh, bool(shard), layout)
+            container = container_of(format or _default_format(opened, request.target), shard_size)
+            _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place, container)
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
             # What the arguments asked for and the format has no use for is said.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
-            report = execution.run(job, place, (*mesh_note, *notes_on_unread(opened), *momentum), workers)
+            report = execution.run(job, place, (*mesh_note, *_notes_on_unread(opened), *momentum), workers)
             # A later attempt at the step of the source, as the cure of damaged descriptions is, says how it is resumed.
             source_name, name = StepName.parsed(opened.path.name), StepName.parsed(place.name)
             is_beside = opened.path.parent.resolve() == place.parent.resolve()
@@ -129,7 +129,7 @@ def target_of(mesh: Mapping[str, int], shard: Mapping[str, Sequence[AxisCut]], l
     return Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout)
 
 
-def default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
+def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
     """Return the format that the target's program reads, or the source's if ranks can write it, or else DCP."""
     if target and target.format:
         return target.format
@@ -138,7 +138,7 @@ def default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
     return "torch_dist" if target is None and is_torch_dist(source.path) else "dcp"
 
 
-def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: bool, layout: str) -> None:
+def _check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: bool, layout: str) -> None:
     """Check that no argument would be silently ignored.
 
     Raises:
@@ -164,7 +164,7 @@ def _advice_on_attempt(place: Location) -> Iterator[str]:
     yield f"Series.restore takes it, and {command('inspect', place.parent)} lists it"
 
 
-def notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
+def _notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """Return notes on what lies beside the source, or in its folder, and is not read."""
     # Items that a format cannot hold lie beside the checkpoint, and no reader of it finds them.
     place = items_beside(source.path)

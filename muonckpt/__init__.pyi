@@ -21,13 +21,10 @@ from .converters.look.run_history import (
     diff_runs as diff_runs,
     look_at_run as look_at_run,
 )
-from .converters.merging import Average as Average, merge as merge
 from .converters.options import Execution as Execution, Translation as Translation
 from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard
 from .lab.conform.conform import Conformity as Conformity, ConformityReport as ConformityReport, conform as conform
-from .lab.forecasting.hardware import Rates as Rates, rates_of as rates_of
-from .lab.forecasting.iteration import Training as Training
 from .lab.forecasting.prospects import Prospect as Prospect, forecast as forecast
 from .lab.page.checkpoint_page import Page as Page, report as report
 from .lab.page.run_page import RunPage as RunPage, report_run as report_run

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from ..layouts.tensors import layout_of, local_of
 from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
-from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION, ROUNDING_SEED, STEPS_TAKEN
+from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION
 from .collective import CollectiveOptimizer
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
-from .ground.codecs import LocalFragments, check_stored, codec_of
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
@@ -61,6 +59,7 @@ from .state import (
     GroupSnapshot,
     SlotSnapshot,
     carry_over,
+    check_averages,
     check_gradients,
     check_state,
     find_changes,
@@ -71,7 +70,7 @@ from .state import (
 from .step.agreement import Facts, plan_options
 from .step.exchange import LINKS
 from .step.planner import Planner
-from .step.rank_sets import RankSet, ordinals, ranks_of
+from .step.rank_sets import RankSet, ordinals
 from .step.step import Step, Steps
 
 
@@ -121,15 +120,11 @@ class Muon(ForModel, CollectiveOptimizer):
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
-        LayoutError: a parameter is not a matrix, its pieces do not add up to its rows, or a sharding cuts blocks of
-            its state in 8 bits.
+        LayoutError: a parameter is not a matrix, or its pieces do not add up to its rows.
     """
 
     _warns = True
     """Warn of plain tensors on several ranks, and of steps without a gradient."""
-
-    _param_fragments: Mapping[Tensor, LocalFragments] = MappingProxyType({})
-    """The places of parameters that are parts of others."""
 
     @called_like(EXAMPLE_LINE, algorithm=WITH_ALGORITHM)
     def __init__(
@@ -226,7 +221,6 @@ class Muon(ForModel, CollectiveOptimizer):
                     fresh[param] = self._fresh_state(param, group)
                 except LayoutError as error:
                     raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
-                self._refuse_cut_blocks(name, param, group)
         except Exception:
             del self.param_groups[number:]
             raise
@@ -249,8 +243,6 @@ class Muon(ForModel, CollectiveOptimizer):
                 del group[FLATTEN]
             if method.orthogonalizes:
                 group["ns_coefficients"] = parse_coefficients(group["ns_coefficients"])
-        if group.get(ROUNDING_SEED) is not None:
-            group.setdefault(STEPS_TAKEN, 0)
         check_group(group, self._scales.names, method)
 
     def _method_of(self, group: Mapping[str, Any]) -> MatrixMethod | None:
@@ -259,20 +251,6 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return fresh_state(param, self._layout_of(param, (0,)), group, self._method_of(group))
-
-    def _refuse_cut_blocks(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        codec = codec_of(group)
-        if codec.any_cut:
-            return
-        if self._layout is not None:
-            raise LayoutError(
-                f"{name}: with layout=, where flat buffers end anywhere, no block of state in 8 bits is sure to be "
-                "whole: keep its state in bfloat16"
-            )
-        try:
-            codec.refuse_cut(self._layout_of(param, (0,)))
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from None
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
@@ -383,9 +361,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._step_with_ranks(None)
         for group in self.param_groups:
             if group["algorithm"] in SCALARS:
-                SCALARS[group["algorithm"]].step(group, self.state, self._local_fragments)
-            if STEPS_TAKEN in group:
-                group[STEPS_TAKEN] += 1
+                SCALARS[group["algorithm"]].step(group, self.state)
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -401,7 +377,6 @@ class Muon(ForModel, CollectiveOptimizer):
         for change in changes:
             group = self.param_groups[change.group]
             fresh[change.current] = self._fresh_state(change.current, group)
-            self._refuse_cut_blocks(change.name, change.current, group)
         # The former state, unless nothing has happened to it yet.
         for change in changes if self._has_history else ():
             if change.former not in self._restarted:
@@ -459,7 +434,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._complete_options(group)
             method = self._method_of(group)
             for param in group["params"]:
-                check_stored(param, codec_of(group), self.state[param])
+                check_averages(param, group, self.state[param])
                 if method is not None:
                     check_state(param, self._layout_of(param, (0,)), group, self.state[param], method)
         self._steps.plan_anew()
@@ -500,10 +475,3 @@ class Muon(ForModel, CollectiveOptimizer):
         """Return the layout of a parameter, if a plain one is replicated over these ranks."""
         layout = self._layout(param) if self._layout is not None else None
         return layout if layout is not None else layout_of(param, replicas=ranks)
-
-    def _local_fragments(self, param: Tensor) -> LocalFragments:
-        if param in self._param_fragments:
-            return self._param_fragments[param]
-        ranks = ranks_of(param, self._replicas) or (0,)
-        layout = self._layout_of(param, ranks)
-        return layout.shape, layout.fragments_of(dist.get_rank() if len(ranks) > 1 else ranks[0])

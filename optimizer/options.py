@@ -22,19 +22,18 @@ from torch import Tensor
 from ..names.coefficients import Coefficients, Plain, plain_coefficients
 from ..names.errors import warn_on_rank
 from ..names.resumption import as_tuples, same_value
-from ..names.state_forms import BLOCK_SIZE, BLOCK_SIZES, MOMENTUM_DTYPE, STATE_DTYPE, STATE_DTYPES
 from ..names.vocabulary import (
     FLATTEN,
     GIVEN_KEYS,
     HISTORY_OPTIONS,
+    MOMENTUM_DTYPE,
     MUON_CONVENTION,
-    ROUNDING_SEED,
     SCHEDULER_OPTIONS,
-    STEPS_TAKEN,
+    STATE_DTYPE,
+    STATE_DTYPES,
     ParamGroup,
 )
 from ..names.wording import listed
-from .ground.codecs import codec_of
 from .methods.form import MatrixMethod
 from .methods.matrix import is_matrix_method
 from .newton_schulz.recipe import spans
@@ -67,8 +66,8 @@ def params_of(groups: Iterable[ParamGroup]) -> Iterator[Tensor]:
 def state_options(method: MatrixMethod | None) -> Collection[str]:
     """Return the options that say how a group stores its state; they have no defaults."""
     if method is None:
-        return STATE_DTYPE, BLOCK_SIZE, ROUNDING_SEED, STEPS_TAKEN
-    return (MOMENTUM_DTYPE, BLOCK_SIZE, ROUNDING_SEED, STEPS_TAKEN) if method.averages else ()
+        return (STATE_DTYPE,)
+    return (MOMENTUM_DTYPE,) if method.averages else ()
 
 
 def cycled_defaults(groups: Sequence[ParamGroup]) -> dict[str, Any]:
@@ -170,7 +169,6 @@ _RATES: Mapping[str, Declaration] = {
         lambda betas: isinstance(betas, Sequence) and len(betas) == 2 and all(map(_FRACTION[0], betas)),
         "two numbers in [0, 1)",
     ),
-    STEPS_TAKEN: (lambda steps: _is_integer(steps) and steps >= 0, "a number of steps"),
 }
 """Options that schedules change between steps."""
 
@@ -191,8 +189,6 @@ _DECLARATIONS: Mapping[str, Declaration] = {
     MOMENTUM_DTYPE: _none_or(STATE_DTYPES),
     STATE_DTYPE: _none_or(STATE_DTYPES),
     FLATTEN: FLAG,
-    BLOCK_SIZE: (BLOCK_SIZES.__contains__, f"a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"),
-    ROUNDING_SEED: (lambda seed: seed is None or _is_integer(seed), "an integer, or None"),
 }
 """Options of groups, where their values do not depend on the algorithm."""
 
@@ -237,8 +233,7 @@ def check_group(group: ParamGroup, scales: Collection[str], method: MatrixMethod
     for name in dict.fromkeys([*_DECLARATIONS, "eps", *(method.options if method is not None else ())]):
         if name in group:
             _check_option(name, group, method)
-    # Those that depend on others: of state, of scales, and the restarts of the Gram form.
-    codec_of(group)
+    # Those that depend on others: of scales, and the restarts of the Gram form.
     if method is None:
         return
     check_value("adjust_lr_fn", group["adjust_lr_fn"], (scales.__contains__, f"a function, or one of {sorted(scales)}"))

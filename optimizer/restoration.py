@@ -24,13 +24,13 @@ from ..names.resumption import (
     scheduler_misfit,
     with_flatten,
 )
-from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, STEPS_TAKEN, begins_as_zeros
+from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .methods.matrix import UNNAMED
 from .options import adopt_saved_options, as_numbers, options_in_code, params_of, parse_coefficients
-from .state import convert_averages, tensor_misfit
+from .state import tensor_misfit
 
-RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", STEPS_TAKEN, *sorted(SCHEDULER_OPTIONS))
+RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", *sorted(SCHEDULER_OPTIONS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
 Misfit = Callable[[Tensor, Any], str | None]
@@ -84,7 +84,7 @@ def fit_state_dict(
         )
     saved_groups, state = state_dict["param_groups"], dict(state_dict["state"])
     names, sources = _pair_parameters(optimizer, saved_groups, globs)
-    # Describe both sides by name; saved averages take the form in which they are stored now.
+    # Describe both sides by name.
     live = {}
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         for name, param in zip(group_names, group["params"], strict=True):
@@ -93,8 +93,6 @@ def fit_state_dict(
             key, _ = sources.get(name, (None, None))
             if name in sources and key not in state and not param.requires_grad:
                 state[key] = slots
-            if key in state:
-                state[key] = convert_averages(slots, state[key])
     saved: dict[str, ParameterState] = {}
     for name, (key, number) in sources.items():
         saved[name] = ParameterState(state.get(key, {}), saved_groups[number], (number,))

@@ -23,12 +23,10 @@ from ..algebra.layout import TensorLayout
 from ..layouts.boxed_tensor import BoxedTensor, parts_of
 from ..layouts.tensors import declares_boxes, local_of, zeros_sharded_like
 from ..names.errors import LayoutError
-from ..names.state_forms import AVERAGES, stored_parts
-from ..names.vocabulary import FLATTEN, MOMENTUM
-from .ground.codecs import codec_of, detect_codec, in_a_dim, stored_slots
+from ..names.vocabulary import AVERAGES, FLATTEN, MOMENTUM
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
-from .methods.scalar import SCALARS, fresh_average
+from .methods.scalar import SCALARS, average_dtype
 from .planning.matrices import matrices_of
 
 
@@ -47,20 +45,20 @@ def fresh_state(
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
             "train parameters of 16 bits or more, and make the 8-bit ones of them"
         )
-    codec = codec_of(group)
+    dtype = average_dtype(param, group)
     if method is None:
-        return SCALARS[group["algorithm"]].fresh(param, codec)
+        return SCALARS[group["algorithm"]].fresh(param, dtype)
     matrices_of(layout.shape, fused_of(group))  # refuses pieces that do not add up
     state: dict[str, Tensor] = {}
     if method.averages:
-        state |= fresh_average(param, MOMENTUM, codec)
+        state[MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     # Slots of the method, in the layout of the parameter or sharded as its rows or columns are.
     for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
-        dtype = slot.dtype or param.dtype
         if slot.shape == "[m, n]":
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+            zeros = torch.zeros_like(param, dtype=slot.dtype, memory_format=torch.contiguous_format)
         else:
-            state[name] = zeros_sharded_like(param, reduced.shape, dtype)
+            zeros = zeros_sharded_like(param, reduced.shape, slot.dtype or param.dtype)
+        state[name] = zeros
     return state
 
 
@@ -109,6 +107,18 @@ def boxed_dtensor(local: Tensor, mesh: DeviceMesh, shape: Index, boxes: Sequence
     return dtensor
 
 
+def check_averages(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a parameter's averages have another dtype than its group asks for."""
+    expected = average_dtype(param, group)
+    for slot in AVERAGES:
+        if slot in state and state[slot].dtype != expected:
+            raise ValueError(
+                f"{slot} of a parameter of shape {tuple(param.shape)} is {state[slot].dtype}, and the group's options "
+                f"ask for {expected} now: they cannot change once there is state; build a new optimizer, and load the "
+                "state into it"
+            )
+
+
 def check_state(
     param: Tensor, layout: TensorLayout, group: Mapping[str, Any], state: Mapping[str, Tensor], method: MatrixMethod
 ) -> None:
@@ -124,44 +134,6 @@ def check_state(
                 f"{options} of a parameter of shape {tuple(param.shape)} need a {name} of shape {reduced.shape}, and "
                 f"it is {actual}: they cannot change once there is state; build a new optimizer"
             )
-
-
-def convert_averages(state: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state with its averages as this state stores them, rounded to the nearest; those that do not fit
-    are unchanged, for `tensor_misfit` to say why.
-    """
-    converted = {**loaded}
-    for slot in AVERAGES:
-        stored, saved = stored_parts(state, slot), stored_parts(loaded, slot)
-        names, saved_names = [*stored], [*saved]
-        layouts, saved_layouts = [*map(describe_layout, stored.values())], [*map(describe_layout, saved.values())]
-        is_same_form = (names, layouts) == (saved_names, saved_layouts)
-        if not stored or is_same_form or (exact := _decode_loaded(saved, stored)) is None:
-            continue
-        # Store the exact numbers as this state does.
-        fresh = {name: torch.zeros_like(part) for name, part in stored.items()}
-        numbers, *scales = (in_a_dim(local_of(part)) for part in fresh.values())
-        if (codec := detect_codec(stored)) is not None:
-            codec.local_codec([numbers, *scales]).encode(numbers, exact.to(numbers.device))
-            converted = {name: value for name, value in converted.items() if name not in saved} | fresh
-    return converted
-
-
-def _decode_loaded(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | None:
-    """Return this rank's part of a loaded average as float32; None if it is incomplete, or laid out otherwise."""
-    tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-    codec = detect_codec(tensors) if len(tensors) == len(saved) else None
-    if codec is None:
-        return None
-    # The first part has the elements, so its layout tells where they lie.
-    expected, actual = next(iter(stored.values())), next(iter(tensors.values()))
-    parts = [in_a_dim(local_of(part)) for part in tensors.values()]
-    if not has_same_layout(actual, expected) or parts[0].shape != in_a_dim(local_of(expected)).shape:
-        return None
-    shapes = [shape for shape, _ in stored_slots(codec, "", parts[0]).values()]
-    if shapes != [tuple(part.shape) for part in parts]:
-        return None
-    return codec.local_codec(parts).decode(parts[0])
 
 
 def tensor_misfit(tensor: Tensor, loaded: Any) -> str | None:

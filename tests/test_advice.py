@@ -99,7 +99,7 @@ def test_every_argument_in_a_message_is_one_of_the_function_that_it_is_said_of(t
     assert checked > 3
 
 
-@pytest.mark.parametrize("command", [("diff", "--to", "muonckpt"), ("inspect",), ("merge", "--to", "muonckpt")])
+@pytest.mark.parametrize("command", [("diff", "--to", "muonckpt"), ("inspect",)])
 def test_a_command_says_where_the_flag_is_that_it_lacks(command, tmp_path, monkeypatch):
     """A momentum of no known convention: convert has the flag for it, and what it writes is understood."""
     monkeypatch.chdir(tmp_path)
@@ -108,7 +108,7 @@ def test_a_command_says_where_the_flag_is_that_it_lacks(command, tmp_path, monke
         state = {"up": {"momentum_buffer": torch.ones(4, 4)}}
         muonckpt.save({"model": {"up": torch.ones(4, 4)}, "optimizer": {"state": state, "param_groups": [group]}}, name)
     name, *options = command
-    places = {"inspect": ["a"], "diff": ["a", "b"], "merge": ["a", "b", "merged"]}[name]
+    places = {"inspect": ["a"], "diff": ["a", "b"]}[name]
     told = called(name, *places, *options)
     for flag in FLAG.findall(ITS_COMMAND.sub("", told.stdout + told.stderr)):
         assert flag in flags_of(name) or f"{flag}: options of `muonckpt convert`" in told.stderr, told

@@ -28,7 +28,7 @@ RULES = {
     "names": "",
     "algebra": "names",
     "record": "names algebra",
-    "ranks": "names",
+    "ranks": "",
     "programs": "names algebra record",
     "layouts": "names algebra",
     "layouts/buffers": "names algebra layouts",
@@ -42,7 +42,7 @@ RULES = {
     "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
     "lab": "names",
-    "optimizer/ground": "names algebra",
+    "optimizer/ground": "algebra",
     "optimizer/triton": "algebra optimizer/ground",
     "converters/target": "names algebra record layouts layouts/buffers",
     "optimizer/newton_schulz": "names optimizer/ground optimizer/triton",
@@ -54,7 +54,7 @@ RULES = {
     "optimizer/methods optimizer/step",
     "converters/engine": "names algebra record ranks programs layouts layouts/buffers store/io store/reading "
     "store/formats store checkpoint converters/target",
-    "optimizer/layer_wise": "names algebra ranks layouts layouts/buffers optimizer/ground optimizer/methods "
+    "optimizer/layer_wise": "names algebra layouts layouts/buffers optimizer/ground optimizer/methods "
     "optimizer/step optimizer",
     "converters/translate": "names algebra record programs store/formats store converters/engine",
     "optimizer/__init__": "optimizer/newton_schulz optimizer/methods optimizer optimizer/layer_wise",
@@ -70,10 +70,8 @@ RULES = {
     "lab/preflight": "names record programs store/io store store/verify checkpoint optimizer/__init__ lab",
     "lab/step_audit": "names algebra record programs store/io store/reading store store/verify converters/engine "
     "converters/translate converters/look converters/compare",
-    "converters/merge": "names algebra record programs store/io store/reading store "
-    "converters/engine converters/compare",
     "converters": "names record programs store/io store/reading store/formats store store/verify "
-    "converters/target converters/engine converters/translate converters/look converters/merge",
+    "converters/target converters/engine converters/translate converters/look",
     "cli": "names record programs store/io store/reading store store/verify runs converters/target "
     "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/page "
     "lab/conform lab/preflight lab/step_audit converters",

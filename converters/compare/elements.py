@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -229,12 +229,6 @@ class TensorDifference:
                 **statistics}  # fmt: skip
 
 
-class ReadableBoxes(Protocol):
-    """The elements of a tensor, or of a part of it, which are read box by box as raw words."""
-
-    def words(self, box: Box) -> Words: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoredSide:
     """A tensor of a checkpoint, and the bytes of its chunks."""
@@ -251,25 +245,6 @@ class StoredSide:
 
     def words(self, box: Box) -> Words:
         return self.tensor.elements(self.payloads, [self.tensor.layout.fragments], box)
-
-
-_MAX_BITS_ELEMENTS = 1 << 18
-"""Elements of which the bits are compared at once."""
-
-
-def compare_bits(a: ReadableBoxes, b: ReadableBoxes, box: Box) -> tuple[bool, bool]:
-    """Return whether two have the same bits in a box, and whether these are not one value throughout."""
-    # Read in bands, and only until the first difference.
-    first: Words | None = None
-    varies = False
-    for band in bands(box, _MAX_BITS_ELEMENTS):
-        for part in band.boxes:
-            words = a.words(part)
-            if not np.array_equal(words, b.words(part)):
-                return False, False
-            first = words.reshape(-1)[:1].copy() if first is None else first
-            varies = varies or bool((words != first).any())
-    return True, varies
 
 
 def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 from ...names.errors import SourceError
-from ...names.state_forms import stored_slot
 from ...names.wording import Finding, fields_of, unnumbered
 from ...programs.model_view import Role, matrix_sides
 from ...record.record import StateRecord, by_key, match_keys, names_of
@@ -143,14 +142,12 @@ Measurable = Sequence[tuple[Role, StateRecord]]
 def measurable(look: FirstLook, select: Sequence[str] = ()) -> Measurable:
     """Choose weights, momentum, masters and moments that match, or all tensors if the program is unknown.
 
-    Of state in 8 bits these are the scales, each the largest magnitude in its block: codes are no numbers.
-
     Raises:
         TargetError: a pattern matches nothing.
     """
     tensors: list[tuple[Role, StateRecord]] = []
     for role in _ROLES:
-        tensors += [(role, t) for t in look.view.tensors_of(role) if stored_slot(t.slot).has_numbers]
+        tensors += [(role, tensor) for tensor in look.view.tensors_of(role)]
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in look.manifest.tensors if tensor.shape]
     names, noun = names_of(look.manifest.tensors), "tensor of weights or state"

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from ...store.io.checksums import xxh3_128
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, map_each
 from ...store.io.regular import open_regular
+from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Payloads
 from ..target.topology import Target
 from .container import Arranged, Container, WriteRequest
@@ -31,22 +31,6 @@ from .output_files import ChunkPlan, OutputFile
 from .outputs import Outputs, OutputTensor, layout_digest, unnamed_state
 from .source_rows import Mask, SourceRows, Unchecked
 from .workers import Worker
-
-
-class Source(Protocol):
-    """An open checkpoint, or several that are read as one."""
-
-    @property
-    def path(self) -> Location: ...
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    @property
-    def payloads(self) -> Payloads: ...
-
-
-AnySource = TypeVar("AnySource", bound=Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +42,7 @@ class Job:
         state: the state of the source's files, which shows whether they change later.
     """
 
-    source: Source
+    source: OpenCheckpoint
     manifest: Manifest
     state: tuple[object, ...]
     target: Target
@@ -149,10 +133,10 @@ def _text(*values: object) -> bytes:
 
 @gc_paused()
 def make_job(
-    source: AnySource,
+    source: OpenCheckpoint,
     target: Target,
     select: Sequence[str],
-    make_outputs: Callable[[AnySource], Outputs],
+    make_outputs: Callable[[OpenCheckpoint], Outputs],
     container: Container,
 ) -> Job:
     """Plan to write a checkpoint for ``target`` in the files of ``container``.

@@ -49,7 +49,7 @@ TOPICS = {
     ),
     "api/rewriting.md": (
         "Rewriting checkpoints",
-        "reshard convert merge Translation Execution Average Report",
+        "reshard convert Translation Execution Report",
     ),
     "api/live.md": (
         "Proving and moving live state",
@@ -57,7 +57,7 @@ TOPICS = {
     ),
     "api/forecasts.md": (
         "Forecasts and check-ups",
-        "forecast Prospect Rates rates_of Training fits Fit audit_step StepAudit ParameterVerdict "
+        "forecast Prospect fits Fit audit_step StepAudit ParameterVerdict "
         "preflight Preflight OptionChange conform ConformityReport Conformity",
     ),
     "api/errors.md": (

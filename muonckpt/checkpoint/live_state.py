@@ -32,7 +32,6 @@ from ..layouts.tensors import declares_boxes, layout_of, placement_json
 from ..names.errors import ArgumentError, LayoutError, MuonckptError, about
 from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
 from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
-from ..names.state_forms import stored_slot
 from ..names.vocabulary import MOMENTUM, Convention, KeyPath
 from ..record.chunks import Chunks, no_chunks
 from ..record.record import StateRecord
@@ -644,6 +643,5 @@ def _slots_below(path: KeyPath, node: Any) -> Iterator[tuple[KeyPath, str, str, 
 
 def _annotation(slot: str, convention: str, pieces: tuple[int, ...]) -> Annotation:
     """Return the annotation of a slot; momentum has the convention that its group declares."""
-    stored = stored_slot(slot)
-    has_convention = stored.slot == MOMENTUM and stored.is_shaped and convention in {*Convention}
+    has_convention = slot == MOMENTUM and convention in {*Convention}
     return Annotation(slot, Convention(convention) if has_convention else None, pieces or None)

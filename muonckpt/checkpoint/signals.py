@@ -1,7 +1,4 @@
-"""Signals that become a checkpoint: a handler sets a flag, ranks tell each other, and all of them save at one step.
-
-What the handler sets is a request (`muonckpt.ranks.requests`), which travels with the next step of the optimizer.
-"""
+"""Signals that become a checkpoint: a handler sets a flag, ranks tell each other, and all of them save at one step."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ..ranks import requests
-from .all_ranks import bits_of_all, group_ranks, is_coordinator
+from .all_ranks import bits_of_all, is_coordinator
 
 Then = Literal["go on", "stop"]
 """The sequel of a save: the program goes on, or stops."""
@@ -33,7 +29,11 @@ SIGNALS: Mapping[signal.Signals, Then] = {
 }
 """The signals that may ask for a checkpoint, and what follows it unless the user says otherwise."""
 
-BITS: Mapping[Then, int] = {"go on": requests.SAVE, "stop": requests.STOP}
+BITS: Mapping[Then, int] = {"go on": 1, "stop": 2}
+"""The requests: to save at the end of this step, and to save and stop."""
+
+_pending: set[int] = set()
+"""The requests of this process.  A handler adds to it, which is one operation of the interpreter."""
 
 _LISTENS = 4
 """A bit beside these, of a rank that was given signals to listen to."""
@@ -64,7 +64,6 @@ class Signals:
         # All is checked before the first handler is put in place, so that an error leaves signals as they were.
         self._group = process_group
         sequels = _checked(on)
-        self._listener = requests.Listener()
         self._requests = 0
         """The requests that all ranks know of, and that are not met."""
         self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
@@ -86,14 +85,12 @@ class Signals:
     def due(self, call: str) -> Then | None:
         """Return what to do after a checkpoint, if one is asked for; the same on all ranks.
 
-        Collective, unless a step of the optimizer has told since the last call what all ranks want.
+        Collective, by one small gather.
 
         Args:
             call: has to be the same on all ranks.
         """
-        # A step of the optimizer carries requests for nothing; where none was taken, ranks ask each other.
-        request_bits = self._listener.hear(frozenset(group_ranks(self._group)))
-        self._requests |= bits_of_all(self._group, call, requests.pending()) if request_bits is None else request_bits
+        self._requests |= bits_of_all(self._group, call, sum(_pending))
         return self.then
 
     def ask(self, call: str) -> None:
@@ -102,16 +99,15 @@ class Signals:
         Where no rank listens, nor `due` has told of one, requests are left to others: what they save is not saved here.
         """
         # Ranks without signals answer as well: the gather takes all of them.
-        bits = bits_of_all(self._group, call, requests.pending() | (_LISTENS if self._listens else 0))
+        bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._listens else 0))
         if bits & _LISTENS or self._requests:
-            self._listener.hear(frozenset(group_ranks(self._group)))
             self._requests |= bits & ~_LISTENS
-            requests.withdraw(self._requests)
+            _pending.difference_update(bit for bit in BITS.values() if bit & self._requests)
 
     @property
     def then(self) -> Then | None:
         """The sequel of the checkpoint that is asked for; None if none is."""
-        return "stop" if self._requests & requests.STOP else "go on" if self._requests else None
+        return "stop" if self._requests & BITS["stop"] else "go on" if self._requests else None
 
     def met(self, place: str) -> None:
         """Go on, or end the program, now that a checkpoint is at this place.
@@ -151,7 +147,7 @@ class Signals:
         # A flag is all that a handler may set: it runs between any two instructions.
         def handle(number: int, frame: FrameType | None) -> None:
             if number in self._handlers and (number != signal.SIGTERM or os.getpid() == process):
-                requests.add(bit)
+                _pending.add(bit)
             elif signal.getsignal(number) is handle:  # closed behind another, or in a fork that its parent ends
                 signal.signal(number, former)
                 signal.raise_signal(number)

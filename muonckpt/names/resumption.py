@@ -14,7 +14,7 @@ from glob import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
-from .vocabulary import ALGORITHM, CONVENTION, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
+from .vocabulary import ALGORITHM, CONVENTION, EIGHT_BIT_SLOTS, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -441,6 +441,8 @@ class ParameterMatcher:
                 if saved_value != live_value and as_tuples(saved_value) != as_tuples(live_value):
                     return option_difference(option, as_tuples(saved_value), as_tuples(live_value))
         # Its form: the same slots, each of which fits.
+        if eight_bit_slots := sorted(EIGHT_BIT_SLOTS & saved.slots.keys()):
+            return f"with {eight_bit_slots[0]} in the checkpoint: state in 8 bits, which is not read"
         live_slots, saved_slots = live.slots.keys(), saved.slots.keys()
         if live_slots != saved_slots and not (self.partial and live_slots <= saved_slots):
             expected = ", ".join(sorted(live_slots)) or "nothing"

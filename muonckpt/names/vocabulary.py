@@ -32,12 +32,20 @@ STEP = "step"
 MASTER = "fp32_param"
 """The float32 copy of a 16-bit parameter that the optimizer updates, shaped like the parameter; Megatron's name."""
 
-ROUNDING_SEED = "rounding_seed"
-"""An option of groups whose state is in bfloat16 or 8 bits: the seed of the noise that it is rounded with.  Without it,
-state is rounded to the nearest."""
+AVERAGES = (MOMENTUM, EXP_AVG, EXP_AVG_SQ)
+"""The slots that can be stored in another dtype than the parameter's."""
 
-STEPS_TAKEN = "steps_taken"
-"""The number of steps that a group with such a seed has taken; the noise of a step depends on it."""
+MOMENTUM_DTYPE = "momentum_dtype"
+"""An option of groups that have momentum: its dtype, one of `STATE_DTYPES`; without it, the parameter's."""
+
+STATE_DTYPE = "state_dtype"
+"""The same of groups of AdamW and Lion, for all slots but the number of steps."""
+
+STATE_DTYPES = ("float32", "bfloat16")
+"""The values of these options."""
+
+EIGHT_BIT_SLOTS = frozenset(f"{slot}_{part}" for slot in AVERAGES for part in ("codes", "scales"))
+"""Slots of state in 8 bits, which this version refuses."""
 
 BY_RANK = "by_rank"
 """The key below which a checkpoint has items that differ from rank to rank, each rank's below the rank's name."""

@@ -29,6 +29,7 @@ from .dialect import (
     Template,
     Templates,
     option_template,
+    refuse_eight_bits,
     state_template,
 )
 from .registry import DIALECTS, with_plugins
@@ -425,13 +426,18 @@ def locate_dialect(manifest: Manifest, dialect: Dialect) -> Detected:
 def with_slots(manifest: Manifest) -> Manifest:
     """Return the manifest with parameters and slots as `with_slots_of` its dialect; unchanged if that is unknown."""
     try:
-        return with_slots_of(manifest, detect(manifest).dialect)
+        dialect = detect(manifest).dialect
     except SourceError:
         return manifest
+    return with_slots_of(manifest, dialect)
 
 
 def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
-    """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
+    """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them.
+
+    Raises:
+        SourceError: there is state in 8 bits.
+    """
     # Numbers of several optimizers collide, so a recorded slot is read again with its optimizer.
     numbered = dialect.chained and dialect.numbered
 
@@ -441,7 +447,10 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
             return tensor
         return replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
 
-    return replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
+    tensors = tuple(map(with_slot, manifest.tensors))
+    for tensor in tensors:
+        refuse_eight_bits(tensor.name or tensor.key, {tensor.slot})
+    return replace(manifest, tensors=tensors)
 
 
 def momentum_note(manifest: Manifest) -> tuple[str, ...]:

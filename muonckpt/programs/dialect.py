@@ -12,8 +12,7 @@ from typing import Any
 from ..algebra.box import Index
 from ..names.errors import SourceError
 from ..names.keys import PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, key_of
-from ..names.state_forms import stored_slot
-from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
+from ..names.vocabulary import EIGHT_BIT_SLOTS, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
 from .codings import Coding
 from .signs import COMMON_FILE
 
@@ -543,15 +542,9 @@ class Dialect:
         stored = slots - self.derived
         if (user_method := self._user_method(name, stored)) is not None:
             return user_method
-        averages = frozenset(stored_slot(slot).slot for slot in stored)
-        methods = self._methods_with(averages)
-        methods += [m for m in FOREIGN.values() if m.name == name and averages == {*m.slots.values()}]
-        method = next((method for method in methods if method.name == name), methods[0] if methods else None)
-        if method is None or averages == stored:
-            return method
-        # The stored slot that is shaped like the parameter stands for an average.
-        shaped_slots = {stored_slot(slot).slot: slot for slot in stored if stored_slot(slot).is_shaped}
-        return replace(method, slots={common: shaped_slots.get(slot, slot) for common, slot in method.slots.items()})
+        methods = self._methods_with(stored)
+        methods += [m for m in FOREIGN.values() if m.name == name and stored == {*m.slots.values()}]
+        return next((method for method in methods if method.name == name), methods[0] if methods else None)
 
     def method(
         self,
@@ -569,6 +562,7 @@ class Dialect:
         Raises:
             SourceError: no method has these slots, or more than one.
         """
+        refuse_eight_bits(parameter, slots)
         stored = slots - self.derived
         if (user_method := self._user_method(name, stored)) is not None:
             return user_method
@@ -583,16 +577,19 @@ class Dialect:
         if len({method.name for method in candidates}) == 1:
             exact_methods = [method for method in candidates if {*method.slots.values()} == stored]
             return exact_methods[0] if exact_methods else candidates[0].counted_by_groups()
-        if coded_slots := sorted(slot for slot in stored if stored_slot(slot).is_coded):
-            raise SourceError(
-                f"parameter {parameter!r} has {coded_slots[0]}: state in 8 bits, which other programs cannot read; "
-                "load it into an optimizer of the same options, and save an optimizer with state in another dtype that "
-                "has taken its state_dict(), or leave out all state with `model_only=True`"
-            )
         available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
         state = f"{', '.join(sorted(stored))}" + (f" in a group of {name!r}" if name else "")
         count = "more than one method" if candidates else "no method"
         raise SourceError(
             f"parameter {parameter!r} has {state}: {count} of {self.name} ({available}) fits; muonckpt.convert leaves "
             "a slot out with `drop=`, and takes the name of another program with `from_dialect=`"
+        )
+
+
+def refuse_eight_bits(name: str, slots: Set[str | None]) -> None:
+    """Raise SourceError if the state of a parameter, or a tensor, is in 8 bits."""
+    if eight_bit_slots := sorted(EIGHT_BIT_SLOTS & slots):
+        raise SourceError(
+            f"{name!r} has {eight_bit_slots[0]}: state in 8 bits, which is not read. Take the weights by "
+            "muonckpt.load(state_dict, path, fresh=['*']), and save them again"
         )

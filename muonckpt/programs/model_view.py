@@ -18,7 +18,6 @@ from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError
-from ..names.state_forms import stored_slot
 from ..names.vocabulary import CONVENTION, FLATTEN
 from ..names.wording import unnumbered
 from ..record.record import Blob, Manifest, StateRecord
@@ -267,9 +266,7 @@ def model_view(
             method = None
         slot_roles = usual_roles | _roles_of([method] if method else [])
         for slot, tensor in slots.items():
-            part = stored_slot(slot)
-            average = part.slot if part.is_shaped else slot
-            roles[slot_roles.get(slot) or slot_roles.get(average, Role.STATE)].append(tensor)
+            roles[slot_roles.get(slot, Role.STATE)].append(tensor)
         parameters[name] = StoredParameter(name, weights.get(name), slots, method, group, items.get(name, {}))
     return ModelView(dialect, {r: tuple(roles[r]) for r in Role if r in roles}, parameters, groups, owners, names)
 

@@ -1,4 +1,4 @@
-"""Processes, for optimizer and checkpoints: their groups, and requests that travel with the notes of a step.
+"""Processes, for optimizer and checkpoints: their groups.
 
-Open ``requests`` first.
+Open ``new_group`` first.
 """

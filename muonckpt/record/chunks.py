@@ -284,9 +284,9 @@ def columns_of(tensors: Iterable[Chunks]) -> Columns:
     return builder.build()
 
 
-def on_columns(tensors: Iterable[Chunks], columns: Columns, start: int = 0) -> list[Chunks]:
-    """Return chunks of the same boxes and strides whose bytes are in other rows, from ``start`` on, in this order."""
-    moved = []
+def on_columns(tensors: Iterable[Chunks], columns: Columns) -> list[Chunks]:
+    """Return chunks of the same boxes and strides whose bytes are in the rows of these columns, in this order."""
+    moved, start = list[Chunks](), 0
     for chunks in tensors:
         moved.append(Chunks(columns, start, chunks.boxes, chunks.strides))
         start += len(chunks)

@@ -174,7 +174,6 @@ _PROVENANCE: Mapping[str, Callable[[Any], object]] = {
     "exported": free_form,
     "folders": list_of(string),
     "layer_wise": free_form,
-    "merged": list_of(free_form),
     "not_kept": list_of(string),
     "not_read": list_of(string),
     "numbered_parameters": list_of(string),

@@ -214,13 +214,10 @@ class Manifest:
             SourceError: a name is refused.
         """
         blobs = (replace(blob, item=replace(blob.item, file=name_of(blob.item.file))) for blob in self.blobs)
-        return replace(self.on_columns(self.columns.renamed(name_of)), blobs=tuple(blobs))
-
-    def on_columns(self, columns: Columns, start: int = 0) -> Manifest:
-        """Return the same tensors with their chunks in the rows of these columns from ``start`` on."""
-        moved = on_columns((tensor.chunks for tensor in self.tensors), columns, start)
+        moved = on_columns((tensor.chunks for tensor in self.tensors), self.columns.renamed(name_of))
         pairs = zip(self.tensors, moved, strict=True)
-        return replace(self, tensors=tuple(replace(tensor, chunks=chunks) for tensor, chunks in pairs))
+        tensors = (replace(tensor, chunks=chunks) for tensor, chunks in pairs)
+        return replace(self, tensors=tuple(tensors), blobs=tuple(blobs))
 
     def to_json(self) -> str:
         """Return the text of the manifest file: one line per tensor and blob, so that it can be read and compared.

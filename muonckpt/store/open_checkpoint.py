@@ -373,18 +373,17 @@ class OpenCheckpoint:
 
     Args:
         format: by which it is read, where it has several descriptions; None means the one that its files show.
-        reader: what has read its metadata already, if anything has.
 
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
 
     @gc_paused()
-    def __init__(self, path: Location, format: Format | None = None, reader: Reader | None = None) -> None:
+    def __init__(self, path: Location, format: Format | None = None) -> None:
         self.path = path
         self.format: Format = format or format_of(path)
         """``format.name`` is what a user calls it."""
-        self._reader = reader or self.format.read(path)
+        self._reader = self.format.read(path)
         self._tensors = TensorReader(self._reader)
 
     def __getstate__(self) -> dict[str, Any]:

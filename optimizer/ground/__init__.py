@@ -1,5 +1,4 @@
 """Tools that know no optimizer.
 
-``tensors`` does many tensors together, ``codecs`` stores averages, and ``devices`` is about hosts and devices.  Open
-``tensors`` first.
+``tensors`` does many tensors together, and ``devices`` is about hosts and devices.  Open ``tensors`` first.
 """

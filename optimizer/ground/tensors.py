@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise, repeat
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -86,40 +85,13 @@ def cast_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tensors if not tensors or tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
-class LocalCodec(Protocol):
-    """How the numbers of a local tensor are stored in fewer bits than 32."""
-
-    def decode(self, stored: Tensor) -> Tensor:
-        """Return the stored numbers, float32."""
-        ...
-
-    def encode(self, stored: Tensor, exact: Tensor) -> None:
-        """Store float32 numbers."""
-        ...
-
-
 @contextmanager
-def rounded_once(*lists: Tensors, codecs: Sequence[LocalCodec | None] = ()) -> Iterator[list[Tensors]]:
-    """Change lists of tensors, each of one dtype, in place: lends them, or float32 copies that are rounded into them.
-
-    Args:
-        codecs: of each list; by default its numbers are rounded to the nearest.
-    """
-    # Float32 copies of what has fewer bits; other lists are lent as they are.
-    codecs = codecs or [None] * len(lists)
-    exact_lists: list[Tensors] = []
-    for tensors, codec in zip(lists, codecs, strict=True):
-        if codec is not None:
-            exact_lists.append([codec.decode(tensor) for tensor in tensors])
-        else:
-            exact_lists.append(cast_tensors(tensors, exact_dtype(tensors[0])) if tensors else tensors)
+def rounded_once(*lists: Tensors) -> Iterator[list[Tensors]]:
+    """Lend lists of tensors, each of one dtype, to be changed; or float32 copies, which are rounded into them."""
+    exact_lists = [cast_tensors(tensors, exact_dtype(tensors[0])) if tensors else tensors for tensors in lists]
     yield exact_lists
-    # Round each changed copy once.
-    for tensors, exact, codec in zip(lists, exact_lists, codecs, strict=True):
-        if codec is not None:
-            for stored, numbers in zip(tensors, exact, strict=True):
-                codec.encode(stored, numbers)
-        elif exact is not tensors:
+    for tensors, exact in zip(lists, exact_lists, strict=True):
+        if exact is not tensors:
             torch._foreach_copy_(list(tensors), list(exact))
 
 

@@ -25,12 +25,9 @@ from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
 from ...names.errors import warn_on_rank
 from ...names.resumption import Globs, LoadReport, in_globs
-from ...names.state_forms import MOMENTUM_DTYPE, STATE_DTYPE
-from ...names.vocabulary import MASTER, MUON, STEPS_TAKEN
-from ...ranks import requests
+from ...names.vocabulary import MASTER, MUON
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import CollectiveOptimizer
-from ..ground.codecs import codec_of
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
@@ -175,14 +172,6 @@ class LayerWise(CollectiveOptimizer):
         for param in self._members.name_of:
             meta_params[param] = torch.empty_like(param, dtype=exact_dtype(param), device="meta")
         template = Muon(replace_params(self.param_groups, meta_params), lr, **options)
-        # AdamW's parameters are cut anywhere, blocks of state are not.
-        for group in template.param_groups:
-            if STATE_DTYPE in group and not codec_of(group).any_cut:
-                dtype = group[STATE_DTYPE]
-                raise ValueError(
-                    f"{STATE_DTYPE}={dtype!r}: buffers cut parameters of AdamW and Lion anywhere, and blocks with "
-                    f"them: keep their state in bfloat16. Matrices have whole owners; {MOMENTUM_DTYPE}={dtype!r} fits"
-                )
         self.defaults, self.code_options = dict(template.defaults), template.code_options
         for group, complete in zip(self.param_groups, template.param_groups, strict=True):
             group.update(options_of(complete))
@@ -201,10 +190,6 @@ class LayerWise(CollectiveOptimizer):
         for group in groups:
             group |= self._template._scales.as_given(group) | self._template._methods.as_given(group)
         inner = Muon(groups, lr, **options)
-        fragments = {}
-        for name, part in self._parts.items():
-            fragments[part.master] = tuple(self._members.named[name].shape), part.fragments
-        inner._param_fragments = fragments
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
         return inner
 
@@ -292,15 +277,11 @@ class LayerWise(CollectiveOptimizer):
         active = {name for name, group in group_of.items() if group is None and name in arrived_names}
 
         def compare(notes: Notes, intent: Intent) -> None:
-            # One collective reduces the flags of parameters and the requests of signals.
             names = [name for name, group in group_of.items() if group is notes.group]
             flags = torch.tensor([name in arrived_names for name in names], dtype=torch.uint8, device=notes.device)
-            request_flags = torch.tensor([requests.pending() & bit > 0 for bit in requests.BITS]).to(flags)
-            flags, differing = reduce_flags(torch.cat([flags, request_flags]), intent, notes.group)
+            flags, differing = reduce_flags(flags, intent, notes.group)
             notes.check(intent, differing, at_once=True)
-            name_flags, request_flags = torch.split(flags, [len(names), len(requests.BITS)])
-            active.update(name for name, flag in zip(names, name_flags.tolist(), strict=True) if flag)
-            notes.report(request_flags.tolist())
+            active.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
         # Rates and options travel with the flags, as facts that must be the same.
         groups = dict(enumerate(self.param_groups))
@@ -418,9 +399,6 @@ class LayerWise(CollectiveOptimizer):
                 part.refresh_master()
                 part.master.grad = part.gradient.to(part.master.dtype) if name in self._active_names else None
             self._inner.step()
-            for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
-                if STEPS_TAKEN in inner_group:
-                    group[STEPS_TAKEN] = inner_group[STEPS_TAKEN]
         except Exception as error:
             intent = intent.failed(error, this_rank())
         # Tell the others whether this rank has failed: it compares and gathers too then, as they wait for it.

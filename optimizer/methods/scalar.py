@@ -10,32 +10,32 @@ Rates and counts of steps are numbers of the host.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...layouts.flat import owned_layout
-from ...layouts.tensors import locals_of, zeros_sharded_like
-from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
-from ..ground.codecs import PARAM_DTYPE_CODEC, Codec, LocalFragments, codec_of, cut_state_portions, stored_slots
-from ..ground.tensors import Tensors, cast_tensors, decay, number_like, rounded_once
+from ...layouts.tensors import locals_of
+from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, MOMENTUM_DTYPE, STATE_DTYPE, STEP, ParamGroup
+from ..ground.tensors import Tensors, cast_tensors, cut_portions, decay, number_like, rounded_once
 
 Slots = Mapping[str, Tensors]
 
 
-def fresh_average(param: Tensor, slot: str, codec: Codec) -> dict[str, Tensor]:
-    """Return zeros for what a codec stores of an average."""
-    (first, (_, dtype)), *other_parts = stored_slots(codec, slot, param).items()
-    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-    return {first: zeros, **{name: zeros_sharded_like(param, *shape_dtype) for name, shape_dtype in other_parts}}
-
-
-def whole_fragments(param: Tensor) -> LocalFragments:
-    """Return the fragments of a parameter that lies whole in this process."""
-    return tuple(param.shape), owned_layout(tuple(param.shape), 0).fragments_of(0)
+def average_dtype(param: Tensor, group: ParamGroup) -> torch.dtype:
+    """Return the dtype in which a group keeps a parameter's averages; raise ValueError if it is too narrow."""
+    name = group.get(MOMENTUM_DTYPE) or group.get(STATE_DTYPE)
+    if name is None:
+        return param.dtype
+    if param.dtype.itemsize > 4:
+        raise ValueError(
+            f"state in {name} of a parameter of shape {tuple(param.shape)}, {param.dtype}: leave its dtype out, to "
+            "keep it in that of the weight"
+        )
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +43,49 @@ class Scalar:
     """An element-wise algorithm.
 
     Args:
-        slots: a parameter's state by name: None where it is shaped like the parameter, else the function that makes it.
+        slots: a parameter's state: averages that are shaped like it, and perhaps the number of steps.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
-        update: steps local tensors of one device and dtype, of at least 32 bits, given parameters, gradients and state
-            by slot in one order, their common count of steps, and the group, with numbers.
+        update: steps local tensors of one device and dtype, of at least 32 bits, given parameters, gradients and
+            averages by slot in one order, their common count of steps, and the group, with numbers.
     """
 
-    slots: Mapping[str, Callable[[Tensor], Tensor] | None]
+    slots: tuple[str, ...]
     defaults: Mapping[str, Any]
     update: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
 
-    def fresh(self, param: Tensor, codec: Codec = PARAM_DTYPE_CODEC) -> dict[str, Tensor]:
-        """Return the state of a new parameter."""
+    def fresh(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the state of a new parameter, with averages of a dtype, by default the parameter's."""
         state: dict[str, Tensor] = {}
-        for slot, make in self.slots.items():
-            state |= fresh_average(param, slot, codec) if make is None else {slot: make(param)}
+        for slot in self.slots:
+            if slot == STEP:  # float32, as a 16-bit float stops counting at 256
+                state[slot] = torch.zeros((), dtype=torch.float32, device="cpu")
+            else:
+                state[slot] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
         return state
 
-    def step(
-        self,
-        group: ParamGroup,
-        state: Mapping[Tensor, Mapping[str, Tensor]],
-        fragments_of: Callable[[Tensor], LocalFragments] = whole_fragments,
-    ) -> None:
-        """Step, in place, the parameters of ``group`` that have a gradient.
-
-        Args:
-            fragments_of: the elements of a parameter that this rank holds; asked where bits of state depend on them.
-        """
-        codec = codec_of(group)
-        parts_of_slots: dict[str, list[str]] = {}
-        for slot, make in self.slots.items():
-            parts_of_slots[slot] = [slot] if make else [f"{slot}{part}" for part in codec.parts]
-
-        # Parameters of one device and dtype are stepped together.
-        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for param in group["params"]:
-            if param.grad is not None:
-                by_kind[param.device, param.dtype].append(param)
-        for params in by_kind.values():
-            slots: dict[str, Tensors] = {}
-            for slot, (first, *_) in parts_of_slots.items():
-                slots[slot] = locals_of(state[param][first] for param in params)
-            weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
-            places: list[Any] = [None] * len(params)
-            if codec.depends_on_place:
-                other_parts = [parts for name, (_, *parts) in parts_of_slots.items() if name != STEP]
-                for number, param in enumerate(params):
-                    lists = [locals_of(map(state[param].__getitem__, parts)) for parts in other_parts]
-                    places[number] = fragments_of(param), [(), *lists]
-            self._step_together(weights, gradients, slots, group, places)
-
-    def _step_together(
-        self, weights: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup, places: Sequence[Any]
-    ) -> None:
+    def step(self, group: ParamGroup, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Step, in place, the parameters of ``group`` that have a gradient."""
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            return
         lr, weight_decay, *betas = map(float, (group["lr"], group["weight_decay"], *group["betas"]))
         numbers = {**group, "lr": lr, "weight_decay": weight_decay, "betas": betas}
-        if STEP in slots:
-            _add_number(slots[STEP], 1)
-        counts = [counter.item() for counter in slots.get(STEP, ())] or [0.0] * len(weights)
-        averages = {slot: tensors for slot, tensors in slots.items() if slot != STEP}
+        counts = [0.0] * len(params)
+        if STEP in self.slots:
+            counters = [state[param][STEP] for param in params]
+            _add_number(counters, 1)
+            counts = [counter.item() for counter in counters]
 
-        # A call takes one count of steps, and gradients of one dtype.
-        by_kind: defaultdict[tuple[torch.dtype, float], list[tuple[Any, ...]]] = defaultdict(list)
-        for count, place, *tensors in zip(counts, places, weights, *averages.values(), gradients, strict=True):
-            by_kind[tensors[-1].dtype, count].append((place, *tensors))
-        for (_, count), members in by_kind.items():
-            member_places, *lists = zip(*members, strict=True)
-            portions = cut_state_portions(lists, codec_of(group), [None, *averages], member_places)
-            for (*changing, gradient), codecs in portions:
-                with rounded_once(*changing, codecs=codecs) as (exact, *exact_averages):
+        # A call takes tensors of one device, dtype and count of steps, and gradients of one dtype.
+        averages = [slot for slot in self.slots if slot != STEP]
+        lists = [locals_of(params), *(locals_of(state[param][slot] for param in params) for slot in averages)]
+        lists.append(locals_of(param.grad for param in params if param.grad is not None))
+        by_kind: defaultdict[tuple[float, *tuple[Hashable, ...]], list[tuple[Tensor, ...]]] = defaultdict(list)
+        for count, *tensors in zip(counts, *lists, strict=True):
+            by_kind[count, tensors[0].device, tensors[0].dtype, tensors[-1].dtype].append(tuple(tensors))
+        for (count, *_), members in by_kind.items():
+            for *changing, gradient in cut_portions([*zip(*members, strict=True)]):
+                with rounded_once(*changing) as (exact, *exact_averages):
                     exact_slots = dict(zip(averages, exact_averages, strict=True))
                     self.update(exact, cast_tensors(gradient, exact[0].dtype), exact_slots, count, numbers)
 
@@ -146,16 +119,7 @@ def _step_lion(params: Tensors, gradients: Tensors, slots: Slots, count: float, 
     torch._foreach_add_(params, updates, alpha=-lr)
 
 
-def _counter(param: Tensor) -> Tensor:
-    # float32, as a 16-bit float stops counting at 256
-    return torch.zeros((), dtype=torch.float32, device="cpu")
-
-
 SCALARS: Mapping[str, Scalar] = {
-    "adamw": Scalar(
-        slots={STEP: _counter, EXP_AVG: None, EXP_AVG_SQ: None},
-        defaults=ADAMW,
-        update=_step_adamw,
-    ),
-    "lion": Scalar(slots={EXP_AVG: None}, defaults=LION, update=_step_lion),
+    "adamw": Scalar((STEP, EXP_AVG, EXP_AVG_SQ), ADAMW, _step_adamw),
+    "lion": Scalar((EXP_AVG,), LION, _step_lion),
 }

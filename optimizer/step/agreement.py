@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...names.coefficients import coefficient_set
-from ...names.vocabulary import HISTORY_OPTIONS, STEPS_TAKEN, ParamGroup
+from ...names.vocabulary import HISTORY_OPTIONS, ParamGroup
 from ...names.wording import listed
 from ..ground.devices import upload_numbers
 from ..planning.schedule import NOTE
@@ -27,7 +27,7 @@ from ..planning.schedule import NOTE
 Facts = Mapping[str, str]
 """Values that are the same on all ranks, by subject."""
 
-RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2", STEPS_TAKEN})
+RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 """Options that every step reads anew, so that schedules, and steps, may change them."""
 
 NAMES = frozenset({"params", "param_names", "name"})
@@ -108,9 +108,9 @@ class Intent:
         """Return the intent of a rank that has failed: it differs from every other rank's."""
         return replace(self, digest=_digest(f"rank {rank} failed".encode()), error=error)
 
-    def note(self, device: torch.device, last: int = 0) -> Tensor:
-        """Return ``NOTE`` bytes, the ``last`` of which is no part of the intent; nothing waits for the device."""
-        return upload_numbers((*self.digest, last), torch.uint8, device)
+    def note(self, device: torch.device) -> Tensor:
+        """Return the digest on a device, ``NOTE`` bytes; nothing waits for the device."""
+        return upload_numbers(tuple(self.digest), torch.uint8, device)
 
     def complaint(self, first: int, reference: Facts | None) -> str:
         """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""
@@ -217,4 +217,4 @@ def _cut(text: str) -> str:
 
 
 def _digest(intent: bytes) -> bytes:
-    return hashlib.blake2b(intent, digest_size=NOTE - 1).digest()
+    return hashlib.blake2b(intent, digest_size=NOTE).digest()

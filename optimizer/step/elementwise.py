@@ -7,22 +7,18 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...algebra.layout import TensorLayout
 from ...algebra.plan import Copies
 from ...layouts.tensors import local_of
-from ...names.state_forms import stored_parts
 from ...names.vocabulary import MOMENTUM, ParamGroup
-from ..ground.codecs import LocalFragments, codec_of, cut_state_portions
-from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once, stack_boxes
+from ..ground.tensors import cut_portions, decay, exact_dtype, rounded_once, stack_boxes
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, equal_boxes, view_pairs
@@ -38,11 +34,8 @@ class LocalTensors:
         gradients: None where the parameter takes no part.
         is_active: whether each takes part.
         slots: state by name, of the parameters that have it.
-        momentum_parts: those of the slots that store momenta; the first of a parameter is shaped like it.
-        momenta: what updates are made of: the first part of what is stored of the momentum, or the gradient of a
-            parameter that has none.
+        momenta: what updates are made of: the momentum, or the gradient of a parameter that has none.
         dense_copies: tensors that are not contiguous in their own memory, and their copies.
-        layouts: with fragments on this ``rank``.
     """
 
     groups: Sequence[ParamGroup]
@@ -50,21 +43,11 @@ class LocalTensors:
     gradients: Sequence[Tensor | None]
     is_active: tuple[bool, ...]
     slots: Mapping[str, dict[int, Tensor]]
-    momentum_parts: Sequence[dict[int, Tensor]]
     momenta: list[Tensor]
     dense_copies: Sequence[tuple[Tensor, Tensor]]
-    layouts: Sequence[TensorLayout]
-    rank: int
 
     @classmethod
-    def of(
-        cls,
-        params: Sequence[Tensor],
-        groups: Sequence[ParamGroup],
-        state: State,
-        specs: Sequence[Spec],
-        rank: int,
-    ) -> LocalTensors:
+    def of(cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of a step."""
         dense_copies: list[tuple[Tensor, Tensor]] = []
 
@@ -90,64 +73,36 @@ class LocalTensors:
             gradients.append(gradient)
             # A method without momentum takes the gradient in its place; an absent gradient is never read.
             momenta.append(weight if gradient is None else gradient)
-        momentum_parts = tuple(stored_parts(slots, MOMENTUM).values())
-        for part in reversed(momentum_parts):
-            for number, tensor in part.items():
-                momenta[number] = tensor
+        for number, tensor in slots[MOMENTUM].items():
+            momenta[number] = tensor
 
         is_active = tuple([gradient is not None for gradient in gradients])
-        layouts = [spec.slots[0].layout for spec in specs]
-        return cls(groups, weights, gradients, is_active, slots, momentum_parts, momenta, dense_copies, layouts, rank)
+        return cls(groups, weights, gradients, is_active, slots, momenta, dense_copies)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         """Average gradients into momenta, of lists of parameters as `equal_momenta` returns them."""
         for numbers in lists:
-            group = self.groups[numbers[0]]
-            rate = 1 - group["momentum"]
+            rate = 1 - self.groups[numbers[0]]["momentum"]
             gradients = [cast("Tensor", self.gradients[number]) for number in numbers]
-            lists_of_both: list[Tensors] = [[self.momenta[number] for number in numbers], gradients]
-            parts = cut_state_portions(lists_of_both, codec_of(group), [MOMENTUM], self._places(numbers))
-            for (momenta, added), codecs in parts:
-                with rounded_once(momenta, codecs=codecs) as [exact]:
+            for momenta, added in cut_portions([[self.momenta[number] for number in numbers], gradients]):
+                with rounded_once(momenta) as [exact]:
                     widened = [gradient.to(exact[0].dtype) for gradient in added]
                     # torch takes one number for all, or a list of tensors.
                     torch._foreach_lerp_(exact, widened, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
-
-    def _places(self, numbers: Sequence[int]) -> Iterator[tuple[LocalFragments, list[Tensors]]]:
-        """Yield where the elements of each parameter are in all of it, and the other parts of its momentum."""
-        other_parts = self._other_parts(numbers[0])
-        for number in numbers:
-            yield _fragments(self.layouts[number], self.rank), [[part[number] for part in other_parts]]
 
     def equal_momenta(self, numbers: Iterable[int]) -> list[list[int]]:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
-            if self.is_active[number] and any(number in part for part in self.momentum_parts):
+            if self.is_active[number] and number in self.slots[MOMENTUM]:
                 momentum = self.momenta[number]
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
-
-    def stored_momenta(self, params: Sequence[int]) -> list[Tensors]:
-        """Return what is stored of the momenta of parameters of one group: a list for each part."""
-        lists: list[Tensors] = [[self.momenta[param] for param in params]]
-        for part in self._other_parts(params[0]):
-            lists.append([part[param] for param in params])
-        return lists
-
-    def _other_parts(self, param: int) -> Sequence[Mapping[int, Tensor]]:
-        """Return what is stored of a parameter's momentum beside its first part, such as scales."""
-        return [part for part in self.momentum_parts if param in part][1:]
 
     def end(self) -> None:
         """Write copies of tensors back."""
         for tensor, dense in self.dense_copies:
             tensor.copy_(dense)
-
-
-@lru_cache(maxsize=4096)
-def _fragments(layout: TensorLayout, rank: int) -> LocalFragments:
-    return layout.shape, layout.fragments_of(rank)
 
 
 class Elementwise(Protocol):
@@ -233,14 +188,14 @@ class TorchElementwise:
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._update_blocks[stage]:
-            block.write(wire, self._updates(local, block, _decoded_momenta(local, block)))
+            block.write(wire, self._updates(local, block))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         copies, dtype = self._stack_copies(local, stage, sizes), self._spec(next(iter(sizes))).slots[0].sent_dtype
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         # Parts that rest on this rank do not travel; all others have arrived on the wire.
         for block in copies.local:
-            block.write(stack.view(torch.uint8), self._updates(local, block, _decoded_momenta(local, block)))
+            block.write(stack.view(torch.uint8), self._updates(local, block))
         for stack_view, wire_view in copies.receives:
             stack_view.of(stack).copy_(wire_view.of(wire.view(dtype)))
         return stack
@@ -285,9 +240,9 @@ class TorchElementwise:
     def _spec(self, unit: int) -> Spec:
         return self._specs[self._units[unit].param]
 
-    def _updates(self, local: LocalTensors, block: EqualBoxes, momenta: Tensor) -> Tensor:
+    def _updates(self, local: LocalTensors, block: EqualBoxes) -> Tensor:
         """Return the updates of a block's momenta, with Nesterov's look ahead."""
-        group = local.groups[block.params[0]]
+        group, momenta = local.groups[block.params[0]], stack_boxes(block.boxes(local.momenta))
         if not group.get("nesterov"):
             return momenta
         exact, gradients = exact_dtype(momenta), stack_boxes(block.boxes(cast("Sequence[Tensor]", local.gradients)))
@@ -307,8 +262,3 @@ class TorchElementwise:
         # A box that was neither stacked nor cast has been changed in place.
         if len(boxes) > 1 or exact is not stack:
             torch._foreach_copy_(boxes, exact.unbind())
-
-
-def _decoded_momenta(local: LocalTensors, block: EqualBoxes) -> Tensor:
-    codec, boxes = codec_of(local.groups[block.params[0]]), (block.sizes, block.strides, block.offsets)
-    return codec.decode(local.stored_momenta(block.params), boxes)

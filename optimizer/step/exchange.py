@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...names.errors import lost_ranks
-from ...ranks import requests
 from ..ground.devices import is_asynchronous
 from ..planning.schedule import NOTE, Route
 from .agreement import AgreedError, Facts, Intent, refusal
@@ -134,15 +133,11 @@ class Wire:
         self.memory = self._arrive()
         self._arrive = None
 
-    def notes(self) -> Tensor:
-        """Return the notes that have arrived, ``[ranks, NOTE]``."""
-        starts = _starts(self._route.receive_counts)
-        return torch.stack([self.memory.narrow(0, start, NOTE) for start in starts])
-
-    def differ(self, notes: Tensor) -> Tensor:
-        """Return whether any of the notes differs from the one sent, but for the last byte; a bool on the device."""
+    def differ(self) -> Tensor:
+        """Return whether any of the notes that have arrived differs from the one sent; a bool on the device."""
         assert self._sent_note is not None, "no notes were sent"
-        return (notes != self._sent_note)[:, :-1].any()
+        notes = [self.memory.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)]
+        return (torch.stack(notes) != self._sent_note).any()
 
 
 def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -233,14 +228,7 @@ class Notes:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.bits = torch.tensor(requests.BITS, dtype=torch.uint8, device=device)
-        """The bits that the last byte of a note can have."""
-        self._ranks = frozenset(ranks_of_group(group))
         self._unread: list[Tensor] = []
-
-    def report(self, flags: Sequence[bool | int]) -> None:
-        """Report which of `requests.BITS` any rank of the group has sent."""
-        requests.record_exchange(self._ranks, sum(bit for bit, flag in zip(requests.BITS, flags, strict=True) if flag))
 
     def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
@@ -281,7 +269,7 @@ class StepExchange:
 
     def _set_intent(self, intent: Intent) -> None:
         self._intent = intent
-        self._note = intent.note(self._notes.device, requests.pending()) if self._notes is not None else None
+        self._note = intent.note(self._notes.device) if self._notes is not None else None
 
     def attempt(self, work: Callable[..., R], *arguments: object) -> R | None:
         """Return ``work(*arguments)``; None if it or work before it fails."""
@@ -300,22 +288,10 @@ class StepExchange:
             wire.memory.zero_()
         wire.start(self._note)
 
-    def check_first(self, wire: Wire) -> None:
-        """Raise an `AgreedError` on every rank if first notes differ, and report the requests of all ranks."""
-        if self._notes is None:
-            return
-        # The last byte of a note is no part of an intent: any rank's bit counts for all.
-        notes = wire.notes()
-        flags = (notes[:, -1:] & self._notes.bits).any(0)
-        differ, *requested = torch.cat([wire.differ(notes).view(1), flags]).tolist()  # one wait for the device
-        if differ:
-            raise AgreedError(disagreement(self._intent, self._notes.group))
-        self._notes.report(requested)
-
-    def check(self, wire: Wire) -> None:
+    def check(self, wire: Wire, at_once: bool = False) -> None:
         """Compare the notes that have arrived, as `Notes.check` does."""
         if self._notes is not None:
-            self._notes.check(self._intent, wire.differ(wire.notes()))
+            self._notes.check(self._intent, wire.differ(), at_once)
 
     def end(self) -> None:
         """Raise this rank's error as an `AgreedError`, if it has one: all exchanges are done."""

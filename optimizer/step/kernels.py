@@ -6,7 +6,7 @@ sends all elements of a parameter, its momentum accumulates the gradient on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,18 +42,9 @@ class KernelElementwise:
     Args:
         specs: of the schedule's parameters.
         numels: elements of each parameter that rest on this rank.
-        noisy_params: parameters whose momenta are rounded with noise, which torch's operators do.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        specs: Sequence[Spec],
-        numels: Sequence[int],
-        device: torch.device,
-        *,
-        noisy_params: Collection[int] = (),
-    ) -> None:
+    def __init__(self, schedule: Schedule, specs: Sequence[Spec], numels: Sequence[int], device: torch.device) -> None:
         self._copies, self._specs, self._device = SlotCopies(schedule), specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
         number = {entry: index for index, entry in enumerate(entries)}
@@ -63,8 +54,7 @@ class KernelElementwise:
         # A kernel that sends all elements of a parameter can accumulate its gradient in the same pass.
         sent_elements = np.zeros(len(specs), np.int64)
         np.add.at(sent_elements, [unit.param for unit in schedule.units], self._copies.sent_elements())
-        sent_params = {param for param, numel in enumerate(numels) if sent_elements[param] == numel}
-        self._accumulated_by_kernels = frozenset(sent_params) - frozenset(noisy_params)
+        self._accumulated_by_kernels = {param for param, numel in enumerate(numels) if sent_elements[param] == numel}
         self._params_of_stages = params_by_first_stage(schedule, len(specs))
         # Launches are planned once for each list of kinds, tables sent to the device when they change.
         self._kinds: list[LaunchKind] = []

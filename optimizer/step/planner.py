@@ -12,7 +12,6 @@ from torch import Tensor
 from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
-from ..ground.codecs import codec_of, stored_slots
 from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
@@ -57,7 +56,6 @@ class Planner:
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else rank_set.ranks or (0,)
         rank = dist.get_rank() if group is not None else ranks[0]
         params, device = [member.param for member in rank_set.matrices], rank_set.device
-        options = [groups[member.group] for member in rank_set.matrices]
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if failure is not None:
@@ -70,11 +68,8 @@ class Planner:
 
             # The element-wise parts run on kernels where these know all dtypes.
             weights = [local_of(param) for param in params]
-            noisy_params = [number for number, group_options in enumerate(options) if codec_of(group_options).noise]
-            dtypes: set[torch.dtype] = set()
-            for group_options, param in zip(options, params, strict=True):
-                dtypes |= {dtype for _, dtype in stored_slots(codec_of(group_options), MOMENTUM, param).values()}
-            backend = elementwise(schedule, specs, weights, device, noisy_params, dtypes)
+            momenta = [state[param][MOMENTUM] for param in params if MOMENTUM in state[param]]
+            backend = elementwise(schedule, specs, weights, momenta, device)
 
             # Ranks that were built differently are told how, in words of these facts.
             intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
@@ -163,15 +158,10 @@ def elementwise(
     schedule: Schedule,
     specs: Sequence[Spec],
     weights: Sequence[Tensor],
+    momenta: Sequence[Tensor],
     device: torch.device,
-    noisy_params: Collection[int],
-    momentum_dtypes: Collection[torch.dtype],
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
-
-    Args:
-        noisy_params: those whose momenta are rounded with noise.
-        momentum_dtypes: those in which momenta are stored.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
@@ -183,7 +173,6 @@ def elementwise(
         except ModuleNotFoundError as error:
             missing_triton(error, "the element-wise parts of a step run on torch's operators, strip by strip")
         else:
-            if {*momentum_dtypes, *(weight.dtype for weight in weights)} <= {*KERNEL_DTYPES}:
-                numels = [weight.numel() for weight in weights]
-                return KernelElementwise(schedule, specs, numels, device, noisy_params=noisy_params)
+            if {tensor.dtype for tensor in (*momenta, *weights)} <= {*KERNEL_DTYPES}:
+                return KernelElementwise(schedule, specs, [weight.numel() for weight in weights], device)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

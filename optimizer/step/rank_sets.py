@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...names.state_forms import stored_parts
 from ...names.vocabulary import EXP_AVG, MOMENTUM, ParamGroup
 from ...ranks.new_group import new_group, time_out
 from ..methods.matrix import is_matrix_method
@@ -186,8 +185,7 @@ class RankSet:
         momenta = []
         for member in self.members:
             slots = self.state[member.param]
-            names = [*stored_parts(slots, MOMENTUM), *stored_parts(slots, EXP_AVG)]
-            momenta.append((member.param, slots, names[0] if names else None))
+            momenta.append((member.param, slots, next((slot for slot in (MOMENTUM, EXP_AVG) if slot in slots), None)))
         return momenta
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:

@@ -235,7 +235,7 @@ class Step:
             wires = self._first_wires(exchange, local)
 
             # All ranks have the same notes, so they go on or raise alike.
-            exchange.check_first(wires[0])
+            exchange.check(wires[0], at_once=True)
             assert local is not None, "all ranks stop at the first check if one has failed"
 
             stages = self.schedule.stages if self.schedule.units else ()
@@ -282,13 +282,13 @@ class Step:
         exchange = StepExchange(intent if failure is None else intent.failed(failure, self.rank), self._notes)
         # Ranks that do not plan anew send updates, so the wires are those of a step.
         first, *other_wires = self._first_wires(exchange, None)
-        exchange.check_first(first)
+        exchange.check(first, at_once=True)
         for wire in other_wires:
             wire.arrive()
 
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step; batches are made anew if other parameters have gradients."""
-        local = LocalTensors.of(self.params, groups, state, self.specs, self.rank)
+        local = LocalTensors.of(self.params, groups, state)
         if self._is_active != local.is_active:
             units = self.schedule.units
             by_param = groups.__getitem__, self.methods.__getitem__, self._state_kinds.__getitem__

@@ -145,7 +145,6 @@ def damaged(**changes):
         {"provenance__resharded": ["x"]},
         {"provenance__layer_wise": "x"},
         {"provenance__not_read": {"x": 1}},
-        {"provenance__merged": True},
         {"boxes__0__lo": [0, 2]},
         {"blobs__0__key": None},
     ],

@@ -19,7 +19,6 @@ from padding import busiest, padding, ranks_of
 from muonckpt.layouts.buffers.algorithms import padded_nscost
 from muonckpt.layouts.buffers.parameters import newton_schulz
 from muonckpt.optimizer.planning.schedule import NOTE
-from muonckpt.ranks import requests
 
 CASE = Case(4, ((128, 128), (128, 128), (64, 128)), 4, 2 * 128 * 128)
 
@@ -45,10 +44,10 @@ def test_unpadded_layouts_take_no_more_than_parameters_and_gradients(layout, fou
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, ALL_REDUCED])
 def test_what_a_step_sends_is_what_follows_from_the_buffers(layout, found):
-    """And which parameters have gradients and what signals ask for, with a note and its complement; and a note when
+    """And which parameters have gradients, with a note and its complement; and a note when
     owners are done."""
     ranks = found[1][layout]
-    flags = CASE.layers * (len(CASE.shapes) + 1) + len(requests.BITS) + 2 * NOTE
+    flags = CASE.layers * (len(CASE.shapes) + 1) + 2 * NOTE
     told = 2 * (CASE.world - 1) / CASE.world * flags + (CASE.world - 1) * NOTE
     assert sum(each.bytes for each in ranks) / len(ranks) == pytest.approx(ranks[0].expected + told, rel=1e-12)
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections import OrderedDict
 from signal import SIGTERM, SIGUSR2
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from support.counted import counted
-from support.layer_wise_training import Net, gradients, groups
 from support.workers import WorkersFailed, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,11 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.checkpoint.signals import STOPPED
-from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.optimizer import Muon
 
 RANKS, LAST = 4, 5
 
-BEGIN, BACKWARD, STEPPED, SAVING = "before the first step", "before its notes", "after its notes", "amid its save"
+BEGIN, BACKWARD, STEPPED, SAVING = "before the first step", "before it", "after it", "amid its save"
 
 Plan = list[tuple[int, int, str, signal.Signals]]
 """Which rank gets which signal, at which step and where in it."""
@@ -38,7 +36,7 @@ EVERYWHERE = range(RANKS)
 CASES: dict[str, tuple[Plan, list[int], bool]] = {
     "none": ([], [], False),
     "on one rank": ([(2, 2, BACKWARD, SIGUSR2)], [2], False),
-    "too late for this step's notes": ([(2, 2, STEPPED, SIGUSR2)], [3], False),
+    "after the step": ([(2, 2, STEPPED, SIGUSR2)], [2], False),
     "on all ranks": ([(rank, 2, BACKWARD, SIGUSR2) for rank in EVERYWHERE], [2], False),
     "early and late": ([(0, 2, BACKWARD, SIGUSR2), (3, 2, STEPPED, SIGUSR2)], [2], False),
     "twice on one rank": ([(1, 2, BACKWARD, SIGTERM), (1, 2, STEPPED, SIGTERM)], [2], True),
@@ -76,42 +74,13 @@ def sharded(rank: int) -> tuple[Muon, Any]:
     return optimizer, backward
 
 
-def layer_wise(rank: int) -> tuple[LayerWise, Any]:
-    net = Net(("qkv", "norm"))
-    return LayerWise(net, groups(net)), lambda step: net(gradients(net, step, rank)).backward()
-
-
-def in_stages(rank: int) -> tuple[Muon, Any]:
-    """As in a pipeline: no parameter is shared by all ranks."""
-    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "rows"))
-    weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), stages["rows"], [Shard(0)], src_data_rank=None))
-
-    def backward(step: int) -> None:
-        weight.grad = torch.ones_like(weight)
-
-    return Muon([weight], lr=0.1), backward
-
-
-def stock(rank: int) -> tuple[torch.optim.Optimizer, Any]:
-    """An optimizer of torch."""
-    weight = nn.Parameter(torch.ones(3))
-
-    def backward(step: int) -> None:
-        weight.grad = torch.ones(3)
-
-    return torch.optim.SGD([weight], lr=0.1), backward
-
-
-KINDS = {"sharded": sharded, "layer-wise": layer_wise, "in stages": in_stages, "stock": stock}
-
-
-def trained(rank: int, world: int, folder: str, kind: str, names: list[str]) -> list[tuple[Any, ...]]:
+def trained(rank: int, world: int, folder: str) -> list[tuple[Any, ...]]:
     """For each case: the steps that were due and how the program ended, and collectives of `due` with nothing to do."""
     found = []
-    optimizer, backward = KINDS[kind](rank)
+    optimizer, backward = sharded(rank)
     mesh = init_device_mesh("cpu", (world,))
-    for name in names:
-        plan, due, code, calls = CASES[name][0], [], 0, 0
+    for name, (plan, *_) in CASES.items():
+        due, code, calls = [], 0, 0
 
         def arrive(step: int, where: str, plan: Plan = plan) -> None:
             for number in [number for *place, number in plan if place == [rank, step, where]]:
@@ -143,19 +112,11 @@ def trained(rank: int, world: int, folder: str, kind: str, names: list[str]) -> 
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_ranks_save_at_one_step_whichever_rank_hears_a_signal_and_when(kind, tmp_path):
-    """Without one more collective where a step spans all ranks; with one gather after each step where none does."""
-    names = [*CASES] if kind == "sharded" else ["none", "on one rank", "too late for this step's notes"]
-    spans = kind in ("sharded", "layer-wise")
-    expected = []
-    for name in names:
-        _, steps, stops = CASES[name]
-        if not spans and name.startswith("too late"):  # ranks are asked after that
-            steps = [2]
-        expected.append((steps, STOPPED if stops else 0, 0 if spans else 1))
-    assert run(RANKS, trained, str(tmp_path), kind, names) == [expected] * RANKS
-    for name, (steps, *_) in zip(names, expected, strict=True):
+def test_all_ranks_save_at_one_step_whichever_rank_hears_a_signal_and_when(tmp_path):
+    """With one gather after each step."""
+    expected = [(steps, STOPPED if stops else 0, 1) for _, steps, stops in CASES.values()]
+    assert run(RANKS, trained, str(tmp_path)) == [expected] * RANKS
+    for name, (steps, *_) in zip(CASES, expected, strict=True):
         kept = sorted((tmp_path / name).iterdir()) if steps else []
         assert [path.name for path in kept] == [f"step-{step:08}" for step in steps]
         for path, step in zip(kept, steps, strict=True):
@@ -190,18 +151,9 @@ def test_a_rank_that_dies_meanwhile_ends_the_others_and_leaves_the_last_checkpoi
 def cadence(rank: int, world: int, folder: str) -> list[Any]:
     """A program that never asks what is due: the next save serves the signal; ranks that are not at one step."""
     found: list[Any] = []
-    optimizer, backward = sharded(rank)
     with muonckpt.Series(folder, on={SIGUSR2: "stop"}) as series:
         if rank == 2:
             signal.raise_signal(SIGUSR2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(10):
-                backward(step)
-                optimizer.step()
-        found.append(
-            [str(each.message) for each in caught if "asked for a checkpoint some steps ago" in str(each.message)]
-        )
         try:
             series.save(9, {"step": torch.tensor(9)})
         except SystemExit as ended:
@@ -214,9 +166,8 @@ def cadence(rank: int, world: int, folder: str) -> list[Any]:
     return found
 
 
-def test_a_signal_that_nobody_asks_for_is_warned_of_and_served_by_the_next_save(tmp_path):
-    for warned, code, then, error in run(RANKS, cadence, str(tmp_path)):
-        assert warned and "series.due(step)" in warned[0]
+def test_a_signal_that_nobody_asks_for_is_served_by_the_next_save(tmp_path):
+    for code, then, error in run(RANKS, cadence, str(tmp_path)):
         assert code == STOPPED and then is None
         assert "rank 0 called Series.due(False), and rank 1 called Series.due(True)" in error
     assert muonckpt.Series(tmp_path).latest().step == 9

@@ -45,7 +45,7 @@ def test_every_option_is_explained_by_the_help_and_by_a_page(name):
     assert [flag for flag, option in shown.items() if not explained & {*option.opts}] == []
 
 
-@pytest.mark.parametrize("name", ["reshard", "convert", "merge"])
+@pytest.mark.parametrize("name", ["reshard", "convert"])
 def test_messages_that_name_arguments_name_the_options_of_the_command(name):
     command = cli.get_command(click.Context(cli), name)
     for option in (
@@ -83,8 +83,7 @@ def test_keys_of_the_checkpoint_on_the_line_are_completed(tiny_checkpoint, tmp_p
     keys = [*muonckpt.open(tiny).tensors]
     weights = [("plain", key) for key in keys if key.startswith("model.")]
     assert weights and completed("inspect", tiny, "--tensor", "model.") == weights
-    for line in (["inspect", tiny], ["stats", tiny], ["diff", tiny, tiny], ["reshard", tiny, "out", "--select"],
-                 ["merge", tiny, tiny, "out", "--select"]):  # fmt: skip
+    for line in (["inspect", tiny], ["stats", tiny], ["diff", tiny, tiny], ["reshard", tiny, "out", "--select"]):
         assert set(weights) <= set(completed(*line, "model.")), line
     shortened = completed("inspect", tiny, "--tensor", weights[0][1].removeprefix("model."))
     assert ("plain", weights[0][1].removeprefix("model.")) in shortened

@@ -54,7 +54,7 @@ def test_inspect_and_verify_count_the_same(name):
 
 @pytest.mark.parametrize(
     "line", ["inspect {run}", "inspect {run} --json", "verify {run}", "stats {run}", "diff {run} {run}",
-             "reshard {run} {out} --mesh dp=2", "convert {run} {out} --to-format zarr", "merge {run} {run} {out}",
+             "reshard {run} {out} --mesh dp=2", "convert {run} {out} --to-format zarr",
              "report {run} -o {out}", "plan --ckpt {run} --mesh dp=2"],
 )  # fmt: skip
 def test_a_warning_is_a_note_without_the_place_in_our_source(line, tmp_path):

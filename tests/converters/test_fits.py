@@ -94,12 +94,9 @@ def test_damage_means_no_with_the_remedies_and_exit_code_1(saved, tmp_path):
     file.unlink()
     fit = muonckpt.fits(tmp_path / "broken", {"dp": 2})
     assert not fit and fit.sentence.startswith("no: ") and file.name in fit.sentence
-    for done in (
-        called("inspect", tmp_path / "broken", "--fits", "dp=2"),
-        called("plan", "--ckpt", tmp_path / "broken", "--fits", "dp=2"),
-    ):
-        assert done.returncode == 1 and fit.diagnosis.sentence in done.stdout, done.stderr
-        assert all(remedy.command in done.stdout for remedy in fit.diagnosis.remedies)
+    done = called("inspect", tmp_path / "broken", "--fits", "dp=2")
+    assert done.returncode == 1 and fit.diagnosis.sentence in done.stdout, done.stderr
+    assert all(remedy.command in done.stdout for remedy in fit.diagnosis.remedies)
     assert json.loads(called("inspect", tmp_path / "broken", "--fits", "dp=2", "--json").stdout)["fits"] is False
 
 
@@ -141,7 +138,6 @@ def test_a_mesh_or_a_rule_that_does_not_fit_is_a_mistake_of_usage(saved):
         done = called("inspect", saved, "--fits", "dp=2", *wrong)
         assert done.returncode == 2, wrong
     assert called("inspect", saved, "--layout", "flat").returncode == 2
-    assert called("plan", "--fits", "dp=2").returncode == 2
 
 
 def test_many_small_pieces_may_pay_a_reshard(tmp_path):

@@ -23,7 +23,7 @@ from muonckpt.layouts.buffers.records import GROUP
 
 TRIED = count(30, 1500)
 
-READ = ("resharded", "layer_wise", "not_read", "buffers", "exported", "merged", "world", "step", "not_kept",
+READ = ("resharded", "layer_wise", "not_read", "buffers", "exported", "world", "step", "not_kept",
         "numbered_parameters", "axes", "mesh", "cuts", "placements", "algorithm", "version")  # fmt: skip
 """Keys that some reader looks for."""
 
@@ -136,7 +136,7 @@ def commands(path: Path, other: Path, out: Path) -> list[list[object]]:
         ["reshard", path, out, *rewritten, "--layout", "balanced"],
         ["reshard", path, out, *rewritten, "--layout", "padded-nscost", "--format", "buffers"],
         ["convert", path, out, "--to", "torch"], ["convert", path, out, "--format", "zarr"],
-        ["convert", path, out, "--format", "safetensors"], ["merge", path, other, out], ["merge", other, path, out],
+        ["convert", path, out, "--format", "safetensors"],
     ]  # fmt: skip
 
 

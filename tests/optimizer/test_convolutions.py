@@ -214,7 +214,7 @@ def test_flatten_cannot_change_once_there_is_state_of_another_shape() -> None:
 
 KERNEL, GROUPED = (10, 3, 3, 2), (8, 5, 2, 2, 2)
 OPTIONS = {
-    KERNEL: {"algorithm": "normuon", "momentum_dtype": "bfloat16", "rounding_seed": 3},
+    KERNEL: {"algorithm": "normuon", "momentum_dtype": "bfloat16"},
     GROUPED: {"pieces": (4, 4), "momentum": 0.9},
 }
 MESHES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {

@@ -78,8 +78,6 @@ def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16
     assert len(forecast.work) == counted[0][1]
     for said, (calls, _, sent, _) in zip(forecast.sent.sum(axis=(0, 1)), counted, strict=True):
         assert said <= sent <= said + calls * (world - 1) * (WIRE_ALIGNMENT - 2)
-    assert forecast.busiest_sent == counted[forecast.busiest][2]
-    assert forecast.sent.sum() == forecast.received.sum()
 
 
 def peak_of_a_step(rank: int, world: int, stages: int, together: int) -> tuple[int, list[int], int]:

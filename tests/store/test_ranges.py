@@ -15,7 +15,6 @@ from hypothesis import given, settings, strategies as st
 
 from muonckpt import DamageError
 from muonckpt.algebra.box import row_major
-from muonckpt.converters.merge.joined import JoinedPayloads
 from muonckpt.record.record import Extent
 from muonckpt.store.io.checksums import JoinedCrc
 from muonckpt.store.io.location import PART, part_bytes
@@ -105,11 +104,10 @@ def test_few_of_the_files_that_a_process_may_open_are_open_at_once(tmp_path):
 
 
 def test_bytes_that_are_kept_are_read_as_those_of_a_file_in_every_process(tmp_path):
-    """Also in the joined checkpoints of a merge, where files are called after their checkpoint."""
-    for payloads in (Payloads(tmp_path), JoinedPayloads([Payloads(tmp_path), Payloads(tmp_path)])):
-        place = payloads.keep(b"abcd")
-        assert payloads.keep(b"abcd") == place and payloads.is_in_memory(place.file)
-        for copy in (payloads, pickle.loads(pickle.dumps(payloads))):
-            assert bytes(copy.view(Extent(place.file, 1, 2))) == b"bc"
-            with pytest.raises(DamageError, match="expected at least 5"):
-                copy.view(Extent(place.file, 1, 4))
+    payloads = Payloads(tmp_path)
+    place = payloads.keep(b"abcd")
+    assert payloads.keep(b"abcd") == place and payloads.is_in_memory(place.file)
+    for copy in (payloads, pickle.loads(pickle.dumps(payloads))):
+        assert bytes(copy.view(Extent(place.file, 1, 2))) == b"bc"
+        with pytest.raises(DamageError, match="expected at least 5"):
+            copy.view(Extent(place.file, 1, 4))

@@ -144,17 +144,6 @@ class Rewrite(Make):
         self.do(folder, 0, *(("--resume",) if (folder / ".out.reshard.tmp").exists() else ()))
 
 
-class Merge(Rewrite):
-    """The average of the source, which may be struck, and of another checkpoint."""
-
-    def before(self, folder: Path) -> None:
-        if not (self.base / "second").exists():
-            muonckpt.save(state(2), self.base / "second")
-
-    def command(self) -> list[str]:
-        return ["merge", str(self.source), str(self.base / "second")]
-
-
 class Convert(Rewrite):
     def command(self) -> list[str]:
         return ["convert", str(self.source)]
@@ -319,7 +308,6 @@ def acts(base: Path) -> list[Act]:
         Rewrite("to safetensors", base, "--format", "safetensors"),
         Rewrite("to shards", base, "--format", "safetensors", "--shard-size", "40"),
         Rewrite("to zarr", base, "--format", "zarr"),
-        Merge("merge", base, "--mesh", "dp=2", "--others-from", "last"),
         SaveTogether("save, 2 ranks", base),
         ReshardTogether("reshard, 2 workers", base),
         *in_new_folders(base),

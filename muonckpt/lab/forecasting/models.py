@@ -18,8 +18,7 @@ from typing import Any
 from ...algebra.box import Index
 from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
-from ...names.state_forms import STATE_DTYPES, NumberForm, state_form
-from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, FLATTEN, MOMENTUM, MUON as DEFAULTS, STEP
+from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, FLATTEN, MOMENTUM, MUON as DEFAULTS, STATE_DTYPES, STEP
 from ...optimizer.methods.form import MatrixMethod
 from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, method_slots
 from ...optimizer.methods.muon import MUON
@@ -48,7 +47,6 @@ class ModelParameter:
     Attributes:
         method: what steps it as a matrix; None: an element-wise method.
         options: of its group, where it is a matrix; what is fused is among them.
-        used: the share of its elements by which a token is multiplied, less than 1 for experts; None if unknown.
     """
 
     name: str
@@ -57,7 +55,6 @@ class ModelParameter:
     method: MatrixMethod | None
     options: Mapping[str, Any]
     state: tuple[StateTensor, ...]
-    used: float | None = None
 
     @property
     def numel(self) -> int:
@@ -83,18 +80,17 @@ def fresh_parameter(
     *,
     matrix: bool,
     fused: Fused = _ONE_MATRIX,
-    used: float | None = None,
     method: MatrixMethod = MUON,
 ) -> ModelParameter:
     """Return a parameter with the state that `Muon` makes: of a matrix's method, or AdamW's moments and counter."""
     if not matrix:
         moments = (StateTensor(slot, shape, dtype) for slot in (EXP_AVG, EXP_AVG_SQ))
-        return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")), used)
+        return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")))
     options = complete_options(method, asdict(fused))
     state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
     for name, (slot, reduced) in method_slots(shape, options, method).items():
         state.append(StateTensor(name, reduced.shape, slot.dtype_name or dtype))
-    return ModelParameter(name, shape, dtype, method, options, tuple(state), used)
+    return ModelParameter(name, shape, dtype, method, options, tuple(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +103,6 @@ class ModelTensors:
     @property
     def matrices(self) -> Sequence[ModelParameter]:
         return [parameter for parameter in self.parameters if parameter.method]
-
-    @property
-    def active(self) -> float | None:
-        """The number of parameters that a token uses; None if nothing says it."""
-        total = 0.0
-        for parameter in self.parameters:
-            if parameter.used is None:
-                return None
-            total += parameter.used * parameter.numel
-        return total
 
 
 def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = None) -> ModelTensors:
@@ -186,28 +172,15 @@ def _elements_of(weight: StateRecord | None) -> tuple[object, ...] | None:
 def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
     """Return a model with averages in another dtype of `STATE_DTYPES`, as `Muon` keeps them.
 
-    Those of vectors stay in float32 where a form cannot be cut anywhere: they are small, and shards would cut them.
-
     Raises:
         TargetError: an unknown dtype.
     """
     if dtype not in STATE_DTYPES:
         raise TargetError(f"unknown state_dtype {dtype!r}; expected one of {', '.join(STATE_DTYPES)}")
-
-    # Only averages change their form; the slots of a method beside them stay.
-    wanted_form = state_form(dtype)
     parameters = []
     for parameter in model.parameters:
-        average_slots = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
-        state: list[StateTensor] = []
-        for tensor in parameter.state:
-            if tensor.slot in average_slots:
-                can_cut = wanted_form.any_cut or len(tensor.shape) > 1
-                form = wanted_form if can_cut else NumberForm("float32")
-                slots = form.slots(tensor.slot, tensor.shape)
-                state += [StateTensor(slot, shape, stored_dtype) for slot, (shape, stored_dtype) in slots.items()]
-            else:
-                state.append(tensor)
+        slots = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
+        state = (replace(tensor, dtype=dtype) if tensor.slot in slots else tensor for tensor in parameter.state)
         parameters.append(replace(parameter, state=tuple(state)))
     return replace(model, parameters=tuple(parameters))
 
@@ -260,7 +233,6 @@ class FamilyParameter:
     shape: tuple[int, ...]
     matrix: bool = False
     pieces: tuple[int, ...] | None = None
-    used: float | None = 1.0
 
 
 Layer = Callable[[Settings, int], Iterator[FamilyParameter]]
@@ -308,15 +280,11 @@ def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False
     yield from _linear(f"{name}.down_proj", hidden, width, bias)
 
 
-_CHOSEN = "num_experts_per_tok"
-
-
 def _experts(s: Settings, count: int, width: int) -> Iterator[FamilyParameter]:
     hidden = s.number("hidden_size")
-    used = s.number(_CHOSEN, maximum=count) / count if _CHOSEN in s.fields else None
     yield FamilyParameter("mlp.gate.weight", (count, hidden), matrix=True)
-    yield FamilyParameter("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width), used)
-    yield FamilyParameter("mlp.experts.down_proj", (count, hidden, width), True, None, used)
+    yield FamilyParameter("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width))
+    yield FamilyParameter("mlp.experts.down_proj", (count, hidden, width), True)
 
 
 def _llama(s: Settings, layer: int) -> Iterator[FamilyParameter]:
@@ -445,7 +413,7 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
     parameters = (
-        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), used=p.used, method=method)
+        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), method=method)
         for p in _parameters(settings, _family(settings))
     )
     return ModelTensors(str(file), tuple(parameters))
@@ -468,7 +436,7 @@ def _family(settings: Settings) -> Layer:
 def _parameters(settings: Settings, layer: Layer) -> Iterator[FamilyParameter]:
     hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
     tied = settings.flag("tie_word_embeddings")
-    yield FamilyParameter("model.embed_tokens.weight", (vocabulary, hidden), used=float(tied))
+    yield FamilyParameter("model.embed_tokens.weight", (vocabulary, hidden))
     for number in range(settings.number("num_hidden_layers", maximum=_MAX_LAYERS)):
         members = [*layer(settings, number)]
         members += [FamilyParameter(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]

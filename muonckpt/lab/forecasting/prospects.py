@@ -14,8 +14,6 @@ from ...optimizer.methods.matrix import MATRICES
 from ...optimizer.planning.matrices import PRECISIONS
 from ...record.record import match_keys
 from ...store.io.location import Remote, location
-from .hardware import UNKNOWN_RATES, Rates
-from .iteration import PLAIN_FSDP, SCHEMES, Training
 from .models import ModelTensors, model_of_checkpoint, model_of_config, with_state_in
 from .topologies import MuonOptions, Topology, topology_of
 
@@ -30,7 +28,8 @@ class Prospect:
         source: the configuration or checkpoint that it was read from.
         parameters, elements, matrices: counts of the whole model; ``matrices`` are parameters that Muon steps.
         topologies: one for each mesh, in their order.
-        cheapest: the position of the cheapest mesh; ``why`` says by which measure.
+        cheapest: the position of the mesh whose busiest rank sends the fewest bytes in a step; of equal ones, of that
+            whose fullest rank holds the least.
     """
 
     source: str
@@ -39,7 +38,6 @@ class Prospect:
     matrices: int
     topologies: tuple[Topology, ...]
     cheapest: int
-    why: str
 
 
 def forecast(
@@ -51,8 +49,6 @@ def forecast(
     select: Sequence[str] = (),
     dtype: str | None = None,
     state_dtype: str | None = None,
-    rates: Rates = UNKNOWN_RATES,
-    training: Training = PLAIN_FSDP,
     stages: int | None = None,
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
@@ -72,8 +68,6 @@ def forecast(
         select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
         state_dtype: of momentum and moments, as `Muon` takes it; by default ``dtype``, or what the checkpoint has.
-        rates: of one rank: bytes a second to others and to files, FLOPs a second; `HARDWARE` has some by name.
-        training: the scheme of forward and backward, and the tokens of an iteration.
         stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
         algorithm: of a model's matrices; or a method of your own that groups of the checkpoint name, whose FLOPs would
             be unknown otherwise.
@@ -81,22 +75,22 @@ def forecast(
 
     Raises:
         SourceError: the configuration or the checkpoint cannot be read.
-        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family, dtype, scheme or algorithm; no
+        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family, dtype or algorithm; no
             matrices; a rule or a pattern that fits nothing.
         LayoutError: a matrix cannot be planned.
     """
     # Arguments are checked before a file is read, which can take a while.
+    if not meshes:
+        raise TargetError("expected at least one mesh, such as dp=8")
     if (model is None) == (checkpoint is None):
         raise TargetError("expected a model's config.json or a checkpoint, one of the two")
     if ns_dtype not in PRECISIONS:
         raise TargetError(f"unknown ns_dtype {ns_dtype!r}; expected one of {', '.join(PRECISIONS)}")
-    if training.scheme not in SCHEMES:
-        raise TargetError(f"unknown scheme {training.scheme!r}; expected one of {', '.join(SCHEMES)}")
     if (stages is not None and stages < 1) or ns_steps < 1:
         raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
     if isinstance(algorithm, str) and algorithm not in MATRICES:
-        names = ", ".join(MATRICES)
-        raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {names}, or a MatrixMethod")
+        known = ", ".join(MATRICES)
+        raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {known}, or a MatrixMethod")
     method = MATRICES[algorithm] if isinstance(algorithm, str) else algorithm
     tensors = (
         model_of_checkpoint(location(checkpoint, SourceError), method)
@@ -105,28 +99,8 @@ def forecast(
     )
     if state_dtype is not None:
         tensors = with_state_in(tensors, state_dtype)
-    options = MuonOptions(ns_steps, ns_dtype, stages)
-    return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, training, progress)
-
-
-def prospect_of(
-    tensors: ModelTensors,
-    meshes: Sequence[Mapping[str, int]],
-    shard: Mapping[str, Sequence[AxisCut]],
-    options: MuonOptions,
-    rates: Rates = UNKNOWN_RATES,
-    training: Training = PLAIN_FSDP,
-    progress: Callable[[int, int], None] = lambda count, total: None,
-) -> Prospect:
-    """Compute the costs of a model whose parameters are known, as `forecast` does for what it has read.
-
-    Raises:
-        TargetError: no mesh, or a rule that fits nothing.
-        LayoutError: a matrix cannot be planned.
-    """
-    if not meshes:
-        raise TargetError("expected at least one mesh, such as dp=8")
-    rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
+    tensors = _selected(tensors, select)
+    rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in (shard or {}).items())
     # A rule that matches nothing, or fits no mesh, is a misprint.
     names = [parameter.name for parameter in tensors.parameters]
     for rule in rules:
@@ -138,14 +112,14 @@ def prospect_of(
     topologies = []
     for number, mesh in enumerate(meshes):
         progress(number, len(meshes))
-        topologies.append(topology_of(tensors, mesh, rules, options, rates, training))
+        topologies.append(topology_of(tensors, mesh, rules, MuonOptions(ns_steps, ns_dtype, stages)))
     return Prospect(
         tensors.source,
         len(tensors.parameters),
         sum(parameter.numel for parameter in tensors.parameters),
         len(tensors.matrices),
         tuple(topologies),
-        *_cheapest(topologies),
+        min(range(len(topologies)), key=lambda i: (topologies[i].sent["most"], topologies[i].memory["total"])),
     )
 
 
@@ -156,17 +130,3 @@ def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
     if not any(parameter.method for parameter in selection):
         raise TargetError(f"none of the selected parameters of {model.source} is Muon's, so there is nothing to plan")
     return ModelTensors(model.source, selection)
-
-
-def _cheapest(topologies: Sequence[Topology]) -> tuple[int, str]:
-    """Choose the mesh with the fewest rank-seconds of a step's Muon part, or bytes where rates are unknown.
-
-    At equal cost, the one whose fullest rank holds the least.
-    """
-    timed = [topology.seconds["muon"] for topology in topologies]
-    numbers = range(len(topologies))
-    if None not in timed:
-        why = "the fewest rank-seconds of a step's Muon part"
-        return min(numbers, key=lambda i: (timed[i] * topologies[i].ranks, topologies[i].memory["total"])), why  # type: ignore[operator]
-    why = "the fewest bytes sent in a step by the busiest rank (give link and flops rates to compare durations)"
-    return min(numbers, key=lambda i: (topologies[i].sent["most"], topologies[i].memory["total"])), why

@@ -1,8 +1,7 @@
-"""One topology: the costs of a model on one mesh, in bytes, FLOPs and seconds."""
+"""One topology: the costs of a model on one mesh, in bytes and FLOPs."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ from ...algebra.layout import TensorLayout
 from ...converters.look.holders import balance_of
 from ...converters.target.buffer_layouts import cut_parts, place_in
 from ...converters.target.topology import LAYOUTS, ROWS, AxisCut, ShardRule, Target
-from ...layouts.buffers.buffer_layout import rank_of
-from ...layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
+from ...layouts.buffers.buffer_layout import BufferLayout
+from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PlacementRequest
 from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
@@ -29,11 +28,9 @@ from ...optimizer.methods.matrix import method_slots
 from ...optimizer.newton_schulz.recipe import flops
 from ...optimizer.planning.matrices import UPDATE, WEIGHT, Fused, Slot, Spec
 from ...optimizer.planning.residence import first_replica, matrix_parts
-from ...optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
+from ...optimizer.planning.schedule import NOTE, Stage, make_schedule, paused_collector
 from ...record.record import StateRecord, no_chunks
 from ...store.reading.dtypes import itemsize
-from .hardware import Rates
-from .iteration import MODEL_FLOPS, PLAIN_FSDP, SCHEMES, Training, traffic_of
 from .models import ModelParameter, ModelTensors
 
 DESCRIPTIONS = 2
@@ -48,22 +45,13 @@ class Topology:
         unused_rules: rules that name an axis that this mesh does not have.
         stages: the number of stages of exchange, of two collectives each.
         sent: how evenly ranks send in a step: ``least``, ``mean``, ``most``, ``busiest_rank``, ``most_to_mean``.
-        busiest_sent: the bytes that the busiest rank sends, alignment of wires included.
         newton_schulz: how evenly FLOPs of a step are shared, in the same way; with those of methods besides.
         memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
             the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
         checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes; the most
             that a rank reads, and receives from others, in a load on this mesh (``most_read``, ``most_received``).
-        padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``; and the most of a rank divided
-            by the mean, of ``elements``, padding included, and of FLOPs of ``newton_schulz`` (None where matrices are
-            cut).
-        iteration: forward, backward and step: bytes that a rank sends for ``parameters`` and ``gradients`` and, in the
-            mean, in the ``exchange``; ``collectives``; ``model_flops`` of all ranks, and ``newton_schulz_share``, the
-            FLOPs of Newton-Schulz of all ranks as a share of those (None where tokens are unknown).
-        seconds: of ``exchange``, ``newton_schulz`` and ``muon`` in a step, of the ``model``'s forward and backward, of
-            their ``traffic``, and of an ``iteration``; of a ``save``, and of a ``reshard`` by one process; None where a
-            rate is unknown.
+        padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``.
     """
 
     mesh: Mapping[str, int]
@@ -72,14 +60,11 @@ class Topology:
     matrices: int
     stages: int
     sent: Mapping[str, Any]
-    busiest_sent: int
     newton_schulz: Mapping[str, Any]
     memory: Mapping[str, int]
     held: Mapping[str, Any]
     checkpoint: Mapping[str, int]
     padding: tuple[Mapping[str, Any], ...]
-    iteration: Mapping[str, float | None]
-    seconds: Mapping[str, float | None]
 
     @property
     def name(self) -> str:
@@ -92,8 +77,6 @@ def topology_of(
     mesh: Mapping[str, int],
     rules: Sequence[ShardRule],
     options: MuonOptions,
-    rates: Rates,
-    training: Training = PLAIN_FSDP,
 ) -> Topology:
     """Lay a model out on a mesh, as ``reshard`` does, and plan a step there.
 
@@ -113,27 +96,14 @@ def topology_of(
     target = Target(mesh, tuple(usable_rules))
     layout_of = _layouts_on(target)
     step = step_plan(model.matrices, layout_of, target.ranks, options)
-    if not SCHEMES[training.scheme].exchange:
-        step = step.without_exchange()
-    traffic = traffic_of(model, target, training)
 
     # Memory is that of the fullest rank.
     ranks = _bytes_on_ranks(model.parameters, layout_of, target.ranks)
     fullest = int(ranks.total.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
-    if traffic.resident is not None:
-        memory["weights"] = round(traffic.resident)
 
-    # Seconds are None wherever a rate or the number of tokens is unknown.
-    active = training.active or model.active
-    model_flops = MODEL_FLOPS * active * training.tokens if active and training.tokens else None
-    seconds = step_seconds(step, rates)
-    seconds |= traffic.seconds(model_flops, seconds["muon"], rates, target.ranks)
-    seconds |= {"save": None, "reshard": None}
     file_bytes = ranks.file_bytes
-    if rates.disk:
-        seconds |= {"save": float(file_bytes.max()) / rates.disk, "reshard": 2 * float(file_bytes.sum()) / rates.disk}
     return Topology(
         mesh=dict(mesh),
         unused_rules=tuple(unused_rules),
@@ -141,7 +111,6 @@ def topology_of(
         matrices=step.matrices,
         stages=len(step.work),
         sent=_balance(step.sent.sum(axis=(0, 1))),
-        busiest_sent=step.busiest_sent,
         newton_schulz=_balance(step.work.sum(axis=0)),
         memory={**memory, "total": sum(memory.values())},
         held=_balance(ranks.total.astype(np.int64)),
@@ -154,15 +123,6 @@ def topology_of(
             "most_received": round((ranks.weights + ranks.state - file_bytes).max()),
         },
         padding=tuple(_buffer_padding([p for p in model.matrices if p.method and p.method.averages], target)),
-        iteration={
-            "parameters": traffic.parameters,
-            "gradients": traffic.gradients,
-            "exchange": float(step.sent.sum() / target.ranks),
-            "collectives": traffic.collectives + 2 * len(step.work) * bool(step.sent.any()),
-            "model_flops": model_flops,
-            "newton_schulz_share": float(step.work.sum()) / model_flops if model_flops else None,
-        },
-        seconds=seconds,
     )
 
 
@@ -190,27 +150,6 @@ def _balance(shares: Counts) -> dict[str, Any]:
     balance = balance_of(dict(enumerate(shares.tolist())))
     assert balance is not None, "a mesh has ranks"
     return balance.to_json()
-
-
-def step_seconds(plan: StepPlan, rates: Rates) -> dict[str, float | None]:
-    """Return the seconds of a step, as `Topology.seconds` has them, from the slowest rank of each stage.
-
-    While a stage is orthogonalised, the next one gathers and the one before returns; latencies and element-wise methods
-    are left out.
-    """
-    wires = np.maximum(plan.sent, plan.received).max(axis=2)
-    exchange = wires / rates.link if rates.link else None
-    compute = plan.work.max(axis=1) / rates.flops if rates.flops else None
-    muon = None
-    if exchange is not None and compute is not None:
-        gathers, returns = [*exchange[:, 0], 0.0], [0.0, *exchange[:, 1]]
-        overlapped = (max(seconds, gathers[i + 1] + returns[i]) for i, seconds in enumerate(compute))
-        muon = float(gathers[0] + sum(overlapped) + returns[-1])
-    return {
-        "exchange": None if exchange is None else float(exchange.sum()),
-        "newton_schulz": None if compute is None else float(compute.sum()),
-        "muon": muon,
-    }
 
 
 _LayoutOf = Callable[[ModelParameter, Index], TensorLayout]
@@ -275,25 +214,18 @@ class StepPlan:
     """A step of all ranks.
 
     Attributes:
-        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back.  They include
-            notes, but not the alignment of wires: at most 8 bytes between two ranks and collective.
+        sent: bytes to other ranks, ``[stages, 2, ranks]``: to the owners, and back.  They include notes, but not the
+            alignment of wires: at most 8 bytes between two ranks and collective.
         work: FLOPs of Newton-Schulz and of methods besides, ``[stages, ranks]``.
-        busiest: the rank that sends the most; ``busiest_sent`` are its exact bytes in a step.
+        busiest: the rank that sends the most.
         wires: the most bytes of wires that it has in memory at once.
     """
 
     matrices: int
     sent: Counts
-    received: Counts
     work: Counts
     busiest: int
-    busiest_sent: int
     wires: int
-
-    def without_exchange(self) -> StepPlan:
-        """Return the same work where matrices already lie whole with their owners."""
-        nothing = np.zeros_like(self.sent)
-        return dataclasses.replace(self, sent=nothing, received=nothing, busiest=0, busiest_sent=0, wires=0)
 
 
 def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks: int, options: MuonOptions) -> StepPlan:
@@ -312,7 +244,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
         schedule = make_schedule(specs, everyone, 0, options.stages)
     num_stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
-    sent, received = np.full((2, num_stages, 2, ranks), notes, np.int64)
+    sent = np.full((num_stages, 2, ranks), notes, np.int64)
 
     # The work of owners, and the owners of each kind of matrix: parts lie in the same places for all of it.
     work = np.zeros((num_stages, ranks), np.int64)
@@ -329,9 +261,9 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     slots_by_spec = {id(spec): spec.slots for spec in specs}
     for (spec_id, slot_index, matrix, stage, replica), owners in owners_by_kind.items():
         slot = slots_by_spec[spec_id][slot_index]
-        _parts_of_matrix(slot.layout, slot.fused, matrix).count(owners, replica, slot, sent[stage], received[stage])
+        _parts_of_matrix(slot.layout, slot.fused, matrix).count(owners, replica, slot, sent[stage])
 
-    # The schedule of the rank that sends the most has its exact bytes and wires.
+    # The schedule of the rank that sends the most has its wires.
     busiest = int(sent.sum(axis=(0, 1)).argmax())
     with paused_collector():
         busiest_schedule = schedule
@@ -340,10 +272,8 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     return StepPlan(
         len(schedule.units),
         sent,
-        received,
         work,
         busiest,
-        leaving_bytes(busiest_schedule, busiest),
         most_wires(busiest_schedule.stages),
     )
 
@@ -400,7 +330,7 @@ class PartReplicas:
     part: Counts
     by_rank: Mapping[int, list[int]]
 
-    def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts, received: Counts) -> None:
+    def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts) -> None:
         """Add the bytes that travel, ``[2, ranks]``, of as many such matrices as there are owners.
 
         Args:
@@ -410,18 +340,13 @@ class PartReplicas:
         gathered_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize * slot.returns
         index = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
         senders = self.rank[self.first_row + index % self.replicas]
-        returned_numel = self.numel[self.part]
         np.add.at(sent[0], senders, len(owners) * gathered_size * self.numel)
-        np.add.at(received[1], self.rank, len(owners) * returned_size * returned_numel)
         # So far as if owners had no parts: those that they have do not travel.
-        gathered_total, returned_total = int(self.numel.sum()), int(returned_numel.sum())
+        returned_total = int(self.numel[self.part].sum())
         for owner in owners:
             owner_parts = self.by_rank.get(owner, [])
-            owner_numel = int(self.numel[owner_parts].sum())
             np.subtract.at(sent[0], senders[owner_parts], gathered_size * self.numel[owner_parts])
-            received[0, owner] += gathered_size * (gathered_total - owner_numel)
-            sent[1, owner] += returned_size * (returned_total - owner_numel)
-            received[1, owner] -= returned_size * owner_numel
+            sent[1, owner] += returned_size * (returned_total - int(self.numel[owner_parts].sum()))
 
 
 @lru_cache(maxsize=4096)
@@ -435,15 +360,6 @@ def _parts_of_matrix(layout: TensorLayout, fused: Fused, index: int) -> PartRepl
     for rank, number in zip(ranks.tolist(), part.tolist(), strict=True):
         by_rank[rank].append(number)
     return PartReplicas(parts.volumes(numbers), np.cumsum(replicas) - replicas, replicas, ranks, part, dict(by_rank))
-
-
-def leaving_bytes(schedule: Schedule, rank: int) -> int:
-    """Return the bytes that the rank of this schedule sends to others, alignment and notes included."""
-    num_bytes = 0
-    for stage in schedule.stages:
-        for route in (stage.gather, stage.scatter):
-            num_bytes += sum(route.send_counts) - route.send_counts[rank]
-    return num_bytes
 
 
 def most_wires(stages: Sequence[Stage]) -> int:
@@ -487,45 +403,31 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
     for layout in LAYOUTS if parameters else ():
         if layout == ROWS:
             continue
-        elements, padding = np.zeros(target.ranks), 0
-        work: Shares | None = np.zeros(target.ranks)
+        elements = padding = 0
         for axes, members in members_by_axes.items():
             # The leading axes of this mesh cut; a part of it is the ranks with one place on these.
             mesh, _ = target.grid([(axis, 0) for axis in axes])
             sizes = mesh.shape[: len(axes)]
             num_parts = math.prod(sizes)
-            part_ranks = len(mesh.ranks) // num_parts
             kinds: list[_Kind] = list(dict.fromkeys((parameter.shape, cuts) for parameter, cuts in members))
             boxes_by_kind = [cut_parts(shape, sizes, cuts) for shape, cuts in kinds]
             # Most parts have the same local shapes, so their buffers are made once.
-            shares_by_shapes: dict[tuple[Index | None, ...], tuple[Shares, Shares | None, int]] = {}
+            times: Counter[tuple[Index | None, ...]] = Counter()
             for part in range(num_parts):
-                local_shapes: dict[_Kind, Index | None] = {}
-                for kind, boxes in zip(kinds, boxes_by_kind, strict=True):
-                    local_shapes[kind] = boxes[part].shape if part in boxes else None
-                shapes = tuple(local_shapes.values())
-                if shapes not in shares_by_shapes:
-                    shares_by_shapes[shapes] = _shares(layout, members, local_shapes, part_ranks)
-                part_elements, part_work, part_padding = shares_by_shapes[shapes]
-                ranks = list(mesh.ranks[part * part_ranks : (part + 1) * part_ranks])
-                elements[ranks] += part_elements
-                padding += part_padding
-                if work is None or part_work is None:
-                    work = None
-                else:
-                    work[ranks] += part_work
-        yield {
-            "layout": layout,
-            "padding_percent": round(100 * padding / elements.sum(), 2),
-            "elements": _max_to_mean(elements),
-            "newton_schulz": None if work is None else _max_to_mean(work),
-        }
+                times[tuple(boxes[part].shape if part in boxes else None for boxes in boxes_by_kind)] += 1
+            for shapes, count in times.items():
+                local_shapes = dict(zip(kinds, shapes, strict=True))
+                buffers = _buffers(layout, members, local_shapes, len(mesh.ranks) // num_parts)
+                padding += count * sum(buffer.padding for buffer in buffers)
+                for buffer in buffers:
+                    elements += count * sum(shard.stop - shard.start for shard in buffer.shards)
+        yield {"layout": layout, "padding_percent": round(100 * padding / elements, 2)}
 
 
-def _shares(
+def _buffers(
     layout: str, members: Sequence[_CutMember], shapes: Mapping[_Kind, Index | None], ranks: int
-) -> tuple[Shares, Shares | None, int]:
-    """Return elements and FLOPs of one iteration on each of the ranks that share buffers, and the buffers' padding.
+) -> tuple[BufferLayout, ...]:
+    """Return the buffers that some ranks share.
 
     Args:
         shapes: the local shapes; None where a rank has nothing of such parameters.
@@ -536,22 +438,4 @@ def _shares(
         if shape is not None:
             local.append(Parameter(parameter.name, shape, parameter.dtype))
     request = PlacementRequest(tuple(local), frozenset(parameter.name for parameter in local), GroupSizes(ranks))
-    buffers = place_in(layout, request) if local else ()
-    elements = np.zeros(ranks)
-    work: Shares | None = np.zeros(ranks)
-    for buffer in buffers:
-        for shard in buffer.shards:
-            elements[rank_of(shard)] += shard.stop - shard.start
-        # A matrix that is cut is nobody's work alone.
-        if work is None or not buffer.whole:
-            work = None
-            continue
-        for member in buffer.parameters:
-            owner = buffer.owners[member.name]
-            if owner is not None:
-                work[owner] += newton_schulz(member.parameter)
-    return elements, work, sum(buffer.padding for buffer in buffers)
-
-
-def _max_to_mean(shares: Shares) -> float:
-    return round(float(shares.max() / shares.mean()), 3)
+    return place_in(layout, request) if local else ()

@@ -132,15 +132,14 @@ class Series:
     def due(self, step: int) -> Then | None:
         """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
 
-        Call it after each step.  Collective: if `Muon` or `LayerWise` has taken a step since the last call, together on
-        all ranks of the series, that step's notes have the answer; else there is one small gather.
+        Call it after each step.  Collective, by one small gather.
 
         Returns:
             None; ``"go on"``, or ``"stop"``: then the next `save` or `async_save` ends the program when the checkpoint
             is there, with exit code 75.
 
         Raises:
-            ArgumentError: ranks that had to be asked are not at the same step.
+            ArgumentError: ranks are not at the same step.
         """
         return self._signals.due(f"Series.due({step})")
 
