@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..names.errors import ArgumentError, LostRankError, MuonckptError, lost_ranks
+from ..names.errors import ArgumentError, LostRankError, MuonckptError, SourceError, lost_ranks
 from ..ranks.new_group import time_out
 
 T = TypeVar("T")
@@ -108,14 +108,12 @@ def gather_on_all(
     return answers  # type: ignore[return-value]
 
 
-def broadcast_from_first(
-    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
-) -> T:
-    """Return the answer of the first rank: one broadcast."""
+def broadcast_from_first(process_group: dist.ProcessGroup | None, answer: Callable[[], T]) -> T:
+    """Return the answer of the first rank, or raise its error, a `SourceError` if it is not ours: one broadcast."""
     messages: list[T | _Outcome | None] = [None]
     cause: Exception | None = None
     if is_coordinator(process_group):
-        answer_here, cause = _attempted(kind, answer)
+        answer_here, cause = _attempted(SourceError, answer)
         messages = [_Outcome({-1: answer_here}) if isinstance(answer_here, _Failure) else answer_here]
     if dist.is_initialized():
         with lost_ranks():

@@ -184,13 +184,13 @@ def attest(
 def attest_loaded(
     state_dict: Mapping[str, Any],
     checkpoint: OpenCheckpoint,
-    sources: Callable[[], Mapping[str, str]],
+    sources: Mapping[str, str],
     process_group: dist.ProcessGroup | None,
 ) -> Attestation:
     """Attest what was just loaded; fresh and kept tensors are compared among replicas only.
 
     Args:
-        sources: returns, on the first rank, the keys of the checkpoint by those of the state dict.
+        sources: the keys of the checkpoint by those of the state dict; the first rank's count.
 
     Raises:
         AttestError: as `attest`.
@@ -198,7 +198,7 @@ def attest_loaded(
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
         loaded, expected = {}, {}
-        for key, source in sources().items():
+        for key, source in sources.items():
             if source in checkpoint.tensors:
                 expected[key] = _recorded(checkpoint, source)
                 if key in live:

@@ -147,7 +147,7 @@ class JointLoad:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        self.matching: Matching
+        self._matching: Matching
         self._live: LiveState
         self._checkpoint: OpenCheckpoint
         self._stored: Stored
@@ -180,9 +180,32 @@ class JointLoad:
             raise ArgumentError(f"memory is a number of bytes, at least 1, or None; got {self.memory!r}")
         return selection(self.allow_extra, self.fresh)
 
-    @gc_paused()
     def run(self) -> LoadReport:
-        """Load in place, or fail on all ranks with one error."""
+        """Load in place, or fail on all ranks with one error; tell of doubts."""
+        refuse_mixed_calls(self.group, "load")
+        try:
+            report, matching = self._load(), self._matching
+        except DamageError as error:  # on all ranks
+            if ADVICE in str(error):
+                raise
+            advice = broadcast_from_first(self.group, lambda: advice_on(self._place))
+            raise DamageError(str(error), advice) from error
+        if matching.own_options:
+            kept_options = "; ".join(matching.own_options)
+            warn_on_rank(f"{self.path} does not say options, which stay as the running optimizer's: {kept_options}")
+        for doubt in matching.doubts:
+            warn_on_rank(f"{self.path}: {doubt}")
+        if dropped_options := dropped_by_torch(matching.added):
+            warn_on_rank(
+                f"{self.path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened "
+                "state dict, because the running optimizer's groups have no such option; a scheduler would then begin "
+                "at the loaded lr: give the groups that option, of any value, before get_state_dict (a scheduler that "
+                "is made then does), or load a nested state dict",
+            )
+        return report
+
+    @gc_paused()
+    def _load(self) -> LoadReport:
         # 1. The checkpoint is opened once, and all ranks hear what all of them ask for.
         opened = self._open_once()
         agreement = decide_on_first(self.group, SourceError, lambda: self._ask(*opened()), self._answer)
@@ -198,7 +221,7 @@ class JointLoad:
             bytes_read = decide_on_first(self.group, SourceError, lambda: self._finish(inbox, failure), self._judge)
         if self.attest:
             with unusable():
-                attest_loaded(self.state_dict, self._checkpoint, lambda: self._sources, self.group)
+                attest_loaded(self.state_dict, self._checkpoint, self._sources, self.group)
         self._checkpoint.close()
         return replace(agreement.report, traffic=LoadTraffic(bytes_read, self._plan.bytes_sent, self._passes))
 
@@ -206,7 +229,7 @@ class JointLoad:
         """Match as a load does, on this rank alone, and return the error that a load would raise, or ""."""
         question = self._ask(checkpoint, "")
         matching, report = judge([question.request], self._stored, self._selection[0])
-        return matching, report, "" if matching.fits else self.refusal(matching)
+        return matching, report, "" if matching.fits else self._refusal(matching)
 
     @property
     def loaded_state(self) -> LoadedState:
@@ -218,13 +241,9 @@ class JointLoad:
             for key, tensor in stored.items()
             if tensor.fingerprint is not None
         }
-        loaded_keys = [*self.matching.sources, *map(key_of, self.matching.added)]
+        loaded_keys = [*self._matching.sources, *map(key_of, self._matching.added)]
         provenance = self._checkpoint.outline.provenance
         return LoadedState.of(self._live, loaded_keys, prints, provenance, self._unloaded_keys)
-
-    def advice(self) -> str:
-        """Return on all ranks what to do about damage, after it was found."""
-        return broadcast_from_first(self.group, SourceError, lambda: advice_on(self._place))
 
     def _open_once(self) -> Callable[[], tuple[OpenCheckpoint, str]]:
         """Open the checkpoint on the first rank, and send it to the others where they can use it.
@@ -252,7 +271,7 @@ class JointLoad:
             except Exception:  # whatever a reader raises that cannot be pickled
                 return None
 
-        packed = broadcast_from_first(self.group, SourceError, pack)
+        packed = broadcast_from_first(self.group, pack)
 
         def unpack() -> tuple[OpenCheckpoint, str]:
             if packed is not None:
@@ -278,7 +297,7 @@ class JointLoad:
                 proved.add(geometry)
         self._stored = Stored.of(checkpoint, place_in(self.group))
         template = LoadTemplate.of(live, extra.matches_all)
-        matching = self.matching = match(template, self._stored, globs)
+        matching = self._matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
         if matching.fits:
             asked = live.described.boxes({*matching.sources, *matching.zeros})
@@ -306,7 +325,7 @@ class JointLoad:
         extra, _ = self._selection
         matching, report = judge([question.request for question in ranks], self._stored, extra)
         if not matching.fits:
-            raise SourceError(self.refusal(matching))
+            raise SourceError(self._refusal(matching))
         claimed = matching.covered_keys.union(*(question.request.matching.sources.values() for question in ranks))
         self._unloaded_keys = sorted(
             key
@@ -344,7 +363,7 @@ class JointLoad:
 
         def plan(read_memory: int) -> ReadingPlan:
             sizes = num_ranks, read_memory, _WIRE_BYTES
-            return ReadingPlan.of(outline.tensors, outline.blobs, agreement.request, *sizes, self._whole_chunks)
+            return ReadingPlan.of(outline, agreement.request, *sizes, self._whole_chunks)
 
         # Everything is kept until it has been checked, or read a part at a time.
         self._plan = plan(agreement.memory)
@@ -463,15 +482,15 @@ class JointLoad:
             raw_items, lengths = inbox
             for key, item in zip(lengths, torch.split(raw_items.cpu(), [*lengths.values()]), strict=True):
                 self._raw_items[key] = item.numpy().tobytes()
-        self._live.zero(self.matching.zeros)
-        raw = {key: self._raw_items.get(source) for key, source in self.matching.sources.items()}
+        self._live.zero(self._matching.zeros)
+        raw = {key: self._raw_items.get(source) for key, source in self._matching.sources.items()}
         values = {
             key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None
         }
-        self._live.put(values, self.matching.added)
+        self._live.put(values, self._matching.added)
         return _Checked(self._reader.sums, self._reader.bytes_read)
 
-    def refusal(self, matching: Matching) -> str:
+    def _refusal(self, matching: Matching) -> str:
         begin, cure = f"{self._place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
         translated = self._translation()
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
@@ -639,7 +658,7 @@ def load(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
-    return _run(JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group, memory))
+    return JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group, memory).run()
 
 
 def load_to_prove(
@@ -653,28 +672,4 @@ def load_to_prove(
 ) -> tuple[LoadReport, LoadedState]:
     """Load as `load` does, and return besides what a proof of the resume is compared with."""
     joint = JointLoad(state_dict, path, allow_extra, fresh, attest, None, process_group)
-    return _run(joint), joint.loaded_state
-
-
-def _run(joint: JointLoad) -> LoadReport:
-    """Run a load, and tell of its doubts."""
-    refuse_mixed_calls(joint.group, "load")
-    try:
-        report, matching = joint.run(), joint.matching
-    except DamageError as error:  # on all ranks
-        if ADVICE in str(error):
-            raise
-        raise DamageError(str(error), joint.advice()) from error
-    if matching.own_options:
-        kept_options = "; ".join(matching.own_options)
-        warn_on_rank(f"{joint.path} does not say options, which stay as the running optimizer's: {kept_options}")
-    for doubt in matching.doubts:
-        warn_on_rank(f"{joint.path}: {doubt}")
-    if dropped_options := dropped_by_torch(matching.added):
-        warn_on_rank(
-            f"{joint.path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened state "
-            "dict, because the running optimizer's groups have no such option; a scheduler would then begin at the "
-            "loaded lr: give the groups that option, of any value, before get_state_dict (a scheduler that is made "
-            "then does), or load a nested state dict",
-        )
-    return report
+    return joint.run(), joint.loaded_state

@@ -22,7 +22,7 @@ from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import overlaps
 from ..record.chunks import Boxes
-from ..record.record import Blob, Extent, StateRecord
+from ..record.record import Extent, Manifest, StateRecord
 from ..store.reading.dtypes import itemsize
 from .live_state import RankBoxes, RankState, filled_layout
 from .transfer_plan import CopyTable, Move, Stage, divide_in_stages, make_copies
@@ -193,8 +193,7 @@ class ReadingPlan:
     @classmethod
     def of(
         cls,
-        tensors: Sequence[StateRecord],
-        blobs: Sequence[Blob],
+        outline: Manifest,
         request: JointRequest,
         num_ranks: int,
         read_memory: int,
@@ -204,7 +203,7 @@ class ReadingPlan:
         """Plan a load; the same arguments give the same plan on all ranks.
 
         Args:
-            tensors, blobs: of the checkpoint.
+            outline: of the checkpoint.
             read_memory, wire_memory: bytes of what a rank reads in a round, and of its exchange buffers.
             whole_chunks: those that are not divided, however large they are.
         """
@@ -215,7 +214,7 @@ class ReadingPlan:
             moves = [*_moves_of(readings, request)]
             rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, wire_memory)))
 
-        for tensor, reading in planner.readings(tensors, request):
+        for tensor, reading in planner.readings(outline.tensors, request):
             added = _bytes_by_reader(reading, num_ranks, itemsize(tensor.dtype))
             if readings and int((filled + added).max()) > read_memory:
                 finish_round()
@@ -225,7 +224,7 @@ class ReadingPlan:
         if readings:
             finish_round()
         object_readers: dict[str, int] = {}
-        for blob in blobs:
+        for blob in outline.blobs:
             if blob.key in request.objects:
                 asking = request.objects[blob.key]
                 object_readers[blob.key] = asking[len(object_readers) % len(asking)]

@@ -73,7 +73,7 @@ class LoadedState:
     items: Mapping[str, Any]
     prints: Mapping[str, TensorPrint]
     world_size: int | None
-    unloaded_keys: tuple[str, ...] = ()
+    unloaded_keys: tuple[str, ...]
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class LoadedState:
         loaded_keys: Iterable[str],
         prints: Mapping[str, TensorPrint],
         provenance: Mapping[str, Any],
-        unloaded_keys: Sequence[str] = (),
+        unloaded_keys: Sequence[str],
     ) -> LoadedState:
         """Describe a load that has just put values into a template.
 

@@ -12,7 +12,7 @@ from support.random_layouts import READERS, random_shape
 from muonckpt.algebra.box import Box, flat_boxes
 from muonckpt.checkpoint.live_state import RankBoxes
 from muonckpt.checkpoint.reading_plan import AskedTensor, JointRequest, ReadingPlan
-from muonckpt.record.record import Chunk, Chunks, Extent, StateRecord
+from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 
 
 def boxes_of(layout) -> tuple[RankBoxes, ...]:
@@ -43,7 +43,7 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
     monkeypatch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 16)
     # Draw tensors in chunks, of which some are not to be divided, and one or two layouts requested of each tensor.
     rng = np.random.default_rng(seed)
-    num_ranks, memory = 8, int(rng.integers(40, 400))
+    memory = int(rng.integers(40, 400))
     tensors, requests, whole_chunks = [], {}, {}
     for number in range(6):
         shape, key, dtype = random_shape(rng), f"{number}", str(rng.choice(["float32", "bfloat16"]))
@@ -56,7 +56,7 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
                 for chunk in range(len(tensors[-1].boxes))
                 if rng.random() < 0.5
             }
-    plan = ReadingPlan.of(tensors, (), JointRequest(requests, {}), num_ranks, memory, memory, whole_chunks)
+    plan = ReadingPlan.of(Manifest(tuple(tensors), ()), JointRequest(requests, {}), 8, memory, memory, whole_chunks)
 
     # Follow the plan by elements: readers read ranges of chunks, and moves bring boxes to those who requested them.
     read: Counter = Counter()
@@ -122,7 +122,7 @@ def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
     chunks = [Chunks.of([Chunk(Box.of(shape), extent, extent, "0" * 32, 1)], 2) for extent in extents]
     tensors = [StateRecord(str(n), (str(n),), shape, "float32", of_tensor) for n, of_tensor in enumerate(chunks)]
     asked = {tensor.key: (AskedTensor(tensor.key, everywhere),) for tensor in tensors}
-    plan = ReadingPlan.of(tensors, (), JointRequest(asked, {}), num_ranks, 1 << 30, 1 << 28, {})
+    plan = ReadingPlan.of(Manifest(tuple(tensors), ()), JointRequest(asked, {}), num_ranks, 1 << 30, 1 << 28, {})
     readings = [reading for of_round in plan.rounds for _, reading in of_round.readings]
     assert len({id(reading) for reading in readings}) <= 8
     bytes_by_rank = Counter()

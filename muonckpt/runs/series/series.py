@@ -444,7 +444,7 @@ class Series:
         return decide_on_first(self._group, kind, arguments, decide_for)
 
     def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
-        return broadcast_from_first(self._group, SourceError, lambda: self._answer_question(question, SourceError))
+        return broadcast_from_first(self._group, lambda: self._answer_question(question, SourceError))
 
     def _answer_question(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
         """Return the answer about the folder; what a file system raises becomes an error of ``kind`` that names it."""
