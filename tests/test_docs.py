@@ -45,13 +45,13 @@ def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-LAUNCHES = ROOT / "docs" / "guide" / "reshard_many.md"
-"""Starts torchrun, whose processes import torch; `test_several_workers` has its commands."""
+LAUNCHES = {ROOT / "docs" / "guide" / name for name in ("reshard_many.md", "conform.md")}
+"""Start processes that import torch; `test_several_workers` and `test_conform` have their commands."""
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node", "ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize(
-    "page", sweep(PAGES, *[page for page in PAGES if page != LAUNCHES]), ids=lambda page: page.name
+    "page", sweep(PAGES, *[page for page in PAGES if page not in LAUNCHES]), ids=lambda page: page.name
 )
 def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -28,9 +28,11 @@ DIST = os.environ.get("MUONCKPT_DIST", "")
 released = pytest.mark.skipif(not DIST, reason="of what `make dist` has built")
 CHECK = (
     "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.verify.audit\n"
-    "from muonckpt.optimizer import Muon\n"
+    "assert u.find_spec('muonckpt.optimizer')\n"
     "assert all(u.find_spec(n) is None for n in ('optimizer', 'converters', 'cli', 'layouts', 'store'))\n"
+    "print(muonckpt.__file__)"
 )
+"""Without torch, which takes seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +92,10 @@ def test_one_import_name(installed, pythons, tmp_path):
 def test_a_newcomer_imports_it_in_the_clone(installed, pythons, source):
     """Python in a clone finds its `muonckpt/` before any that is installed: the links make it the whole package."""
     python = pythons(installed)
-    lines = (
-        "import muonckpt.converters, muonckpt.cli.main\nfrom muonckpt.optimizer import Muon\nprint(muonckpt.__file__)"
-    )
+    lines = "import muonckpt.converters, muonckpt.cli.main as m; print(m.__file__)"
     done = subprocess.run([str(python), "-c", lines], capture_output=True, text=True, cwd=source)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == source / "muonckpt/__init__.py"
+    assert Path(done.stdout.strip()) == source / "muonckpt/cli/main.py"
 
 
 def test_an_editable_install_puts_the_package_alone_on_the_path():

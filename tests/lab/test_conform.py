@@ -40,6 +40,7 @@ def test_state_that_torch_would_save_of_one_rank_is_named(faulty):
     assert not faulty["replicas", "wide"].state
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_that_steps_nothing_is_told():
     with pytest.raises(TargetError, match="steps nothing on one process: ValueError: no such optimizer"):
         conform(f"{SOURCE}:never", ranks=[2])

@@ -96,8 +96,8 @@ def differing(rank: int, world: int, name: str, seeds: range) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("seeds", sweep([range(2), range(2, 40)], range(2)), ids=str)
-@pytest.mark.parametrize("name", sweep(METHODS, *[*METHODS][:5]))
+@pytest.mark.parametrize("seeds", sweep([range(1), range(1, 40)], range(1)), ids=str)
+@pytest.mark.parametrize("name", sweep(METHODS, "gradient", "orthogonal", "stacked"))
 def test_matrices_of_any_size_have_the_bits_of_one_process(name, seeds):
     assert run(4, differing, name, seeds) == [[]] * 4
 

@@ -242,6 +242,7 @@ assert "fma.rn.f32" in send and "fma.rn.f32" in apply  # as in torch's kernels
 """
 
 
+@pytest.mark.exhaustive  # it starts a process that compiles them all
 def test_each_kernel_can_be_launched_and_compiles_for_hopper(tmp_path: Path) -> None:
     """Without a GPU."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

@@ -17,7 +17,6 @@ from torch import Tensor
 from muonckpt.optimizer.ground.tensors import Places, Stack
 
 k = kernels("triton.kernel_products")
-normal = kernels("triton.kernel_products")
 tiles = kernels("triton.multiply")
 multiply = kernels("triton.multiply").multiply
 EVERY_TILE = tuple(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.commands import called
 from support.workers import run
 from torch import nn
@@ -206,7 +207,7 @@ def on_ranks(rank: int, world: int, folder: str, kind: str, fault: str) -> tuple
     return proof.equal, proof.lines
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", sweep(OPTIMIZERS, "muon"))
 def test_it_is_the_same_on_other_ranks(kind, tmp_path):
     """Saved by FSDP2 on 2 ranks, resumed on 3; a fault that one rank alone has is told on all."""
     assert all(equal for equal, _ in run(2, on_ranks, str(tmp_path), kind, ""))

@@ -42,10 +42,10 @@ warnings.filterwarnings("ignore")
 
 RANKS = 4
 
-PROMPTLY = 12.0
+PROMPTLY = 60.0
 """Seconds in which all have ended after a rank that has; most take less than one, but the machine may be busy."""
 
-SHORT, LONG = 4.0, 40.0
+SHORT, LONG = 4.0, 200.0
 """Time-outs of process groups, in seconds: where it is the time-out that ends ranks, and where it must not be."""
 
 OURS = tuple(str(Path(module.__file__).parent) for module in (muonckpt, muonckpt.optimizer))
