@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import sweep
 from support.accelerated import accelerated
 from support.pages import distance, script, uninterrupted_runs, whole
@@ -77,18 +75,6 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
         assert gap == 0
     else:
         assert gap < (2e-2 if "bf16" in kind else 2e-5)
-
-
-def test_with_momentum_lost_a_resumed_run_is_another_one(uninterrupted, tmp_path):
-    """So the distances above would show it."""
-    folder, result = uninterrupted["plain", 1]
-    shutil.copytree(folder, tmp_path / "saved")
-    saved = torch.load(tmp_path / "saved" / "optimizer.bin", weights_only=True)
-    for slots in saved["state"].values():
-        for name in slots.keys() & {"momentum_buffer", "exp_avg"}:
-            slots[name].zero_()
-    torch.save(saved, tmp_path / "saved" / "optimizer.bin")
-    assert distance(run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "saved"))[0], result) > 1e-3
 
 
 def test_what_is_checked_of_a_saved_folder(uninterrupted):

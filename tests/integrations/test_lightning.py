@@ -86,17 +86,6 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
     assert gap == 0 if saved == resumed else gap < 2e-5
 
 
-def test_with_momentum_lost_a_resumed_run_is_another_one(uninterrupted, tmp_path):
-    """So the distances above would show it."""
-    folder, result = uninterrupted["ddp", 1]
-    checkpoint = torch.load(folder / "epoch=0.ckpt", weights_only=True)
-    for slots in checkpoint["optimizer_states"][0]["state"].values():
-        for name in slots.keys() & {"momentum_buffer", "exp_avg"}:
-            slots[name].zero_()
-    torch.save(checkpoint, tmp_path / "lost.ckpt")
-    assert distance(run(1, train, "ddp", str(tmp_path / "out"), str(tmp_path / "lost.ckpt"))[0], result) > 1e-3
-
-
 def test_a_checkpoint_of_the_strategy_is_one_of_this_package(uninterrupted):
     folder, _ = uninterrupted["fsdp2", 2]
     report = muonckpt.verify(folder / "epoch=0.ckpt")

@@ -121,25 +121,6 @@ def test_a_rate_of_the_code_that_a_resume_overrides_is_told_once(uninterrupted, 
     assert "(muon): lr=0.02, not 0.5" in told[0] and "adamw" not in told[0]
 
 
-def zero_momentum(rank: int, world: int, folder: str) -> None:
-    with as_launched(rank, world):
-        trainer = script("torchtitan.md")["Trainer"](folder)
-        trainer.checkpointer.load()
-        for optimizer in trainer.optimizers:
-            for slots in optimizer.state.values():
-                for name in slots.keys() & {"momentum_buffer", "exp_avg"}:
-                    slots[name].zero_()
-        shutil.rmtree(f"{folder}/checkpoint/step-3")
-        trainer.checkpointer.save(3)
-
-
-def test_with_momentum_lost_a_resumed_run_is_another_one(uninterrupted, tmp_path):
-    """So the distances above would show it."""
-    folder, result = uninterrupted["ours", 1]
-    run(1, zero_momentum, interrupted(folder, tmp_path))
-    assert distance(run(1, train, "ours", str(tmp_path))[0], result) > 1e-3
-
-
 def test_a_checkpoint_is_one_of_this_package_with_torchtitans_keys(uninterrupted):
     reports = [muonckpt.verify(uninterrupted[kind, 2][0] / "checkpoint" / "step-3") for kind in KINDS]
     ours, stock = reports

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.failing import raised
 from support.workers import run
 from torch import Tensor, nn
 
@@ -171,31 +170,6 @@ def test_a_closed_optimizer_steps_nothing_and_says_so(call):
     backward(net)
     other.step()
     assert moved(net, before)
-
-
-def told_on_ranks(rank: int, world: int) -> list[str]:
-    """One rank alone closes, replaces a parameter, or writes a gradient beside another; all make the same calls."""
-    messages = []
-    for number in range(3):
-        net = network()
-        opt = LayerWise(net, groups(net))
-        backward(net)
-        if rank == 1:
-            (
-                opt.close,
-                lambda net=net: assigned(net),
-                lambda net=net: setattr(net[0].weight, "grad", torch.ones(5, 3)),
-            )[number]()
-        messages.append(raised(opt.finish_gradients if number == 0 else opt.step))
-    return messages
-
-
-def test_what_one_rank_refuses_reaches_all():
-    for rank, messages in enumerate(run(2, told_on_ranks)):
-        for message, said in zip(
-            messages, ("was closed", "was replaced, cast or moved", "has a gradient in"), strict=True
-        ):
-            assert said in message and ("rank 1: raised" in message) == (rank == 0)
 
 
 def test_a_step_without_any_gradient_is_warned_of():

@@ -369,15 +369,6 @@ def test_different_experts_of_one_name_are_refused_and_with_names_of_their_own_s
     assert fingerprints(tmp_path / "alone").items() <= found.items() and len(found) == len(expected) + 9 + 2
 
 
-def test_hooks_of_users_see_what_is_loaded():
-    opt = built("decoupled-total-order", 1)[1]
-    seen = []
-    opt.register_load_state_dict_pre_hook(lambda _, state: seen.append("before") or {**state, "more": 1})
-    opt.register_load_state_dict_post_hook(lambda _: seen.append("after"))
-    opt.load_state_dict(opt.state_dict())
-    assert seen == ["before", "after"]
-
-
 def test_what_starts_fresh_has_the_weight_as_its_master():
     net, opt = built("padded-nscost", 1, torch.bfloat16)
     net(gradients(net, 0, 0)).backward()
