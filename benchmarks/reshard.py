@@ -137,7 +137,7 @@ def _copy_ranges(job, file, to: Path) -> None:
     handle, at = os.open(to / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
     os.posix_fallocate(handle, 0, file.length)
     for output_chunk in file.chunks:
-        for part in output_chunk.plan.terms[0].fragments():
+        for part in output_chunk.plan.copies.fragments():
             chunks, number = output_chunk.output.located(part.place.buffer)
             payload = chunks.payload(number)
             source = os.open(job.source.path / payload.file, os.O_RDONLY)

@@ -244,7 +244,7 @@ class StoredSide:
         self.tensor.check_sources(self.payloads)
 
     def words(self, box: Box) -> Words:
-        return self.tensor.elements(self.payloads, [self.tensor.layout.fragments], box)
+        return self.tensor.elements(self.payloads, self.tensor.layout.fragments, box)
 
 
 def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:

@@ -24,6 +24,7 @@ from ...store.io.limits import gc_paused
 from ...store.io.location import Location, map_each
 from ...store.io.regular import open_regular
 from ...store.open_checkpoint import OpenCheckpoint
+from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads
 from ..target.topology import Target
 from .container import Arranged, Container, WriteRequest
@@ -79,12 +80,12 @@ class Job:
         for file in self.files:
             is_touched = np.zeros(len(self.rows), np.bool_)
             for plan, numbers in file.chunks.by_plan().items():
-                by_dtypes = defaultdict[tuple[str, ...], list[OutputTensor]](list)
+                by_itemsize, table = defaultdict[int, list[OutputTensor]](list), plan.copies.table
                 for output in (file.chunks.outputs[number] for number in numbers):
-                    by_dtypes[output.dtypes].append(output)
-                for dtypes, outputs in by_dtypes.items():
-                    for buffer, length in plan.amounts(dtypes).items():
-                        rows = self.rows.rows(outputs, buffer)
+                    by_itemsize[itemsize(output.stored_dtype)].append(output)
+                for size, outputs in by_itemsize.items():
+                    for buffer in plan.copies.buffers:
+                        rows, length = self.rows.rows(outputs, buffer), size * table.numel[table.source == buffer].sum()
                         is_touched[rows] = True
                         avoided -= int(np.minimum(stored[rows], length).sum())  # a constant fills many elements
             avoided += int(stored[is_touched].sum())
@@ -114,7 +115,7 @@ class Job:
             # uses.
             fields = record_fields(output.record)
             fields.pop("layout", None)
-            yield _text(tuple(fields.values()), sources, tuple(map(layout_digest, output.layouts)), output.making)
+            yield _text(tuple(fields.values()), sources, layout_digest(output.layout), output.making)
         # The files: their plans, each once because many chunks share it, and the tensor, plan and offset of each chunk.
         for file in self.files:
             for plan in file.chunks.plans:

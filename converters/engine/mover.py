@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -66,11 +65,11 @@ def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
     """Return whether a chunk has elements, and they are in small chunks of the source."""
     if not 0 < plan.frame.payload_length <= plan.frame.length <= SMALL_BYTES:
         return False
-    for term, name in zip(plan.terms, output.dtypes, strict=True):
-        for buffer in term.table.source.tolist():
-            source, number = output.locate(buffer)
-            if source.boxes.numel[number] * itemsize(name) > SMALL_BYTES:
-                return False
+    size = itemsize(output.stored_dtype)
+    for buffer in plan.copies.buffers:
+        source, number = output.locate(buffer)
+        if source.boxes.numel[number] * size > SMALL_BYTES:
+            return False
     return True
 
 
@@ -81,9 +80,9 @@ def windows(chunks: OutputChunks, numbers: range, max_bytes: int) -> Iterator[ra
     offsets, start = chunks.offsets.tolist(), numbers.start
     for number in numbers:
         output, plan = chunks.outputs[number], chunks.plans[number]
-        joins = plan.in_runs
+        joins = plan.copies.in_runs
         if joins:
-            kind = plan, output.dtypes, output.boxes
+            kind = plan, output.stored_dtype, output.boxes
             if kind not in small_kinds:
                 small_kinds[kind] = is_small(plan, output)
             joins = small_kinds[kind]
@@ -292,22 +291,17 @@ class Mover:
     def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
         """Return the elements of small chunks of one plan and kind, ``[chunks, payload_length]``."""
         # Of equal boxes the copies are equal, so each is made for all chunks at once.
-        terms = []
-        for term, name in zip(plan.terms, outputs[0].dtypes, strict=True):
-            size, table = itemsize(name), term.table
-            raw = np.empty((len(outputs), plan.box.numel * size), np.uint8)
-            buffers = table.source.tolist()
-            stored = {buffer: self._stored(outputs, buffer, size) for buffer in set(buffers)}
-            ranges = ((size * column).tolist() for column in (table.source_offset, table.target_offset, table.numel))
-            for buffer, start, target, length in zip(buffers, *ranges, strict=True):
-                raw[:, target : target + length] = stored[buffer][:, start : start + length]
-            terms.append(raw)
-        if not outputs[0].computed:
-            return terms[0]
-        words = []
-        for raw, name in zip(terms, outputs[0].dtypes, strict=True):
-            words.append(as_words(raw.reshape(-1).data, name, (-1,)))
-        return np.ascontiguousarray(outputs[0].compute(words)).view(np.uint8).reshape(len(outputs), -1)
+        output, table = outputs[0], plan.copies.table
+        size = itemsize(output.stored_dtype)
+        raw = np.empty((len(outputs), plan.box.numel * size), np.uint8)
+        stored = {buffer: self._stored(outputs, buffer, size) for buffer in plan.copies.buffers}
+        ranges = ((size * column).tolist() for column in (table.source_offset, table.target_offset, table.numel))
+        for buffer, start, target, length in zip(table.source.tolist(), *ranges, strict=True):
+            raw[:, target : target + length] = stored[buffer][:, start : start + length]
+        if not output.computed:
+            return raw
+        words = as_words(raw.reshape(-1).data, output.stored_dtype, (-1,))
+        return np.ascontiguousarray(output.compute(words)).view(np.uint8).reshape(len(outputs), -1)
 
     def _stored(self, outputs: Sequence[OutputTensor], buffer: Buffer, size: int) -> Bytes:
         """Return all elements, of ``size`` bytes, of a buffer of outputs of one kind, after checking them."""
@@ -347,7 +341,7 @@ class Mover:
         """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         sums, rows = Sums(chunk.plan.frame.checksum_of), self.unchecked.rows
         # A chunk without a CRC-32, or that other processes copy from, too, is not checked by what is read of it here.
-        for row in rows.in_file_order(chunk.output, chunk.plan.buffers):
+        for row in rows.in_file_order(chunk.output, chunk.plan.copies.buffers):
             if rows.columns.crc32[row] == UNKNOWN or self.unchecked.is_shared(row):
                 self.check([row])
         parts = self._direct(chunk, sums) if is_direct(chunk.output, chunk.plan) else self._assembled(chunk)
@@ -364,14 +358,14 @@ class Mover:
         """
         plan, name = chunk.plan, chunk.plan.dtype
         size, adds_up = itemsize(name), plan.frame.checksum_of is crc32_of
-        for fragment in plan.terms[0].fragments():
+        for fragment in plan.copies.fragments():
             buffer, first, before = fragment.place.buffer, fragment.place.offset, sums.checksum
             row, start = self.unchecked.rows.row(chunk.output, buffer), first
             # The CRC-32 of what is written is that of what was read, so the source's follows from it.
             reads = unseen if adds_up else self._reads
             for band in bands(fragment.box, self._band_numel(fragment.box, size)):
                 for box in band.boxes:
-                    raw = chunk.output.read(self._payloads, buffer, name, start, box.numel, reads)
+                    raw = chunk.output.read(self._payloads, buffer, start, box.numel, reads)
                     yield as_words(raw, name, box.shape), box.lo
                     start += box.numel
             if adds_up and self.unchecked.rows.columns.crc32[row] != UNKNOWN:
@@ -384,10 +378,10 @@ class Mover:
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """Yield the elements of a chunk in order, gathered from wherever they lie."""
         plan = chunk.plan
-        fragments = [list(term.fragments()) for term in plan.terms]
+        fragments = list(plan.copies.fragments())
         size, numel = itemsize(plan.dtype), self._band_numel(plan.box, itemsize(plan.dtype))
         # A band has no more elements than one read of each fragment can gather.
-        for fragment in chain.from_iterable(fragments):
+        for fragment in fragments:
             reach = size * strided_span(fragment.box.shape, fragment.place.strides)
             numel = max(min(numel, self._read_bytes * fragment.box.numel // reach), 1)
         for band in bands(plan.box, numel):

@@ -87,7 +87,7 @@ def bare(dtype: str, shape: Index) -> PayloadFrame:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxCopies:
-    """The copies that fill a box, dense from element 0, from one layout of a tensor, in the order of filling.
+    """The copies that fill a box, dense from element 0, from the layout of a tensor, in the order of filling.
 
     Attributes:
         starts: the first index of each copy's box in the tensor, ``[n, d]``.
@@ -99,6 +99,11 @@ class BoxCopies:
     table: Copies
     in_runs: bool
 
+    @property
+    def buffers(self) -> Iterable[int]:
+        """The buffers that are copied from, each once."""
+        return dict.fromkeys(self.table.source.tolist())
+
     def fragments(self) -> Iterator[Fragment]:
         """Yield the box of each copy, and its place in its source."""
         table = self.table
@@ -109,7 +114,7 @@ class BoxCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPlan:
-    """A plan to write a box: the frame around its elements, and the copies from each of the tensor's layouts.
+    """A plan to write a box: the frame around its elements, and the copies from the tensor's layout.
 
     Chunks of tensors of one geometry share a plan.  It equals no other, so that chunks are grouped by it.
     """
@@ -117,24 +122,7 @@ class ChunkPlan:
     box: Box
     dtype: str
     frame: PayloadFrame
-    terms: tuple[BoxCopies, ...]
-
-    @property
-    def in_runs(self) -> bool:
-        return all(term.in_runs for term in self.terms)
-
-    @property
-    def buffers(self) -> Iterable[int]:
-        """The buffers that it copies from, each once."""
-        return dict.fromkeys(chain.from_iterable(term.table.source.tolist() for term in self.terms))
-
-    def amounts(self, dtypes: Sequence[str]) -> dict[int, int]:
-        """Return the bytes that it copies from each buffer, of elements of these dtypes, one for each term."""
-        amounts = dict.fromkeys(self.buffers, 0)
-        for term, name in zip(self.terms, dtypes, strict=True):
-            for buffer, numel in zip(term.table.source.tolist(), term.table.numel.tolist(), strict=True):
-                amounts[buffer] += numel * itemsize(name)
-        return amounts
+    copies: BoxCopies
 
 
 def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
@@ -144,16 +132,13 @@ def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -
         LayoutError: the elements of the tensor have another shape; names the tensor.
     """
     with about(f"tensor {output.key!r}"):
-        return _plans(output.layouts, tuple(boxes), output.record.dtype, frame_of)
+        return _plans(output.layout, tuple(boxes), output.record.dtype, frame_of)
 
 
 @lru_cache(maxsize=1024)
-def _plans(
-    sources: tuple[TensorLayout, ...], boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf
-) -> tuple[ChunkPlan, ...]:
-    copies = zip(*(_copies(source, boxes) for source in sources), strict=True)
-    boxed = zip(boxes, copies, strict=True)
-    return tuple(ChunkPlan(box, dtype, frame_of(dtype, box.shape), terms) for box, terms in boxed)
+def _plans(source: TensorLayout, boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
+    boxed = zip(boxes, _copies(source, boxes), strict=True)
+    return tuple(ChunkPlan(box, dtype, frame_of(dtype, box.shape), copies) for box, copies in boxed)
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +167,7 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ..
 
 def is_direct(output: OutputTensor, plan: ChunkPlan) -> bool:
     """Return whether elements are moved as they are, each copy being one run in the source and in the file."""
-    return plan.in_runs and not output.computed
+    return plan.copies.in_runs and not output.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +247,7 @@ class OutputChunks:
         is_source = np.zeros(len(rows), np.bool_)
         for plan, plan_numbers in self.by_plan(numbers).items():
             outputs = [self.outputs[number] for number in plan_numbers]
-            for buffer in plan.buffers:
+            for buffer in plan.copies.buffers:
                 is_source[rows.rows(outputs, buffer)] = True
         return is_source
 

@@ -24,7 +24,7 @@ from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
 from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
 from ...store.io.checksums import xxh3_128
-from ...store.reading.blocks import bands, slices_within
+from ...store.reading.blocks import slices_within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
 
@@ -160,9 +160,6 @@ Reads = Callable[[Chunks, int, int, memoryview], None]
 Room = Callable[[Index, str], Words]
 """Returns memory for words of this shape and type, with whatever is in it."""
 
-ELEMENTS_AT_A_TIME = 1 << 15
-"""What is computed of so many elements stays in the processor's cache."""
-
 
 def unseen(chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
     """Ignore what is read."""
@@ -203,14 +200,9 @@ class OutputTensor:
         return self.scale is not None or self.source_dtype is not None
 
     @property
-    def layouts(self) -> tuple[TensorLayout, ...]:
-        """The layouts from which each element is made, one for each term."""
-        return (self.layout,)
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtype of the elements in each of `layouts`."""
-        return (self.source_dtype or self.record.dtype,)
+    def stored_dtype(self) -> str:
+        """The dtype of the elements in the source."""
+        return self.source_dtype or self.record.dtype
 
     @property
     def making(self) -> Hashable:
@@ -222,11 +214,11 @@ class OutputTensor:
         """A key of the sources: equal for tensors whose sources have equal boxes."""
         return tuple([chunks.boxes for chunks in self.sources])
 
-    def compute(self, terms: Sequence[Words]) -> Words:
-        """Return the elements to write, given those of each term as words of its dtype, in any shape."""
+    def compute(self, words: Words) -> Words:
+        """Return the elements to write, given those of the source, in any shape."""
         if not self.computed:
-            return terms[0]
-        return scaled(terms[0], self.dtypes[0], 1.0 if self.scale is None else self.scale, self.record.dtype)
+            return words
+        return scaled(words, self.stored_dtype, 1.0 if self.scale is None else self.scale, self.record.dtype)
 
     def locate(self, buffer: Buffer) -> tuple[Chunks, int]:
         """Return the chunks among which a buffer is, and its number there."""
@@ -237,12 +229,10 @@ class OutputTensor:
             buffer -= len(source)
         raise AssertionError("layouts have no other buffers")
 
-    def read(
-        self, payloads: Payloads, buffer: Buffer, name: str, start: int, numel: int, reads: Reads = unseen
-    ) -> memoryview:
+    def read(self, payloads: Payloads, buffer: Buffer, start: int, numel: int, reads: Reads = unseen) -> memoryview:
         """Return the bytes of elements from element ``start`` of a buffer; the next call may overwrite them."""
-        size, (source, number) = itemsize(name), self.locate(buffer)
-        payload = self._payload(source, number, name)
+        size, (source, number) = itemsize(self.stored_dtype), self.locate(buffer)
+        payload = self._payload(source, number)
         raw = payloads.read_scratch(Extent(payload.file, payload.offset + start * size, numel * size))
         reads(source, number, start * size, raw)
         return raw
@@ -250,7 +240,7 @@ class OutputTensor:
     def elements(
         self,
         payloads: Payloads,
-        fragments: Sequence[Sequence[Fragment]],
+        fragments: Iterable[Fragment],
         box: Box,
         reads: Reads = unseen,
         room: Room = np.empty,
@@ -258,44 +248,23 @@ class OutputTensor:
         """Return the elements of a box to write, dense.
 
         Args:
-            fragments: for each of `layouts`, those that cover the box, without overlaps.
+            fragments: those of `layout` that cover the box, without overlaps.
             reads: sees what is read of the source.
             room: has the memory for the result.
         """
-        # One term is gathered where the result will be; several are gathered and computed in bands that stay in cache.
-        if len(fragments) == 1:
-            return self.compute([self._gather(payloads, fragments[0], self.dtypes[0], box, reads, room)])
-        words = room(box.shape, dtype(self.record.dtype).bits)
-        for band in bands(box, ELEMENTS_AT_A_TIME):
-            for part in band.boxes:
-                named = zip(fragments, self.dtypes, strict=True)
-                terms = [self._gather(payloads, term, name, part, reads) for term, name in named]
-                words[slices_within(part, box.lo)] = self.compute(terms)
-        return words
-
-    def _gather(
-        self,
-        payloads: Payloads,
-        fragments: Sequence[Fragment],
-        name: str,
-        box: Box,
-        reads: Reads,
-        room: Room = np.empty,
-    ) -> Words:
-        """Return the elements of a box of one term as the source has them, dense."""
-        kind = dtype(name)
+        kind = dtype(self.stored_dtype)
         words = room((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
         for fragment in fragments:
             common = fragment.box & box
             if common is not None:
                 part: tuple[Any, ...] = (*slices_within(common, box.lo), ...)  # so that without dims it is a view, too
-                self._copy_from(payloads, name, fragment.place_at(common.lo), common.shape, words[part], reads)
-        return words
+                self._copy_from(payloads, fragment.place_at(common.lo), common.shape, words[part], reads)
+        return self.compute(words)
 
-    def _copy_from(self, payloads: Payloads, name: str, place: Place, shape: Index, out: Words, reads: Reads) -> None:
+    def _copy_from(self, payloads: Payloads, place: Place, shape: Index, out: Words, reads: Reads) -> None:
         """Copy the elements of a box of this shape; read nothing before the first or after the last of them."""
         source, number = self.locate(place.buffer)
-        payload = self._payload(source, number, name)
+        payload, name = self._payload(source, number), self.stored_dtype
         payloads.gather_into(
             out, payload, name, place, shape, lambda offset, raw: reads(source, number, offset - payload.offset, raw)
         )
@@ -306,14 +275,14 @@ class OutputTensor:
         Raises:
             SourceError: a chunk is damaged.
         """
-        record = dataclasses.replace(self.record, dtype=self.dtypes[0])
+        record = dataclasses.replace(self.record, dtype=self.stored_dtype)
         for source in self.sources:
             for chunk in source:
                 if chunk.box.numel:
                     check_chunk(payloads, record, chunk)
 
-    def _payload(self, chunks: Chunks, number: int, name: str) -> Extent:
-        payload = chunks.payload(number)
+    def _payload(self, chunks: Chunks, number: int) -> Extent:
+        payload, name = chunks.payload(number), self.stored_dtype
         if payload is None or payload.length != chunks.boxes.numel[number] * itemsize(name):
             return payload_of(dataclasses.replace(self.record, dtype=name), chunks[number])  # says what is wrong
         return payload

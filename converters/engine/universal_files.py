@@ -170,7 +170,7 @@ _SCALARS = {"float32": "<f4", "int64": "<i8", "float64": "<f8"}
 
 
 def _scalar(output: OutputTensor, payloads: Payloads) -> float:
-    words = output.elements(payloads, [layout.fragments for layout in output.layouts], Box.of(()))
+    words = output.elements(payloads, output.layout.fragments, Box.of(()))
     return float(words.reshape(-1).view(_SCALARS[output.record.dtype])[0])
 
 

@@ -39,7 +39,7 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
 
     def copied(part: Assignment) -> set:
         chunks = [chunk for file in part.files for chunk in file.chunks]
-        return {job.rows.row(c.output, buffer) for c in chunks for buffer in c.plan.buffers}
+        return {job.rows.row(c.output, buffer) for c in chunks for buffer in c.plan.copies.buffers}
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:
