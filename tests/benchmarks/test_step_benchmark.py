@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from itertools import product
-from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import sweep
 from support.workers import run
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -100,28 +98,3 @@ def test_the_least_is_never_above_the_best_assignment_of_whole_matrices(sizes, w
     assert step.least_bytes(sizes, world) <= best + 1e-9
     if len(set(sizes)) == 1 and (len(sizes) % world == 0 or len(sizes) < world):
         assert step.least_bytes(sizes, world) == pytest.approx(best)
-
-
-def counted_step(rank: int, world: int, case: step.Case) -> dict[str, step.Count]:
-    """With a counting group in place of the pool's."""
-    store = dist.PrefixStore("counted", dist.distributed_c10d._get_default_store())
-    # Not before all have connected: gloo's connections close with the group, those that others still make too.
-    store.set(str(rank), "connected")
-    store.wait([str(peer) for peer in range(world)])
-    dist.destroy_process_group()
-    traffic.register()
-    dist.init_process_group(traffic.BACKEND, store=store, rank=rank, world_size=world)
-    return step.count(case)
-
-
-@pytest.mark.parametrize("world", sweep([2, 4], 2))
-def test_a_step_sends_no_more_than_it_must(world):
-    case = step.Case("a layer a rank", world, step.TRANSFORMER, world, {})
-    counts = run(world, counted_step, case)[0]
-    ours, theirs = counts[step.OURS], counts[step.THEIRS]
-    least = step.least_bytes([prod(shape) for shape in case.shapes] * case.layers, world)
-    assert least <= ours.sent
-    assert ours.sent <= 1.01 * least
-    assert ours.kinds.keys() == {"all_to_all_single"}
-    assert ours.kinds.total() % 2 == 0  # there and back, in each stage
-    assert theirs.kinds.total() > 10 * ours.kinds.total()

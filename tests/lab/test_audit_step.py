@@ -156,13 +156,6 @@ def test_a_slice_that_was_orthogonalised_is_named(tmp_path, fault):
     assert finding.names == ("up.0", "up.1")
 
 
-def test_halves_are_named_with_all_that_may_have_made_them(tmp_path):
-    audit = _audit(tmp_path, Truth(rows=(24, 24)), {"up.0": (48, 32)})
-    [finding] = audit.findings
-    assert "gate and up" in finding.message
-    assert "the rows of 2 ranks" in finding.message
-
-
 def test_a_cut_that_nobody_lists_is_not_taken_for_another(tmp_path):
     audit = _audit(tmp_path, Truth(rows=(7, 41)), {"up.0": (48, 32)})
     [verdict] = audit.verdicts
@@ -189,13 +182,6 @@ def test_what_contradicts_a_recorded_option_is_told(tmp_path, option):
     truth, words = OPTIONS[option]
     audit = _audit(tmp_path, truth, {"up.0": (48, 32)})
     assert any(words in finding.message for finding in audit.findings), audit.findings
-
-
-def test_other_coefficients_than_recorded_are_told(tmp_path):
-    truth = Truth(recorded={"ns_coefficients": (2.0, -1.5, 0.5)})
-    audit = _audit(tmp_path, truth, {"up.0": (48, 32)})
-    [finding] = audit.findings
-    assert "keller" in finding.message
 
 
 def test_a_layer_that_the_step_left_out_is_told(tmp_path):

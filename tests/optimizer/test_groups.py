@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import chain
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from support.failing import raised
 from support.modules import HEAD, kinds, linear, placed_once, refusal, simple, stack, tree
 from support.workers import run
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from muonckpt.optimizer.groups import (
@@ -84,10 +82,6 @@ def test_a_head_that_may_be_missing_is_no_answer_where_types_decide():
     assert "which matrix is the output head" in asked
     [asked] = refusal(model, (Rule("matrix", "*"),), MODULE_TYPES)
     assert "which matrix is the output head" in asked
-
-
-def test_models_without_matrices_have_no_head():
-    assert kinds(sort_parameters(nn.Embedding(4, 3), MODULE_TYPES)) == {"weight": "embedding"}
 
 
 # Shared parameters.
@@ -216,29 +210,11 @@ def replicated(rank, world):
     return str(sort_parameters(DistributedDataParallel(inner), HEAD, BLOCKS, MODULE_TYPES))
 
 
-def flattened(rank, world):
-    found = []
-    for original in (False, True):
-        model = FullyShardedDataParallel(nested(), device_id=torch.device("cpu"), use_orig_params=original)
-        found.append(raised(sort_parameters, model, HEAD, MODULE_TYPES))
-    return found
-
-
 def test_sharded_and_replicated_models_are_sorted_alike():
     plain = sort_parameters(nested(), HEAD, BLOCKS, MODULE_TYPES)
     names = sorted(name for decision in plain for name in decision.names)
     assert run(2, sharded) == [(str(plain), names)] * 2
     assert run(2, replicated) == [str(plain)] * 2
-
-
-def test_parameters_flattened_by_fsdp1_are_refused():
-    for told in chain(*run(2, flattened)):
-        assert "FSDP1 (FullyShardedDataParallel) flattens parameters" in told and "with fully_shard (FSDP2)" in told
-
-
-def test_lazy_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"up\.weight is uninitialized"):
-        sort_parameters(tree({"up": nn.LazyLinear(3)}), (NO_HEAD,), MODULE_TYPES)
 
 
 # Any model and any rules: one place for every parameter, or an error.

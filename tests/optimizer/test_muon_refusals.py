@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from support.workers import run
@@ -15,34 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.state import check_gradients
-
-
-def test_a_refused_group_leaves_the_optimizer_usable():
-    p, q = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
-    opt = Muon([p])
-    for group in ({"params": [q]}, {"params": [q], "algorithm": "adamw", "lr": 0.1, "betas": (0.9, 1.0)}):
-        with pytest.raises(ValueError):
-            opt.add_param_group(group)
-    # It has no part of the refused groups, takes another and steps.
-    assert len(opt.param_groups) == 1
-    opt.add_param_group({"params": [q], "algorithm": "adamw", "lr": 0.1})
-    p.grad, q.grad = torch.ones(4, 3), torch.ones(4)
-    opt.step()
-
-
-@pytest.mark.parametrize("damage", [lambda s: s.clear(), lambda s: s[0].update(momentum_buffer=torch.ones(3, 4))])
-def test_a_refused_state_leaves_the_optimizer_as_it_was(damage):
-    p = nn.Parameter(torch.randn(4, 3))
-    opt = Muon([p])
-    p.grad = torch.ones(4, 3)
-    opt.step()
-    before = opt.state[p]["momentum_buffer"].clone()
-    state = copy.deepcopy(opt.state_dict())
-    damage(state["state"])
-    with pytest.raises(ValueError, match="does not fit"):
-        opt.load_state_dict(state)
-    assert torch.equal(opt.state[p]["momentum_buffer"], before)
-    opt.step()
 
 
 @pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")

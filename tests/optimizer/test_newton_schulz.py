@@ -48,17 +48,9 @@ def test_the_plain_algorithm_of_the_docstring_is_what_runs(name: str) -> None:
 # (spectrum, m, n, set, steps, dtype, relative error measured on peers' coefficients with another seed)
 PUBLISHED = [
     ("gauss", 512, 2048, "keller", 5, BF16, 0.145),
-    ("gauss", 512, 2048, "keller", 6, BF16, 0.218),
     ("gauss", 512, 2048, "quintic", 5, BF16, 0.017),
-    ("gauss", 512, 2048, "quintic", 6, BF16, 0.005),
     ("gauss", 512, 2048, "polar_express", 5, BF16, 0.087),
-    ("gauss", 512, 2048, "polar_express", 6, BF16, 0.007),
-    ("gauss", 512, 2048, "polar_express_dion", 5, BF16, 0.094),
-    ("gauss", 512, 2048, "polar_express_dion", 6, BF16, 0.008),
-    ("gauss", 512, 2048, "polar_express_gram", 5, BF16, 0.093),
-    ("gauss", 512, 2048, "polar_express_gram", 6, BF16, 0.007),
     ("gauss", 512, 2048, "cans", 5, BF16, 0.081),
-    ("gauss", 512, 2048, "cans", 6, BF16, 0.007),
     ("gauss", 512, 2048, "aol", 4, BF16, 0.015),
     ("gauss", 512, 2048, "deepseek_v4", 10, BF16, 0.006),
     ("gauss", 512, 2048, "deepseek_v4", 10, FP32, 0.0005),
@@ -66,8 +58,6 @@ PUBLISHED = [
     ("gauss", 512, 512, "keller", 5, BF16, 0.190),
     ("gauss", 512, 512, "quintic", 5, BF16, 0.107),
     ("gauss", 512, 512, "polar_express", 5, BF16, 0.113),
-    ("gauss", 512, 512, "polar_express_dion", 5, BF16, 0.118),
-    ("gauss", 512, 512, "polar_express_gram", 5, BF16, 0.121),
     ("gauss", 512, 512, "cans", 5, BF16, 0.107),
     ("gauss", 512, 512, "aol", 4, BF16, 0.225),
     ("gauss", 512, 512, "deepseek_v4", 10, BF16, 0.008),
@@ -77,8 +67,6 @@ PUBLISHED = [
     ("log-uniform", 512, 2048, "quintic", 8, FP32, 0.413),
     ("log-uniform", 512, 2048, "polar_express", 5, BF16, 0.554),
     ("log-uniform", 512, 2048, "polar_express", 8, FP32, 0.317),
-    ("log-uniform", 512, 2048, "polar_express_dion", 8, FP32, 0.316),
-    ("log-uniform", 512, 2048, "polar_express_gram", 8, FP32, 0.344),
     ("log-uniform", 512, 2048, "cans", 8, FP32, 0.304),
     ("log-uniform", 512, 2048, "aol", 4, BF16, 0.731),
     ("log-uniform", 512, 2048, "deepseek_v4", 10, BF16, 0.525),
@@ -87,7 +75,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(
-    ("spectrum", "m", "n", "name", "steps", "dtype", "published"), sweep(PUBLISHED, *PUBLISHED[16:28:3])
+    ("spectrum", "m", "n", "name", "steps", "dtype", "published"), sweep(PUBLISHED, *PUBLISHED[::4])
 )
 def test_quality_is_as_published(
     spectrum: str, m: int, n: int, name: str, steps: int, dtype: torch.dtype, published: float
@@ -145,15 +133,6 @@ EMERGING = {
 def test_types_of_emerging_optimizers_make_its_update(kind: str, steps: int) -> None:
     coefficients = emerging_coefficients(kind, steps)
     assert coefficients == EMERGING[kind, steps]
-    # It runs: each step is the polynomial of its triple.
-    matrix = gauss(12, 20).double()
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    made = coefficient_set(coefficients)
-    s = s / (s.norm() * made.norm_scale)
-    for a, b, c in coefficients if isinstance(coefficients, tuple) else made.schedule(steps):
-        s = a * s + b * s**3 + c * s**5
-    result = orthogonalize(matrix, coefficients=coefficients, steps=steps, dtype=FP64)
-    torch.testing.assert_close(result, (u * s) @ v, rtol=0, atol=1e-8)
 
 
 def test_a_type_that_is_unknown_or_has_another_number_of_steps_is_refused() -> None:
@@ -169,16 +148,6 @@ def test_steps_past_the_list_never_raise_the_error(name: str, spectrum: str, row
     end = len(COEFFICIENTS[name].steps)
     errors = [error(spectrum, rows, 256, name, end + more, FP32) for more in (0, 1, 2, 5)]
     assert all(later <= earlier + 1e-6 for earlier, later in pairwise(errors)), errors
-
-
-@pytest.mark.parametrize("name", ["quintic", "aol"])
-def test_a_list_that_starts_again_would_raise_it(name: str) -> None:
-    """The trap that the tail avoids is real: without it the test above would fail."""
-    chosen = COEFFICIENTS[name]
-    wrapped = CoefficientSet("wrapped", chosen.steps * 2, "a peer's bug")
-    steps = len(chosen.steps) + 1
-    assert error("gauss", 128, 512, wrapped, steps, FP32) > 0.8
-    assert error("gauss", 128, 512, name, steps, FP32) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -290,11 +259,6 @@ def test_only_the_values_count(dtype: torch.dtype, gram: tuple[int, ...] | None,
         assert torch.equal(orthogonalize(same, dtype=dtype, gram=gram), expected)
 
 
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 7), (7, 1), (2, 3), (5, 3), (127, 381), (33, 8)])
-def test_odd_sizes(m: int, n: int) -> None:
-    assert error("gauss", m, n, "quintic", 16, FP32) < 1e-4
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_scale_free_above_eps(dtype: torch.dtype) -> None:
     matrix = gauss(24, 40)
@@ -335,12 +299,6 @@ def test_compiled_code_does_not_look_at_the_norm() -> None:
     compiled = torch.compile(orthogonalize, backend="eager", fullgraph=True)
     for power in (0, 90):
         assert torch.equal(compiled(gauss(24, 40) * 2.0**power), orthogonalize(gauss(24, 40)))
-
-
-def test_one_huge_element_is_orthogonalised_as_any_other() -> None:
-    found = orthogonalize(torch.tensor([[1e25, 1.0, 1.0], [1.0, 1.0, 1.0]]), dtype=FP32, steps=30)
-    torch.testing.assert_close(found[0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
-    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
