@@ -9,7 +9,7 @@ from .checkpoint.attestation import (
 )
 from .checkpoint.loading import load as load
 from .checkpoint.redistribution import Redistribution as Redistribution, redistribute as redistribute
-from .checkpoint.resume_check import ResumeDifference as ResumeDifference, ResumeProof as ResumeProof
+from .checkpoint.resume_proof import ResumeDifference as ResumeDifference, ResumeProof as ResumeProof
 from .checkpoint.saving import save as save
 from .converters.compare.diff import Difference as Difference, diff as diff
 from .converters.compare.stats import CheckpointStats as CheckpointStats, stats as stats

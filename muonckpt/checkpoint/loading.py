@@ -63,7 +63,7 @@ from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_
 from .matching import RankRequest, judge, match, selection
 from .optimizer_matching import dropped_by_torch
 from .reading_plan import JointRequest, ReadingPlan, ReadingRound
-from .resume_check import LoadedState
+from .resume_proof import LoadedState
 from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
 from .template import LoadTemplate, Matching, Stored, joint_sources

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from .vocabulary import ALGORITHM, CONVENTION, EIGHT_BIT_SLOTS, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
-from .wording import unnumbered
+from .wording import listed, unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """Keys of a parameter group that are not options: its parameters and its name."""
@@ -159,6 +159,16 @@ def in_globs(names: Collection[str], other_names: Iterable[str]) -> list[str]:
         is_common = len(members) > 1 and not any(fnmatchcase(name, glob) for name in other_names)
         globs += [glob] if is_common else map(escape, members)
     return globs
+
+
+MAX_GLOBS = 4
+"""Patterns of names that a phrase lists, or places."""
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Return names as globs, the first of them, and how many names there are where globs stand for several."""
+    globs = in_globs(names, ())
+    return f"{listed(globs, MAX_GLOBS)}{f' ({len(names)})' if len(names) > len(globs) else ''}"
 
 
 NO_CAST = "nothing is cast silently"

@@ -173,6 +173,7 @@ _PROVENANCE: Mapping[str, Callable[[Any], object]] = {
     "buffers": list_of(free_form),
     "exported": free_form,
     "folders": list_of(string),
+    "frozen": list_of(string),
     "layer_wise": free_form,
     "not_kept": list_of(string),
     "not_read": list_of(string),

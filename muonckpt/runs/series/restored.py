@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...checkpoint.all_ranks import group_ranks, is_coordinator
-from ...checkpoint.resume_check import LiveParts, LoadedState, ResumeProof, compare
+from ...checkpoint.live_parts import LiveParts
+from ...checkpoint.resume_check import compare
+from ...checkpoint.resume_proof import LoadedState, ResumeProof
 from ...names.errors import MuonckptError, called_like, warn_on_rank
 from ...names.resumption import LoadReport
 from ...store.io.location import Location
@@ -85,7 +87,7 @@ class Restored:
     def _compared(self, take_parts: Callable[[], LiveParts]) -> ResumeProof:
         """Compare, and record the proof in the run."""
         # The comparison is collective; the record is the first rank's.
-        proof = compare(self._loaded, take_parts, self.step, self._group)
+        proof = compare(take_parts, self.step, self._group)
         if self._record is not None:
             with _warning(self._folder):
                 add_line(self._folder, replace(self._record, proof=proof.to_json()))

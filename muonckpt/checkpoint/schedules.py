@@ -1,0 +1,95 @@
+"""Learning rate schedulers beside the groups of the optimizers that they step.
+
+A scheduler keeps lists with a value for each parameter group, by number: ``base_lrs``, ``_last_lr``, ``max_lrs``.  The
+groups of another job may have another order, and then a group would get the rates of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFindings:
+    """What is known of the groups that a scheduler steps.
+
+    Attributes:
+        faults: by key, why the scheduler does not step these groups as it did those of the saved run.
+        unchecked: keys of lists by group of which nothing tells which value is for which group.
+    """
+
+    faults: Mapping[str, str]
+    unchecked: tuple[str, ...]
+
+
+def check_schedules(key: str, scheduler: Any, optimizers: Sequence[Optimizer]) -> ScheduleFindings:
+    """Compare the lists of a scheduler, and of those that it consists of, with the groups of its optimizer.
+
+    Args:
+        key: of the scheduler in the state dict.
+        scheduler: of torch; others have no lists that are known.
+        optimizers: those of the run.
+    """
+    faults: dict[str, str] = {}
+    unchecked: list[str] = []
+    for key_of_part, part, is_active in _parts(key, scheduler):
+        groups = part.optimizer.param_groups
+        if all(groups is not optimizer.param_groups for optimizer in optimizers):
+            faults[key_of_part] = "the scheduler steps another optimizer than those of this run"
+            continue
+        proved: list[list[float]] = []
+        for name, values in _lists_by_group(part, len(groups)).items():
+            # The option of groups that is the same as long as nobody else writes it.
+            option = {"base_lrs": "initial_lr", "_last_lr": "lr" if is_active else ""}.get(name, "")
+            options = _numbers([group.get(option) for group in groups])
+            if option and len(values) != len(groups):
+                faults[f"{key_of_part}.{name}"] = f"{values} for {len(groups)} parameter groups"
+            elif values == options:
+                proved.append(values)
+            elif options and sorted(values) == sorted(options):
+                faults[f"{key_of_part}.{name}"] = f"{values}, but the groups of this optimizer have {option} {options}"
+            elif len(values) == len(groups):
+                unchecked += [f"{key_of_part}.{name}"] * (not _is_determined(values, proved))
+    return ScheduleFindings(faults, tuple(unchecked))
+
+
+def _parts(key: str, scheduler: Any) -> Iterator[tuple[str, LRScheduler, bool]]:
+    """Yield a scheduler and those in it, chained or in turn, and whether its ``_last_lr`` is that of its groups now."""
+    if isinstance(scheduler, LRScheduler):
+        yield key, scheduler, True
+        for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
+            for key_of_part, each, _ in _parts(f"{key}._schedulers.{number}", part):
+                yield key_of_part, each, False
+
+
+def _lists_by_group(scheduler: LRScheduler, num_groups: int) -> dict[str, list[float]]:
+    """Return the lists of numbers that have a value for each group, those first that groups have too."""
+    lists: dict[str, list[float]] = {}
+    for name, value in sorted(vars(scheduler).items(), key=lambda entry: entry[0] not in ("base_lrs", "_last_lr")):
+        numbers = _numbers(value) if isinstance(value, list) else []
+        is_by_group = name in ("base_lrs", "_last_lr") or (len(numbers) == num_groups and name != "_milestones")
+        if numbers and is_by_group:
+            lists[name] = numbers
+    return lists
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    """Return numbers, which may be tensors, as floats; empty if some are no numbers."""
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        return []
+
+
+def _is_determined(values: Sequence[float], proved: Sequence[Sequence[float]]) -> bool:
+    """Return whether lists that are proved tell all groups apart which have different values."""
+    by_proved: dict[tuple[float, ...], float] = {}
+    for number, value in enumerate(values):
+        if by_proved.setdefault(tuple(numbers[number] for numbers in proved), value) != value:
+            return False
+    return True
