@@ -23,7 +23,16 @@ from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
 from .attestation import SharesOfRank, held_together, shares_of
 from .live_parts import LiveParts
 from .live_state import LiveState
-from .resume_proof import ABSENT, Dispute, LoadedState, ResumeDifference, ResumeProof, Scalar, item_of, same_value
+from .resume_proof import (
+    ABSENT,
+    Dispute,
+    LoadedState,
+    ResumeDifference,
+    ResumeProof,
+    TensorElement,
+    item_of,
+    same_value,
+)
 from .storable import refuse_unwritable
 
 
@@ -94,7 +103,7 @@ def _make_rank_answer(parts: LiveParts) -> _RankAnswer:
     # The proof counts equal values, an option once for a group; those of tensors without dims count there as tensors.
     equal_items = set[str]()
     for key, saved in loaded.items.items():
-        if key in live.flat and key not in differences and not isinstance(saved, Scalar):
+        if key in live.flat and key not in differences and not isinstance(saved, TensorElement):
             equal_items.add(loaded.origins[key])
     # Buffers that are in no state dict: nothing was saved, so ranks are compared with each other.
     buffers = LiveState.of(dict(parts.buffers), "to check")

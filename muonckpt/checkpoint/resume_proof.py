@@ -84,7 +84,7 @@ class LoadedState:
         for key in (*loaded_keys, *names):
             value = item_of(values[key]) if key in values else None
             if key in values and not isinstance(value, Tensor):
-                items[key] = value if isinstance(value, Scalar) else deepcopy(value)
+                items[key] = value if isinstance(value, TensorElement) else deepcopy(value)
         # A resharded checkpoint was written by other processes than those that trained.
         world = provenance.get("world")
         is_original = isinstance(world, int) and not provenance.get("resharded")
@@ -108,7 +108,7 @@ class LoadedState:
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
+class TensorElement:
     """The element of a tensor without dims, such as a rate or a step count."""
 
     dtype: torch.dtype
@@ -122,7 +122,7 @@ def item_of(value: Any) -> Any:
     """Return a value as it is compared and shown: a plain tensor without dims by its element."""
     if type(value) not in (Tensor, nn.Parameter) or value.ndim or value.is_meta:
         return value
-    return Scalar(value.dtype, value.item())
+    return TensorElement(value.dtype, value.item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,9 @@ class ResumeDifference:
                 return "not there when it was saved"
             case Absent(), _:
                 return f"{_short(self.live)}, not there when it was saved"
-            case Scalar(dtype=saved_dtype), Scalar(dtype=live_dtype) if saved_dtype != live_dtype:
+            case TensorElement(dtype=saved_dtype), TensorElement(dtype=live_dtype) if saved_dtype != live_dtype:
                 return f"{_short(self.saved)} as {saved_dtype} -> {_short(self.live)} as {live_dtype}"
-            case (Scalar(), other) | (other, Scalar()) if not isinstance(other, Scalar):
+            case (TensorElement(), other) | (other, TensorElement()) if not isinstance(other, TensorElement):
                 return f"{_with_type(self.saved)} -> {_with_type(self.live)}"
         return f"{_short(self.saved)} -> {_short(self.live)}"
 
@@ -183,7 +183,7 @@ def _short(value: Any) -> str:
 
 def _with_type(value: Any) -> str:
     """Return a value in short, which says where it is an element of a tensor."""
-    return f"tensor({value})" if isinstance(value, Scalar) else _short(value)
+    return f"tensor({value})" if isinstance(value, TensorElement) else _short(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +278,6 @@ def same_value(value: Any, other: Any) -> bool:
             return value is other
         case (int() | float(), int() | float()):
             return (value == other and copysign(1, value) == copysign(1, other)) or (value != value and other != other)
-        case Scalar(), Scalar():
+        case TensorElement(), TensorElement():
             return value.dtype == other.dtype and same_value(value.value, other.value)
     return type(value) is type(other) and (value == other or pickle.dumps(value) == pickle.dumps(other))
