@@ -150,9 +150,10 @@ CUT_OTHERWISE = "is cut otherwise; load it through a checkpoint"
 
 def has_same_layout(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same shape, mesh and placements."""
-    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
-        return isinstance(a, DTensor) == isinstance(b, DTensor) and a.shape == b.shape
-    return a.shape == b.shape and a.device_mesh == b.device_mesh and a.placements == b.placements
+    if not isinstance(a, DTensor):
+        return a.shape == b.shape and not isinstance(b, DTensor)
+    same_mesh = isinstance(b, DTensor) and a.device_mesh == b.device_mesh and a.placements == b.placements
+    return same_mesh and a.shape == b.shape
 
 
 def describe_layout(value: Any) -> str:

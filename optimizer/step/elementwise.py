@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ...algebra.plan import Copies
-from ...layouts.tensors import local_of
+from ...layouts.tensors import local_of, locals_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..ground.tensors import cut_portions, decay, exact_dtype, rounded_once, stack_boxes
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, equal_boxes, view_pairs
-from .rank_sets import State
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +32,7 @@ class LocalTensors:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
         is_active: whether each takes part.
-        slots: state by name, of the parameters that have it.
+        slots: other state by name, of the parameters that have it.
         momenta: what updates are made of: the momentum, or the gradient of a parameter that has none.
         dense_copies: tensors that are not contiguous in their own memory, and their copies.
     """
@@ -47,46 +46,42 @@ class LocalTensors:
     dense_copies: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], state: State) -> LocalTensors:
-        """Return the tensors of a step."""
+    def of(
+        cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], states: Sequence[Mapping[str, Tensor]]
+    ) -> LocalTensors:
+        """Return the tensors of a step, given the parameters' groups and states."""
         dense_copies: list[tuple[Tensor, Tensor]] = []
 
-        def dense(tensor: Tensor) -> Tensor:
-            local = local_of(tensor)
-            if local.is_contiguous():
-                return local
+        def copied(local: Tensor) -> Tensor:
             dense_copies.append((local, local.contiguous()))
             return dense_copies[-1][1]
 
-        # Weights and state are changed in place, so copies of them are written back at the end; gradients are not.
-        slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-        for number, param in enumerate(params):
-            for name, tensor in state[param].items():
-                slots[name][number] = dense(tensor)
-        weights: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        momenta: list[Tensor] = []
-        for param in params:
-            weight = dense(param)
-            gradient = None if param.grad is None else local_of(param.grad).contiguous()
-            weights.append(weight)
-            gradients.append(gradient)
-            # A method without momentum takes the gradient in its place; an absent gradient is never read.
-            momenta.append(weight if gradient is None else gradient)
-        for number, tensor in slots[MOMENTUM].items():
-            momenta[number] = tensor
+        def dense(tensors: Iterable[Tensor]) -> list[Tensor]:
+            return [local if local.is_contiguous() else copied(local) for local in locals_of(tensors)]
 
+        # Weights and state are changed in place, so copies of them are written back at the end; gradients are not.
+        weights = dense(params)
+        gradients = [None if param.grad is None else local_of(param.grad).contiguous() for param in params]
         is_active = tuple([gradient is not None for gradient in gradients])
+        # A method without momentum takes the gradient in its place; an absent gradient is never read.
+        given = [weight if gradient is None else gradient for weight, gradient in zip(weights, gradients, strict=True)]
+        momenta = dense(state.get(MOMENTUM, other) for state, other in zip(states, given, strict=True))
+        slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+        for number, state in enumerate(states):
+            for name in state.keys() - {MOMENTUM}:
+                [slots[name][number]] = dense([state[name]])
         return cls(groups, weights, gradients, is_active, slots, momenta, dense_copies)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         """Average gradients into momenta, of lists of parameters as `equal_momenta` returns them."""
+        all_gradients = cast("Sequence[Tensor]", self.gradients)
         for numbers in lists:
             rate = 1 - self.groups[numbers[0]]["momentum"]
-            gradients = [cast("Tensor", self.gradients[number]) for number in numbers]
+            gradients = [all_gradients[number] for number in numbers]
             for momenta, added in cut_portions([[self.momenta[number] for number in numbers], gradients]):
                 with rounded_once(momenta) as [exact]:
-                    widened = [gradient.to(exact[0].dtype) for gradient in added]
+                    dtype = exact[0].dtype
+                    widened = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in added]
                     # torch takes one number for all, or a list of tensors.
                     torch._foreach_lerp_(exact, widened, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
 
@@ -94,8 +89,8 @@ class LocalTensors:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
-            if self.is_active[number] and number in self.slots[MOMENTUM]:
-                momentum = self.momenta[number]
+            momentum = self.momenta[number]
+            if self.is_active[number] and momentum is not self.gradients[number]:
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
 
@@ -111,11 +106,10 @@ class Elementwise(Protocol):
     def begin(self, local: LocalTensors) -> None:
         """Begin a step; momenta are as they were."""
 
-    def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
-        """Average gradients into the momenta that a stage is the first to need: now, or in `send` and `assemble`."""
-
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        """Write updates that leave this rank in a stage."""
+        """Average gradients into the momenta that a stage is the first to need, and write updates that leave this rank
+        in it.
+        """
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         """Return the updates of whole matrices, from the wire and from this rank, in a fresh buffer: aligned alike on
@@ -183,10 +177,8 @@ class TorchElementwise:
             self._result_blocks = [self._blocks(local, table, back=True) for table in self._copies.result_receives]
             self._stacks = {}
 
-    def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
-        local.accumulate(self._equal_momenta[stage])
-
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
+        local.accumulate(self._equal_momenta[stage])
         for block in self._update_blocks[stage]:
             block.write(wire, self._updates(local, block))
 

@@ -288,8 +288,9 @@ class StepExchange:
             wire.memory.zero_()
         wire.start(self._note)
 
-    def check(self, wire: Wire, at_once: bool = False) -> None:
-        """Compare the notes that have arrived, as `Notes.check` does."""
+    def receive(self, wire: Wire, at_once: bool = False) -> None:
+        """Wait for the bytes and the notes of all ranks, and compare the notes as `Notes.check` does."""
+        wire.arrive()
         if self._notes is not None:
             self._notes.check(self._intent, wire.differ(), at_once)
 

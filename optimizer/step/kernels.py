@@ -103,11 +103,10 @@ class KernelElementwise:
         )
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._send(("update", stage), lambda: self._copies.update_sends[stage], wire)
-
-    def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
+        # Kernels accumulate the other gradients, here or in `assemble`.
         numbers = [param for param in self._params_of_stages[stage] if param not in self._accumulated_by_kernels]
         local.accumulate(local.equal_momenta(numbers))
+        self._send(("update", stage), lambda: self._copies.update_sends[stage], wire)
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         dtype = self._kinds[self._entry[next(iter(sizes))]].sent_dtype

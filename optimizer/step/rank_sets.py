@@ -137,6 +137,11 @@ class RankSet:
     def matrices(self) -> list[Member]:
         return [member for member in self.members if is_matrix_method(member.algorithm)]
 
+    @cached_property
+    def matrix_states(self) -> list[Mapping[str, Tensor]]:
+        """The states of matrices: looking parameters up in each step would take longer."""
+        return [self.state[member.param] for member in self.matrices]
+
     @property
     def is_alone(self) -> bool:
         return len(self.ranks) < 2
@@ -181,7 +186,7 @@ class RankSet:
 
     @cached_property
     def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str | None]]:
-        """Parameters, their states, and the slots of momenta: looking parameters up in each step would take longer."""
+        """Parameters, their states, and the slots of momenta."""
         momenta = []
         for member in self.members:
             slots = self.state[member.param]

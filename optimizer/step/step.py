@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -198,9 +197,8 @@ class Step:
         self,
         rank_set: RankSet,
         groups: Sequence[ParamGroup],
-        state: State,
         failure: Exception | None,
-        constants: Facts = MappingProxyType({}),
+        constants: Facts,
     ) -> None:
         """Update the parameters that have a gradient.  Collective.
 
@@ -225,31 +223,26 @@ class Step:
         self._num_steps += 1
         if failure is not None:
             intent = intent.failed(failure, self.rank)
+        exchange, stages = StepExchange(intent, self._notes), self.schedule.stages
         with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
-            exchange = StepExchange(intent, self._notes)
-
             # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a
             # failure zeros leave instead, as the others wait for something.
             groups_of_matrices = [groups[member.group] for member in rank_set.matrices]
-            local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
-            wires = self._first_wires(exchange, local)
+            local = exchange.attempt(self._read_gradients, groups_of_matrices, rank_set.matrix_states)
+            wires = deque([self._send(exchange, local, number) for number in self._first_stages])
 
-            # All ranks have the same notes, so they go on or raise alike.
-            exchange.check(wires[0], at_once=True)
-            assert local is not None, "all ranks stop at the first check if one has failed"
-
-            stages = self.schedule.stages if self.schedule.units else ()
             results: Wire | None = None
             for number, stage in enumerate(stages):
                 # The next stage's updates travel while this one's are computed; the first two already do.
                 if 0 < number < len(stages) - 1:
-                    wires.append(self._gather(exchange, local, number + 1))
+                    wires.append(self._send(exchange, local, number + 1))
 
-                # This stage's updates come to their owners, with notes that say whether all ranks are well.
+                # Updates come to their owners, with notes that say whether all ranks are well.  The first are read at
+                # once: all ranks have the same notes, so they go on or raise alike.
                 updates = wires.popleft()
-                if number:
-                    updates.arrive()
-                    exchange.check(updates)
+                exchange.receive(updates, at_once=number == 0)
+                if not self.schedule.units:
+                    return
 
                 # Owners orthogonalise, batch by batch; results for parts of this rank are applied at once.
                 next_results = Wire(stage.scatter, self.links[number][1], self.device)
@@ -264,9 +257,9 @@ class Step:
                 results = next_results
 
             # The last results have nothing to hide behind.
-            if results:
-                self._apply(exchange, local, len(stages) - 1, results)
-                exchange.attempt(local.end)
+            assert local is not None and results is not None, "all ranks stop at the first notes if one has failed"
+            self._apply(exchange, local, len(stages) - 1, results)
+            exchange.attempt(local.end)
             exchange.end()
 
     def retire(self, failure: Exception | None) -> None:
@@ -281,14 +274,19 @@ class Step:
         )
         exchange = StepExchange(intent if failure is None else intent.failed(failure, self.rank), self._notes)
         # Ranks that do not plan anew send updates, so the wires are those of a step.
-        first, *other_wires = self._first_wires(exchange, None)
-        exchange.check(first, at_once=True)
+        first, *other_wires = [self._send(exchange, None, number) for number in self._first_stages]
+        exchange.receive(first, at_once=True)
         for wire in other_wires:
             wire.arrive()
 
-    def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+    @property
+    def _first_stages(self) -> range:
+        """The stages whose updates are under way when the first notes are read."""
+        return range(min(STAGES_IN_FLIGHT, len(self.schedule.stages)))
+
+    def _read_gradients(self, groups: Sequence[ParamGroup], states: Sequence[Mapping[str, Tensor]]) -> LocalTensors:
         """Return the tensors of this step; batches are made anew if other parameters have gradients."""
-        local = LocalTensors.of(self.params, groups, state)
+        local = LocalTensors.of(self.params, groups, states)
         if self._is_active != local.is_active:
             units = self.schedule.units
             by_param = groups.__getitem__, self.methods.__getitem__, self._state_kinds.__getitem__
@@ -301,18 +299,10 @@ class Step:
         self.elementwise.begin(local)
         return local
 
-    def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
-        """Start to gather the first stages, and wait for the first of them."""
-        stages = range(min(STAGES_IN_FLIGHT, len(self.schedule.stages)))
-        wires = deque([self._gather(exchange, local, stage) for stage in stages])
-        wires[0].arrive()
-        return wires
-
-    def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
+    def _send(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
         """Start to send the updates of a stage to their owners, and the state that goes with them."""
         wire = Wire(self.schedule.stages[stage].gather, self.links[stage][0], self.device)
         if local is not None:
-            exchange.attempt(self.elementwise.accumulate_gradients, local, stage)
             exchange.attempt(self.elementwise.send, local, stage, wire.memory)
             exchange.attempt(self._state.send, local, stage, wire.memory)
         exchange.start(wire)
@@ -362,9 +352,8 @@ class Step:
     def _failure(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
         return RuntimeError(f"{self.labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
 
-    def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, results: Wire) -> None:
-        results.arrive()
-        exchange.check(results)
+    def _apply(self, exchange: StepExchange, local: LocalTensors | None, stage: int, results: Wire) -> None:
+        exchange.receive(results)
         exchange.attempt(self.elementwise.apply, local, stage, results.memory)
         exchange.attempt(self._state.apply, local, stage, results.memory)
 
@@ -425,13 +414,11 @@ class Steps:
 
         def update_set(rank_set: RankSet) -> None:
             if rank_set.members and rank_set.ranks in self.planned:
-                step = self.planned[rank_set.ranks]
-                step.update(rank_set, groups, state, failure, constants(rank_set.ranks))
+                self.planned[rank_set.ranks].update(rank_set, groups, failure, constants(rank_set.ranks))
 
         # All plans come before the first exchange: then all connections are made.  What fails in one set is told in the
         # next, so that no rank of any waits.
-        is_planned = self.planned.keys() >= {rank_set.ranks for rank_set in sets}
-        for work in (update_set,) if is_planned else (make_plan, update_set):
+        for work in make_plan, update_set:
             for rank_set in sets:
                 if rank_set.is_alone and (failure or not rank_set.matrices):
                     continue
