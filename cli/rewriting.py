@@ -300,8 +300,6 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
         tensors = f"{counted(report.tensors, 'tensor')}, {size(sum(file.elements for file in report.files))}"
         summary = f"{report.destination}: {tensors}, {spread} ({size(report.written)} of files)"
         print_line("; ".join((summary, *_compared(report))))
-        for sentence in report.advice:
-            print_line(f"next: {sentence}")
     print_duration()
 
 

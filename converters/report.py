@@ -54,7 +54,6 @@ class Report:
         checklist: what became of each thing, and what the user must set in code, with the values found.
         compared: the number of tensors whose fingerprints are compared with the source's.
         fingerprints: of the tensors that were written, by key; None if nothing was written.
-        advice: sentences about what to do next with the destination.
     """
 
     source: str
@@ -79,7 +78,6 @@ class Report:
     checklist: tuple[Check, ...]
     compared: int
     fingerprints: Mapping[str, str | None] | None = None
-    advice: tuple[str, ...] = ()
 
     def finished(self, manifest: Manifest) -> Report:
         """Return the report when everything has been written."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
@@ -16,10 +15,9 @@ from ..programs.detection import momentum_note, with_slots
 from ..programs.dialect import Dialect
 from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
-from ..store.io.location import Location, Remote, items_beside, location
+from ..store.io.location import Remote, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.diagnosis import command, open
-from ..store.verify.run import StepName, newer_steps
+from ..store.verify.diagnosis import open
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -89,13 +87,7 @@ def reshard(
             # What the arguments asked for and the format has no use for is said.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
-            report = execution.run(job, place, (*mesh_note, *_notes_on_unread(opened), *momentum), workers)
-            # A later attempt at the step of the source, as the cure of damaged descriptions is, says how it is resumed.
-            source_name, name = StepName.parsed(opened.path.name), StepName.parsed(place.name)
-            is_beside = opened.path.parent.resolve() == place.parent.resolve()
-            if report is None or not (is_beside and source_name and name and source_name.step == name.step):
-                return report
-            return replace(report, advice=tuple(_advice_on_attempt(place)))
+            return execution.run(job, place, (*mesh_note, *_notes_on_unread(opened), *momentum), workers)
 
 
 Arguments = ParamSpec("Arguments")
@@ -149,19 +141,6 @@ def _check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: 
     for argument, is_given in (("shard", has_rules), ("layout", layout != ROWS)):
         if is_given and not container.of_ranks:
             raise TargetError(f"`{argument}=` has no meaning for format {container.name}; leave it out")
-
-
-def _advice_on_attempt(place: Location) -> Iterator[str]:
-    """Say what to do with a later attempt at a step of a series: how it is checked and resumed from."""
-    yield f"{command('verify', place)} reads all of it again"
-    # A newer step goes before this one, if it is whole.
-    newer = newer_steps(place)
-    if newer and newer[0].state == "whole":
-        yield f"{newer[0].name} is newer and whole, so that is resumed from, and not this: move it away to go back"
-        return
-    if newer:
-        yield f"{newer[0].name}, which is newer, is {newer[0].state}, and passed over for this: {newer[0].fault}"
-    yield f"Series.restore takes it, and {command('inspect', place.parent)} lists it"
 
 
 def _notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ def file_states(payloads: Payloads, columns: Columns, blobs: Sequence[Blob]) -> 
     Raises:
         SourceError: one is missing.
     """
-    names = columns.files_of() | {blob.item.file for blob in blobs}
+    names = columns.files() | {blob.item.file for blob in blobs}
 
     def state(name: str) -> tuple[object, ...]:
         if payloads.is_in_memory(name):

@@ -233,12 +233,11 @@ def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> Abstract
     return _sharing(me, timeout, range(me.world))
 
 
-def joined_ranks(process_group: dist.ProcessGroup | None, timeout: float = TIMEOUT) -> AbstractContextManager[Workers]:
+def joined_ranks(process_group: dist.ProcessGroup | None) -> AbstractContextManager[Workers]:
     """Join the ranks of a program that is running, those of a process group, for the duration of a block.
 
     Args:
         process_group: None means all ranks, or this process where there are no others.
-        timeout: as for `joined`.
 
     Raises:
         Interrupted: a worker was lost.
@@ -248,7 +247,7 @@ def joined_ranks(process_group: dist.ProcessGroup | None, timeout: float = TIMEO
     if not dist.is_initialized():
         return nullcontext(Workers())
     ranks = dist.get_process_group_ranks(process_group)
-    return _sharing(Worker(dist.get_rank(process_group), len(ranks)), timeout, ranks)
+    return _sharing(Worker(dist.get_rank(process_group), len(ranks)), TIMEOUT, ranks)
 
 
 @contextmanager

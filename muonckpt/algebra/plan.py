@@ -136,17 +136,6 @@ class Plan:
         return int(self.table.numel[source != self.table.target].sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One buffer's part of a plan: the copies that it gives and those that it takes; copies to itself are in both.
-
-    Two buffers list the copies between them in the same order.
-    """
-
-    gives: tuple[Copy, ...]
-    takes: tuple[Copy, ...]
-
-
 @lru_cache(maxsize=65536)
 def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     """Return the copies that fill ``target`` from ``source``.
@@ -159,40 +148,11 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     Raises:
         LayoutError: the shapes differ.
     """
-    _check_shapes(source, target)
+    if source.shape != target.shape:
+        raise LayoutError(f"cannot copy a tensor of shape {source.shape} into one of shape {target.shape}")
     pairs = overlaps(target.starts, target.stops, source.starts, source.stops)
     starts, table = _intersection(source, target, *pairs)
     return Plan(source.shape, source.buffers, target.buffers, starts, table, target.total_numel)
-
-
-def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Share:
-    """Return the share of ``buffer`` in ``make_plan(source, target)``, without making the whole plan.
-
-    Raises:
-        LayoutError: the shapes differ, or the buffer would not take all that it holds of the target.
-    """
-    _check_shapes(source, target)
-    source_boxes, target_boxes = source.boxes_of(buffer), target.boxes_of(buffer)
-    # It gives copies of its boxes of the source, where no other replica does.
-    t, s = overlaps(target.starts, target.stops, source.starts[source_boxes], source.stops[source_boxes])
-    starts, table = _intersection(source, target, t, source_boxes[s])
-    is_giver = table.source == (source.buffers.index(buffer) if len(source_boxes) else -1)
-    gives = _listed(source.buffers, target.buffers, starts[is_giver], table.rows(is_giver))
-    # It takes its boxes of the target, all of them.
-    t, s = overlaps(target.starts[target_boxes], target.stops[target_boxes], source.starts, source.stops)
-    starts, table = _intersection(source, target, target_boxes[t], s)
-    is_taker = table.target == (target.buffers.index(buffer) if len(target_boxes) else -1)
-    numel = int(table.numel[is_taker].sum())
-    expected = int((target.stops - target.starts)[target_boxes].prod(axis=1).sum())
-    if numel != expected:
-        raise LayoutError(f"the plan writes {numel} of the {expected} elements that {buffer!r} holds of the target")
-    takes = _listed(source.buffers, target.buffers, starts[is_taker], table.rows(is_taker))
-    return Share(tuple(gives), tuple(takes))
-
-
-def _check_shapes(source: TensorLayout, target: TensorLayout) -> None:
-    if source.shape != target.shape:
-        raise LayoutError(f"cannot copy a tensor of shape {source.shape} into one of shape {target.shape}")
 
 
 def _intersection(source: TensorLayout, target: TensorLayout, t: IntArray, s: IntArray) -> tuple[IntArray, Copies]:

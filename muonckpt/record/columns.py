@@ -131,9 +131,9 @@ class Columns:
         """Return the lengths of items, of all rows or of these, in bytes."""
         return self._frame_field(0, rows)
 
-    def item_end(self, rows: Rows = _ALL) -> Column:
+    def item_end(self) -> Column:
         """Return the offsets behind items, in bytes."""
-        return self.item[rows] + self.item_length(rows)
+        return self.item + self.item_length()
 
     def payload(self, rows: Rows = _ALL) -> Column:
         """Return the offsets of payloads, in bytes; `UNKNOWN` where there is none."""
@@ -156,9 +156,9 @@ class Columns:
         file, item, frame, *checksums = (column[rows] for column in self.arrays)
         return Columns(self.names, file, item, frame, self.frames, *checksums)
 
-    def files_of(self, rows: slice | Column | NDArray[np.bool_] = _ALL) -> frozenset[str]:
-        """Return the names of the files of some rows, by number or by flag."""
-        return frozenset(self.names[number] for number in np.unique(self.file[rows]).tolist())
+    def files(self) -> frozenset[str]:
+        """Return the names of the files in which rows lie."""
+        return frozenset(self.names[number] for number in np.unique(self.file).tolist())
 
     def is_in(self, files: Collection[str]) -> NDArray[np.bool_]:
         """Return a mask of the rows that lie in these files."""

@@ -1,10 +1,10 @@
 """The parts of a parameter's matrices on each rank, and one rank's copies between there and the owners.
 
-`rank_copies` does what `plan.make_share` does from the layout by which a matrix rests to one in which its owner has all
-of it, and back: the same intersections of boxes, the same choice among replicas, the same order on both sides
+`rank_copies` makes a rank's part of `plan.make_plan` from the layout by which a matrix rests to one in which its owner
+has all of it, and back: the same intersections of boxes, the same choice among replicas, the same order on both sides
 (`test_owners` compares the two).  It is done here once more because
 
-- a model has tens of thousands of matrices, and a share of each would need two layouts and some calls of its own.
+- a model has tens of thousands of matrices, and a plan of each would need two layouts and some calls of its own.
   Here the matrices of a parameter are rows of a few arrays;
 - experts between two cuts of their stack have like parts, which are listed once, whatever the owners;
 - owners are chosen (`schedule.assign_owners`) from what each rank holds, so the parts are needed before there is any

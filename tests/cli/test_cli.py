@@ -206,7 +206,7 @@ SUMMARY += ["files", "step", "steps", "optimizer", "conventions", "groups", "unr
 SUMMARY += ["balance", "buffers", "slots", "checks", "verified", "diagnosis", "symptoms", "notes"]
 REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buffers", "files", "tensors", "checked"]
 REWRITING += ["read", "avoided", "written", "unchecked", "items_file", "decoded", "undecoded", "left_out", "notes"]
-REWRITING += ["checklist", "compared", "fingerprints", "advice"]
+REWRITING += ["checklist", "compared", "fingerprints"]
 REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes", "verdict",
           "diagnosis"]  # fmt: skip
 JSON = {

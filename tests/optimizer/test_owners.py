@@ -15,7 +15,7 @@ from support.random_layouts import random_overlapping_layout, row_layout
 from muonckpt import LayoutError
 from muonckpt.algebra.box import row_major
 from muonckpt.algebra.layout import Place, through
-from muonckpt.algebra.plan import Copies, Share, make_share
+from muonckpt.algebra.plan import Copies, Plan, make_plan
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
@@ -264,7 +264,7 @@ def test_what_a_rank_copies_to_any_owner_and_back_are_shares_of_the_plans(seed, 
                     ((found.gives, found.takes, found.local), (resting, whole)),
                     ((found.gives_back, found.takes_back, found.local.inverse()), (whole, resting)),
                 ]:
-                    assert_share(tables, make_share(*way, rank), rank)
+                    assert_share(tables, make_plan(*way), rank)
 
 
 def test_experts_between_two_cuts_are_planned_once():
@@ -279,7 +279,7 @@ Row = tuple[object, ...]
 """A copy, or one end of it: sizes, and offset and strides for each end."""
 
 
-def assert_share(tables: tuple[Copies, Copies, Copies], share: Share, rank: int) -> None:
+def assert_share(tables: tuple[Copies, Copies, Copies], plan: Plan, rank: int) -> None:
     """What a rank gives, takes and has itself is its share of a plan: to each peer in order, its own in any."""
     gives, takes, own = tables
     assert (gives.source == 5).all() and (takes.target == 5).all() and (own.source == 5).all()
@@ -301,17 +301,19 @@ def assert_share(tables: tuple[Copies, Copies, Copies], share: Share, rank: int)
 
     assert near(gives) == by_peer(
         (copy.target.buffer, (copy.box.shape, *place(copy.source)))
-        for copy in share.gives
-        if copy.target.buffer != rank
+        for copy in plan.copies
+        if copy.source.buffer == rank != copy.target.buffer
     )
     assert near(takes.inverse()) == by_peer(
         (copy.source.buffer, (copy.box.shape, *place(copy.target)))
-        for copy in share.takes
-        if copy.source.buffer != rank
+        for copy in plan.copies
+        if copy.target.buffer == rank != copy.source.buffer
     )
     sizes, _, *source, _, offset, strides = own.columns
     assert set(zip(*map(rows, (sizes, *source, offset, strides)), strict=True)) == {
-        (copy.box.shape, *place(copy.source), *place(copy.target)) for copy in share.takes if copy.source.buffer == rank
+        (copy.box.shape, *place(copy.source), *place(copy.target))
+        for copy in plan.copies
+        if copy.source.buffer == rank == copy.target.buffer
     }
 
 

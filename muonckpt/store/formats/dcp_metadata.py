@@ -406,8 +406,8 @@ class _MetadataWriter(Pickler):
         self.again(("offset", number, lo), write)
 
 
-def _object(kind: str, state: object = None, module: str = METADATA) -> Record:
-    return Record(Global(f"{module} {kind}"), (), state)
+def _object(kind: str, state: object = None) -> Record:
+    return Record(Global(f"{METADATA} {kind}"), (), state)
 
 
 def _size(sizes: Index) -> Record:

@@ -259,7 +259,10 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     options = ["--mesh", f"dp={max(1, len(ranks))}"]
     if MEGATRON_FILE in manifest.files or (path / MEGATRON_FILE).exists():
         options += ["--format", "torch_dist"]
-    return Remedy(command("reshard", path, _free_path(path), *options), gives)
+    new_path = _free_path(path)
+    if StepName.parsed(new_path.name):
+        gives += "; Series.restore takes it for this step"
+    return Remedy(command("reshard", path, new_path, *options), gives)
 
 
 def _gone_back(path: Location, before: RunStep, is_automatic: bool) -> Remedy:
@@ -312,16 +315,16 @@ def _with_name(path: Location) -> Location:
     return path.resolve() if path.name in ("", "..") else path
 
 
-def _free_path(path: Location) -> str:
+def _free_path(path: Location) -> Location:
     """Return the path of a checkpoint beside this one that does not exist yet: of the same step, if it is of a run."""
     place = _with_name(path)
     if (name := new_attempt(place)) is not None:
-        return str(place.parent / name)
+        return place.parent / name
     new_path, number = place.parent / f"{place.name}-rebuilt", 1
     while new_path.exists():
         number += 1
         new_path = place.parent / f"{place.name}-rebuilt{number}"
-    return str(new_path)
+    return new_path
 
 
 def command(*arguments: object) -> str:

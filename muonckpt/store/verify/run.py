@@ -216,12 +216,6 @@ def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer |
     return None
 
 
-def same_step(name_a: str, name_b: str) -> bool:
-    """Return whether two names of one run tell the same step."""
-    a, b = NumberedName.parsed(name_a), NumberedName.parsed(name_b)
-    return a is not None and b is not None and (a.stem, a.step.step) == (b.stem, b.step.step)
-
-
 def new_attempt(checkpoint: Location) -> str | None:
     """Return a free name by which the same step is found beside a checkpoint; None if its name tells no step.
 
@@ -231,8 +225,8 @@ def new_attempt(checkpoint: Location) -> str | None:
     if numbered is None:
         return None
     attempt = numbered.step.attempt
-    for sibling, step in _siblings(checkpoint):
-        if same_step(checkpoint.name, sibling):
+    for _, step in _siblings(checkpoint):
+        if step.step == numbered.step.step:
             attempt = max(attempt, step.attempt)
     # Ours have their numbers in one form, those of other programs get a suffix.
     if name := StepName.parsed(checkpoint.name):
@@ -251,15 +245,6 @@ def _siblings(checkpoint: Location) -> list[tuple[str, StepName]]:
             if sibling and (numbered is None or sibling.stem == numbered.stem):
                 siblings.append((entry.name, sibling.step))
     return siblings
-
-
-def newer_steps(checkpoint: Location) -> list[RunStep]:
-    """Look at the checkpoints beside one that are of later steps of the same run, or later attempts; newest first."""
-    numbered = NumberedName.parsed(checkpoint.name)
-    if numbered is None:
-        return []
-    newer = [(step, name) for name, step in _siblings(checkpoint) if step > numbered.step]
-    return [look_at_step(checkpoint.parent / name, step, None) for step, name in sorted(newer, reverse=True)]
 
 
 def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep | None:
