@@ -9,8 +9,6 @@ import numpy as np
 from muonckpt.algebra.layout import Place, TensorLayout
 from muonckpt.algebra.plan import Plan
 
-HOLE = -1
-
 
 def addresses(place: Place, sizes: tuple[int, ...]):
     """Yield (index within the box, element offset in the buffer) for every element of a box of these sizes."""
