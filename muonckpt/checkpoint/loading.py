@@ -425,7 +425,10 @@ class JointLoad:
     ) -> tuple[Transfer, ReadMemory]:
         """Return the transfer of what this rank has read in a round, and the memory of that."""
         elements, moves, stages = elements_of(), of_round.moves, of_round.stages
-        sources = partial(_parts_of, elements.parts)
+
+        def sources(key: str) -> LocalParts:
+            return elements.parts.get(key, NO_PARTS)
+
         return Transfer(sources, self._live.local, moves, stages, self.group, device), elements.memory
 
     def _elements_by_round(self) -> Iterator[Callable[[], RoundElements]]:
@@ -579,10 +582,6 @@ def _prepare_together(process_group: dist.ProcessGroup | None, prepare: Callable
     prepared: list[T] = []
     gather_on_all(process_group, SourceError, lambda: prepared.append(prepare()))
     return prepared[0]
-
-
-def _parts_of(elements: Mapping[str, LocalParts], key: str) -> LocalParts:
-    return elements.get(key, NO_PARTS)
 
 
 def _outline_digest(outline: Manifest) -> str:

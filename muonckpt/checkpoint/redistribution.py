@@ -49,7 +49,7 @@ from .matching import RankRequest, judge, match, selection
 from .reading_plan import AskedTensor, JointRequest
 from .shared_memory import check_apart, differing_ties, tied_origins
 from .template import LoadTemplate, Stored
-from .transfer import DEFAULT_MEMORY, Transfer, views
+from .transfer import Transfer, views
 from .transfer_plan import Move, Stage, divide_in_stages, make_copies
 
 
@@ -95,7 +95,7 @@ def redistribute(
     target_state_dict: dict[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
-    memory: int = DEFAULT_MEMORY,
+    memory: int = 256 << 20,
     allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
     attest: bool = False,

@@ -18,9 +18,6 @@ from .all_ranks import exchange, place_in
 from .live_state import LocalParts
 from .transfer_plan import CopySide, Move, RankSides, Stage, sides_of
 
-DEFAULT_MEMORY = 256 << 20
-"""Bytes of a rank's exchange buffers."""
-
 Elements = Callable[[str], LocalParts]
 """A function that returns the elements of a tensor that this rank has, by its key."""
 
@@ -58,7 +55,7 @@ class Transfer:
         device: that of the memory from which bytes are exchanged.
 
     Attributes:
-        sent, received: bytes so far.
+        sent_bytes, received_bytes: so far.
         buffer_bytes: of its exchange buffers.
     """
 
