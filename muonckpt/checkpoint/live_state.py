@@ -568,7 +568,7 @@ def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     return [members for members, _ in lists]
 
 
-def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[int]]]]) -> None:
+def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[int]]]], attest: bool) -> None:
     """Prove that no rank's template lacks a tensor of which it holds a part: that would stay as it was, unnoticed.
 
     Where only boxes say who holds what, and some rank lacks the tensor, the others' have to be all of it.  Where all
@@ -576,6 +576,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
 
     Args:
         ranks: what each global rank asks for, and its ``placed_on``.
+        attest: True if ranks together have to ask for all of each tensor, as fingerprints are of whole tensors.
 
     Raises:
         LayoutError: names the tensor, and the rank or the box that is missing.
@@ -609,9 +610,14 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
                     "load with the same keys on all ranks that hold the tensor"
                 )
         # Boxes say nothing of ranks that lack the tensor: only a whole one leaves them nothing.
-        if has_placements or len(numbers) == len(ranks):
+        if has_placements or (len(numbers) == len(ranks) and not attest):
             continue
         for hole in unheld(shape, boxes):
+            if attest:
+                raise LayoutError(
+                    f"tensor {key!r}: attest=True compares fingerprints of whole tensors, and no rank's state dict has "
+                    f"box {hole} of it, of shape {shape}. Nothing was loaded. Load without attest=True"
+                )
             raise LayoutError(
                 f"tensor {key!r}: no rank's state dict asks for box {hole} of it, of shape {shape}, so whoever "
                 "holds that would keep it as it was: load with the same keys on all ranks that hold the tensor"

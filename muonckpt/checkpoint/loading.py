@@ -334,7 +334,7 @@ class JointLoad:
         )
         self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
         asked = ((question.asked, question.placed) for question in ranks)
-        prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)))
+        prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)), self.attest)
         request = JointRequest.of([(question.asked, question.request.matching.sources) for question in ranks])
         devices = frozenset[str]().union(*(question.devices for question in ranks))
         return _Agreement(request, report, min(question.memory for question in ranks), devices)

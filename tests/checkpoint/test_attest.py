@@ -223,6 +223,16 @@ class Rounding:
         self.weight = state["weight"].bfloat16().float()
 
 
+def test_load_of_a_part_of_a_tensor_is_not_attested_and_nothing_is_written(tmp_path):
+    muonckpt.save({"x": torch.arange(12.0).view(4, 3), "y": torch.ones(3)}, tmp_path / "saved")
+    template = {"x": muonckpt.BoxedTensor((4, 3), {(0, 0): torch.zeros(2, 3)}), "y": torch.zeros(3)}
+    with pytest.raises(muonckpt.LayoutError, match=r"tensor 'x': attest=True .* Load without attest=True"):
+        muonckpt.load(template, tmp_path / "saved", attest=True)
+    assert not template["x"].parts[0, 0].any() and not template["y"].any()
+    muonckpt.load(template, tmp_path / "saved")
+    assert torch.equal(template["x"].parts[0, 0], torch.arange(6.0).view(2, 3)) and template["y"].all()
+
+
 def test_load_attests_what_is_in_memory_when_it_is_asked_to(tmp_path):
     muonckpt.save({"m": {"weight": torch.tensor([1.0, 0.1, 3.0]), "more": torch.ones(2)}}, tmp_path / "c")
     muonckpt.load({"m": Rounding()}, tmp_path / "c", allow_extra=True)
