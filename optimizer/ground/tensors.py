@@ -132,6 +132,26 @@ def number_like(value: float, like: Tensors) -> Tensor:
     return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
 
 
+def interpolate(starts: Tensors, ends: Tensors, weight: float | Tensor) -> tuple[Tensor, ...]:
+    """Return ``torch.lerp`` of tensors pair by pair; the ends themselves, copied, for a weight of 1.
+
+    There torch's vector loop and the loop for the rest of a tensor give zeros other signs, so that bits would depend on
+    where a shard begins.
+    """
+    if not isinstance(weight, Tensor) and weight == 1:
+        return tuple(end.clone() for end in ends)
+    # torch takes one number for all, or a list of tensors.
+    return torch._foreach_lerp(starts, ends, [weight] * len(starts) if isinstance(weight, Tensor) else weight)
+
+
+def interpolate_(starts: Tensors, ends: Tensors, weight: float | Tensor) -> None:
+    """Put what `interpolate` returns in the place of the starts."""
+    if not isinstance(weight, Tensor) and weight == 1:
+        torch._foreach_copy_(starts, ends)
+    else:
+        torch._foreach_lerp_(starts, ends, [weight] * len(starts) if isinstance(weight, Tensor) else weight)
+
+
 def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
     """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from ...layouts.tensors import locals_of
 from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, MOMENTUM_DTYPE, STATE_DTYPE, STEP, ParamGroup
-from ..ground.tensors import Tensors, cast_tensors, cut_portions, decay, number_like, rounded_once
+from ..ground.tensors import (
+    Tensors,
+    cast_tensors,
+    cut_portions,
+    decay,
+    interpolate,
+    interpolate_,
+    number_like,
+    rounded_once,
+)
 
 Slots = Mapping[str, Tensors]
 
@@ -98,7 +107,7 @@ def _add_number(tensors: Tensors, value: float) -> None:
 def _step_adamw(params: Tensors, gradients: Tensors, slots: Slots, count: float, group: ParamGroup) -> None:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101): the operators of `torch.optim.AdamW` with its defaults."""
     means, squares, lr, (beta1, beta2) = slots[EXP_AVG], slots[EXP_AVG_SQ], group["lr"], group["betas"]
-    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    interpolate_(means, gradients, 1 - beta1)
     # The sign of Adam's update is the one of its first moment.
     decay(params, means, lr * group["weight_decay"], group["cautious"])
     torch._foreach_mul_(squares, number_like(beta2, squares))
@@ -112,9 +121,9 @@ def _step_adamw(params: Tensors, gradients: Tensors, slots: Slots, count: float,
 def _step_lion(params: Tensors, gradients: Tensors, slots: Slots, count: float, group: ParamGroup) -> None:
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of momentum and gradient."""
     momenta, lr, (beta1, beta2) = slots[EXP_AVG], group["lr"], group["betas"]
-    updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+    updates = interpolate(momenta, gradients, 1 - beta1)
     torch._foreach_sign_(updates)
-    torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+    interpolate_(momenta, gradients, 1 - beta2)
     decay(params, updates, lr * group["weight_decay"], group["cautious"])
     torch._foreach_add_(params, updates, alpha=-lr)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...algebra.plan import Copies
 from ...layouts.tensors import local_of, locals_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
-from ..ground.tensors import cut_portions, decay, exact_dtype, rounded_once, stack_boxes
+from ..ground.tensors import cut_portions, decay, exact_dtype, interpolate_, rounded_once, stack_boxes
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, equal_boxes, view_pairs
@@ -82,8 +82,7 @@ class LocalTensors:
                 with rounded_once(momenta) as [exact]:
                     dtype = exact[0].dtype
                     widened = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in added]
-                    # torch takes one number for all, or a list of tensors.
-                    torch._foreach_lerp_(exact, widened, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
+                    interpolate_(exact, widened, rate)
 
     def equal_momenta(self, numbers: Iterable[int]) -> list[list[int]]:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""

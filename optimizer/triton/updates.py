@@ -215,9 +215,11 @@ def _place(segments, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Interpolate as torch does: from the nearer end, so that weights of 0 and 1 are exact."""
+    """Interpolate as torch does, from the nearer end; a weight of 1 gives the end, with its sign where it is zero."""
     near = weight < 0.5
-    return fused(tl.where(near, weight, weight - 1.0), end - start, tl.where(near, start, end))
+    return tl.where(
+        weight == 1.0, end, fused(tl.where(near, weight, weight - 1.0), end - start, tl.where(near, start, end))
+    )
 
 
 @triton.jit

@@ -16,10 +16,11 @@ import pytest
 import torch
 from support.interpreted import DEVICE, kernels
 from support.launches import launches
-from torch import Tensor
+from torch import Tensor, nn
 
 from muonckpt.algebra.box import Index, row_major
 from muonckpt.algebra.plan import NO_COPIES, Copies
+from muonckpt.optimizer import Muon
 from muonckpt.optimizer.methods.scalar import decay
 
 e = kernels("triton.updates")
@@ -249,3 +250,24 @@ def test_each_kernel_can_be_launched_and_compiles_for_hopper(tmp_path: Path) -> 
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "slot"),
+    [
+        ({"momentum": 0.0}, "momentum_buffer"),
+        ({"algorithm": "adamw", "betas": (0.0, 0.9)}, "exp_avg"),
+        ({"algorithm": "lion", "betas": (0.9, 0.0)}, "exp_avg"),
+    ],
+)
+def test_without_memory_the_average_is_the_gradient_with_the_signs_of_its_zeros(options, slot, dtype):
+    """A vector loop and the loop behind it give zeros other signs, and a shard begins anywhere."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(6, 7, dtype=dtype))
+    optimizer = Muon([{"params": [param], "lr": 0.1, **options}])
+    for sign in (1, -1):
+        param.grad = torch.randn(6, 7, dtype=dtype).relu_() * sign
+        optimizer.step()
+    average, expected = optimizer.state[param][slot], param.grad.to(optimizer.state[param][slot].dtype)
+    assert torch.equal(average.view(torch.uint8), expected.view(torch.uint8))
