@@ -208,7 +208,7 @@ def _difference(
         blob_a, blob_b = a.items[key].source, b.items[key].source
         if blob_a and blob_b and blob_a.digest is not None and blob_a.digest == blob_b.digest:
             by_digest += 1
-        elif not same_value(bytes_a := a.read_item(key), bytes_b := b.read_item(key)):
+        elif not _same_value(bytes_a := a.read_item(key), bytes_b := b.read_item(key)):
             changed_items.append(ItemDifference(key, value_of(bytes_a), value_of(bytes_b)))
     # Training changes weights and their state in every step.
     steps, unmoved = (a.step, b.step), list[str]()
@@ -345,7 +345,7 @@ def _boxes(tensor: OutputTensor) -> set[Box]:
     return {fragment.box for fragment in tensor.layout.fragments}
 
 
-def same_value(a: bytes, b: bytes) -> bool:
+def _same_value(a: bytes, b: bytes) -> bool:
     """Return whether two items have the same bytes, or both are plain data with the same values."""
     if a == b:
         return True

@@ -22,9 +22,6 @@ import muonckpt
 from muonckpt import LayoutError, SourceError
 from muonckpt.optimizer import Muon
 
-Group = tuple[str, tuple[str, ...], dict[str, Any]]
-"""A group's name in this test, its layers, and its options."""
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "matrices": {"lr": 0.02, "momentum": 0.9},
     "embedding": {"algorithm": "adamw", "lr": 0.003, "weight_decay": 0.0},
