@@ -455,11 +455,7 @@ class Muon(ForModel, CollectiveOptimizer):
     def _plan(self, rank_set: RankSet, failure: Exception | None) -> Step:
         if self._warns and self._replicas is None:
             warn_if_unshared(rank_set)
-        return self._planner.plan(rank_set, self.param_groups, self.state, failure)
-
-    @property
-    def _planner(self) -> Planner:
-        return Planner(
+        planner = Planner(
             self._replicas,
             self._exchange,
             self._stages,
@@ -470,6 +466,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._methods,
             self._restarted.keys(),
         )
+        return planner.plan(rank_set, self.param_groups, failure)
 
     def _layout_of(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         """Return the layout of a parameter, if a plain one is replicated over these ranks."""

@@ -77,7 +77,6 @@ class Option:
 
 
 FRACTION: tuple[Callable[[Any], bool], str] = (lambda value: 0 <= value < 1, "a number in [0, 1)")
-POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: 0 < value < float("inf"), "a positive number")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, CLEARED, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
-from .rank_sets import RankSet, State, group_of, groups_of_mesh
+from .rank_sets import RankSet, group_of, groups_of_mesh
 from .step import Step
 
 
@@ -46,7 +46,7 @@ class Planner:
     methods: Methods
     begun_anew: Collection[Tensor]
 
-    def plan(self, rank_set: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
+    def plan(self, rank_set: RankSet, groups: Sequence[ParamGroup], failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them; or tell them of a failure.  Collective over these.
 
         Raises:
@@ -63,12 +63,12 @@ class Planner:
 
             # Every rank derives the same schedule, without talking, and its own part of it.
             with paused_collector():
-                specs = self._specs(rank_set, groups, state, ranks)
+                specs = self._specs(rank_set, groups, ranks)
                 schedule = make_schedule(specs, ranks, rank, self.stages)
 
             # The element-wise parts run on kernels where these know all dtypes.
             weights = [local_of(param) for param in params]
-            momenta = [state[param][MOMENTUM] for param in params if MOMENTUM in state[param]]
+            momenta = [state[MOMENTUM] for state in rank_set.matrix_states if MOMENTUM in state]
             backend = elementwise(schedule, specs, weights, momenta, device)
 
             # Ranks that were built differently are told how, in words of these facts.
@@ -108,11 +108,11 @@ class Planner:
         facts["the plan"] = schedule.digest.hex()
         return facts
 
-    def _specs(self, rank_set: RankSet, groups: Sequence[ParamGroup], state: State, ranks: Ranks) -> list[Spec]:
+    def _specs(self, rank_set: RankSet, groups: Sequence[ParamGroup], ranks: Ranks) -> list[Spec]:
         """Return the parameters as planning sees them; equal ones, such as those of repeated layers, are one object."""
         known_specs: dict[Hashable, Spec] = {}
         specs = []
-        for member in rank_set.matrices:
+        for member, state in zip(rank_set.matrices, rank_set.matrix_states, strict=True):
             group = groups[member.group]
             slots = self._slots(member.param, group, state, ranks)
             key = member.group, member.param.device, slots
@@ -121,7 +121,7 @@ class Planner:
             specs.append(known_specs[key])
         return specs
 
-    def _slots(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> tuple[Slot, ...]:
+    def _slots(self, param: Tensor, group: ParamGroup, state: Mapping[str, Tensor], ranks: Ranks) -> tuple[Slot, ...]:
         method, layout, fused = self.methods[group["algorithm"]], self.resting(param, ranks), fused_of(group)
         precision = method.precision(group)
         # The update comes first; the weight goes with it, and state.
@@ -129,7 +129,7 @@ class Planner:
         if method.weight:
             slots.append(Slot(WEIGHT, layout, fused, param.dtype, param.dtype, returns=False))
         for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
-            tensor = state[param][name]
+            tensor = state[name]
             slot_layout = layout if slot.shape == "[m, n]" else layout_of(tensor, ranks)
             slots.append(Slot(name, slot_layout, reduced.fused, tensor.dtype, tensor.dtype))
         return tuple(slots)
