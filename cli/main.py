@@ -32,6 +32,7 @@ from ..names.errors import (
     MuonckptError,
     SourceError,
     TargetError,
+    UnavailableError,
     did_you_mean,
 )
 from ..names.version import VERSION
@@ -57,6 +58,7 @@ _FILES = dict.fromkeys(("reshard", "convert"), "rewriting")
 
 _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SourceError, 3),
+    (UnavailableError, 3),
     (LayoutError, 3),
     (Interrupted, 5),
     (DestinationError, 4),

@@ -36,7 +36,7 @@ from .printing import print_duration, print_json, print_line, progress
 def verify_command(
     checkpoint: Location, verbose: bool, every: bool, scrub: int | None, jobs: int, as_json: bool
 ) -> int:
-    """Check that CHECKPOINT is whole; exit with 1 if anything is wrong, with 3 if it cannot be opened at all.
+    """Check that CHECKPOINT is whole; exit with 1 if anything is wrong, with 3 if it cannot be read.
 
     Says first what is wrong and what to do.  Reads everything and checks coverage, bounds, checksums, fingerprints,
     and for infinite or NaN values.  Without our manifest, DCP checkpoints are checked by the CRC-32 of each item.  Of
@@ -113,6 +113,7 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
             print_line(_line(verdict), fg=None if verdict.is_whole else "red")
     verified_names = {verdict.step.name for verdict in verdicts}
     whole_steps = [verdict.step for verdict in verdicts if verdict.is_whole]
+    unread = [verdict.step for verdict in verdicts if verdict.is_unread]
     newest = max(whole_steps, key=lambda step: (step.step, step.attempt), default=None)
     if as_json:
         steps = list(map(_verdict_json, verdicts))
@@ -122,13 +123,15 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
                 not_verified.append({"name": step.name, "state": step.state, "fault": step.fault})
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
-        print_line(f"newest whole  {newest.path if newest else 'none'}")
+        print_line(f"newest whole  {newest.path if newest else 'unknown' if unread else 'none'}")
         damaged = [verdict.step for verdict in verdicts if verdict.is_damaged]
         if damaged:
             newest_damaged = max(damaged, key=lambda step: (step.step, step.attempt))
             print_line(f"next: {command('verify', newest_damaged.path)} says what to do about {newest_damaged.name}")
         print_duration()
-    return int(any(verdict.is_damaged for verdict in verdicts) or newest is None)
+    if any(verdict.is_damaged for verdict in verdicts):
+        return 1
+    return 3 if unread else int(newest is None)
 
 
 def _verdict_json(verdict: StepVerdict) -> dict[str, Any]:

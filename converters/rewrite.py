@@ -147,5 +147,5 @@ def _notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """Return notes on what lies beside the source, or in its folder, and is not read."""
     # Items that a format cannot hold lie beside the checkpoint, and no reader of it finds them.
     place = items_beside(source.path)
-    notes = (f"the items in {place} are not read",) if place.exists() else ()
+    notes = (f"the items in {place} are not read",) if is_there(place) else ()
     return (*notes, f"not read: {listed(source.not_read)}") if source.not_read else notes

@@ -46,6 +46,7 @@ from .names.errors import (
     MuonckptError as MuonckptError,
     SourceError as SourceError,
     TargetError as TargetError,
+    UnavailableError as UnavailableError,
 )
 from .runs.run_audit import StepVerdict as StepVerdict, verify_run as verify_run
 from .runs.series.restored import Restored as Restored

@@ -21,7 +21,7 @@ from ...names.errors import DestinationError, Interrupted, SourceError
 from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.limits import gc_paused
-from ...store.io.location import Location, check_memory, items_beside
+from ...store.io.location import Location, check_memory, is_there, items_beside
 from ...store.io.regular import open_regular
 from .in_step import FilesInStep, in_step
 from .job import Job, assignment, check_destination, file_states
@@ -120,7 +120,7 @@ def _resumable(place: Location, files: int, files_done: Mapping[str, FinishedFil
     try:
         yield
     except KeyboardInterrupt:
-        if not publish.journal(place).exists():
+        if not is_there(publish.journal(place)):
             raise
         raise Interrupted(
             f"stopped with {len(files_done)} of {files} files written; run it again with `resume=True` to continue, "

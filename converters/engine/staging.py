@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ...names.errors import DestinationError, Interrupted, MuonckptError
 from ...store.io import lock, publish
 from ...store.io.checksums import xxh3_128
-from ...store.io.location import Location, Remote
+from ...store.io.location import Location, Remote, entries_of, is_folder, is_there
 from ...store.io.new_file import open_lines, read_lines
 
 SUMS = np.dtype([("digest", "V16"), ("checksum", "<u4"), ("share", "<u8")])
@@ -135,7 +135,7 @@ class Coordinator:
         self.staging = Staging(place, uuid.uuid4().hex[:12])
         self.history: dict[str, FinishedFile] = {}
         self._destination = destination
-        existed = place.exists()
+        existed = is_there(place)
         try:
             publish.make_parents(place)
             place.mkdir(exist_ok=True)
@@ -212,11 +212,11 @@ class Coordinator:
                 f"{place} holds unfinished work of another job (other source, mesh or version); remove it first"
             )
         # Unfinished files are written anew; finished ones are in the journals of all runs.
-        for entry in publish.journal(place).iterdir():
+        for entry in entries_of(publish.journal(place)):
             if entry.name.endswith(_DRAFTS):
                 _remove(entry)
-            elif entry.is_dir():
-                for journal in entry.iterdir():
+            elif is_folder(entry):
+                for journal in entries_of(entry):
                     self.history |= finished(read_lines(journal), job)
 
 

@@ -198,12 +198,14 @@ class RunHistory:
     Attributes:
         run: the folder with its steps.
         views: by the name of the step; those whose metadata cannot be read have none.
-        resumes: as `Series` has recorded them, the oldest first.
+        resume_times: when the run was resumed, as `Series` has recorded it, in seconds since 1970 and in order.
+        resumes: the last of these, the oldest first.
         unread_resumes: a sentence about what of their record cannot be read; empty if all is.
     """
 
     run: Run
     views: Mapping[str, StepView]
+    resume_times: tuple[float, ...] = ()
     resumes: tuple[Resume, ...] = ()
     unread_resumes: str = ""
 
@@ -229,6 +231,7 @@ class RunHistory:
             "newest_whole": self.newest_whole.name if self.newest_whole else None,
             "pointer": {"file": pointer.file, "text": pointer.text, "names": pointer.name} if pointer else None,
             "changes": self.changes,
+            "resume_times": self.resume_times,
             "resumes": [{**fields_of(resume), "verdict": resume.verdict} for resume in self.resumes],
             "unread_resumes": self.unread_resumes,
         }
@@ -266,8 +269,7 @@ def _history(path: Location, find_run: Callable[[Location, Visit], Run | None]) 
     run = find_run(path, visit)
     if run is None:
         return None
-    resumes, unread_resumes = resumes_of(path)
-    return RunHistory(run, views, tuple(resumes), unread_resumes)
+    return RunHistory(run, views, *resumes_of(path))
 
 
 def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
@@ -290,9 +292,16 @@ def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield from resume_lines(history)
 
 
+_MAX_RESUMES = 10
+"""The most resumes of a run that are listed."""
+
+
 def resume_lines(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield what is recorded of a run's resumes, as labelled lines: nothing of it is guessed from the steps."""
-    yield from (("resumed", resume.sentence) for resume in history.resumes)
+    shown = history.resumes[-_MAX_RESUMES:]
+    if len(shown) < len(history.resume_times):
+        yield "resumed", f"{counted(len(history.resume_times), 'time')}; the last {len(shown)}:"
+    yield from (("resumed", resume.sentence) for resume in shown)
     if history.unread_resumes:
         yield "resumed", history.unread_resumes
 

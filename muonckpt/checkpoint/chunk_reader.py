@@ -20,10 +20,11 @@ import xxhash
 from torch import Tensor
 
 from ..algebra.box import Box, Index
-from ..names.errors import DamageError, SourceError
+from ..names.errors import DamageError, MuonckptError
 from ..record.columns import UNKNOWN, Columns
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
+from ..store.io.location import unavailable
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_chunk, compare_checksums, payload_of
@@ -230,11 +231,10 @@ class ChunkReader:
         """Name the file of a read in errors that are not ours."""
         try:
             yield
-        except SourceError:
+        except MuonckptError:
             raise
         except Exception as error:
-            place = self._payloads.place(read.file)
-            raise SourceError(f"cannot read {place}: {type(error).__name__}: {error}") from error
+            raise unavailable(self._payloads.place(read.file), error) from error
 
     def _bytes_of(self, group: Sequence[_Read], memory: ReadMemory) -> Sequence[memoryview]:
         """Return the bytes of reads that are near each other, read by one call and checked."""

@@ -24,7 +24,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
 from ..names.errors import warn_on_rank
-from ..store.io.location import absolute_name
+from ..store.io.location import absolute_name, is_file
 
 TRAINER = "trainer"
 """The key of loops, schedules and callbacks, as torch.save writes them."""
@@ -140,7 +140,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self._settle()
         # The template: live tensors, and what the Trainer keeps, which stock checkpoints have in a file of its own.
         path = self.broadcast(str(checkpoint_path))
-        stock = (Path(path) / STOCK).is_file()
+        stock = is_file(Path(path) / STOCK)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)

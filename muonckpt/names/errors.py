@@ -34,6 +34,17 @@ class SourceError(MuonckptError):
     """A checkpoint cannot be read: missing, refused, corrupt or incomplete."""
 
 
+class UnavailableError(MuonckptError):
+    """A file system or an object store cannot answer now, or not to this user: this says nothing about a checkpoint.
+
+    It is no `SourceError`: whoever goes on from an older checkpoint where one is damaged must not do so for this.
+    """
+
+
+class DiskError(UnavailableError):
+    """A local file system cannot read a file (EIO).  If it can read the others, the file is damaged."""
+
+
 class DamageError(SourceError):
     """A checkpoint is not what was written: a file is missing or cut, or its bytes are others.
 

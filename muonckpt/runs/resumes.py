@@ -1,24 +1,33 @@
 """The record of a run's resumes: what was restored, on how many ranks, and whether what ran was proved to be that.
 
-Each is a line of JSON in ``resumes.jsonl`` in the folder of the run, and a second line of that attempt has the proof.
+Each resume is a small file of JSON in the folder ``resumes`` of the run, and each proof of it another one.  No file is
+ever written again, so processes that restore at one moment do not see each other.  The name begins with the time.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..names.errors import SourceError
-from ..names.wording import counted, fields_of, moment
-from ..store.io.location import Location, Remote
+from ..names.wording import counted, moment
+from ..store.io.location import Location, Remote, entries_of, is_link, map_each
 from ..store.io.regular import open_regular
 
-RESUMES_FILE = "resumes.jsonl"
+RESUMES_FOLDER = "resumes"
 
-_MAX_BYTES = 16 << 20
+_NAME = re.compile(r"(?P<stem>(?P<time>[0-9]{1,11}\.[0-9]{6})-[0-9a-f]{12})(?P<proof>\.proof-[0-9.]+)?\.json")
+
+_MAX_BYTES = 4 << 20
+
+_MAX_READ = 100
+"""The most resumes of a run that are read; all others are counted by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,72 +68,104 @@ class Resume:
         return f"from step {self.step}, {moment(self.timestamp)} UTC, {ranks} -> {self.ranks}: {self.verdict}"
 
 
-def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, ranks: int) -> Resume:
-    """Record that a run was resumed, and return the record.
+class ResumeRecord(NamedTuple):
+    """What is recorded of a run's resumes.
+
+    Attributes:
+        times: when each resume was, in order, in seconds since 1970.
+        resumes: the last of them that can be read, in order.
+        unread: a sentence about what of the record cannot be read; empty if all is.
+    """
+
+    times: tuple[float, ...] = ()
+    resumes: tuple[Resume, ...] = ()
+    unread: str = ""
+
+
+def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, ranks: int) -> str:
+    """Record that a run was resumed; return the name by which `add_proof` knows the resume.
 
     Raises:
-        OSError, SourceError: it cannot be read or written.
+        OSError, MuonckptError: it cannot be written, or the folder of resumes is a link.
     """
-    attempt = max((resume.attempt for resume in _read(folder)[0]), default=0) + 1
-    resume = Resume(attempt, round(time.time(), 3), step, path, ranks_saved, ranks)
-    add_line(folder, resume)
-    return resume
+    stem = f"{_now()}-{secrets.token_hex(6)}"
+    _add(folder, f"{stem}.json", {"step": step, "path": path, "ranks_saved": ranks_saved, "ranks": ranks})
+    return stem
 
 
-def add_line(folder: Location, resume: Resume) -> None:
-    """Write a line behind the others; the last of an attempt counts."""
-    line = json.dumps(fields_of(resume)).encode() + b"\n"
-    file = folder / RESUMES_FILE
-    if isinstance(file, Remote):  # nothing grows in an object store
-        file.write(_content(file) + line)
+def add_proof(folder: Location, resume: str, proof: Mapping[str, Any]) -> None:
+    """Record the proof of a resume, given by its name; of several the last counts.  Raises as `add_resume`."""
+    _add(folder, f"{resume}.proof-{_now()}.json", proof)
+
+
+def _now() -> str:
+    return f"{time.time():.6f}"
+
+
+def _add(folder: Location, name: str, fields: Mapping[str, Any]) -> None:
+    place, data = folder / RESUMES_FOLDER, json.dumps(fields).encode()
+    if isinstance(place, Remote):
+        (place / name).write(data)
         return
-    with file.open("ab+") as lines:
-        lines.seek(max(lines.tell() - 1, 0))
-        is_torn = lines.read(1) not in (b"", b"\n")  # by a process that was killed
-        lines.write(b"\n" * is_torn + line)
-
-
-def resumes_of(folder: Location) -> tuple[list[Resume], str]:
-    """Return the resumes of a run in order, and a sentence about what of the record cannot be read; empty if all is."""
+    # No link is followed, neither in the place of the folder nor in that of the file.
+    place.mkdir(exist_ok=True)
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        resumes, damaged_lines = _read(folder)
-    except SourceError as error:
-        return [], f"{RESUMES_FILE} cannot be read: {error}"
-    return resumes, f"{counted(damaged_lines, 'line')} of {RESUMES_FILE} cannot be read" if damaged_lines else ""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, 0o666, dir_fd=handle), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def _read(folder: Location) -> tuple[list[Resume], int]:
-    """Return the resumes of a run in order, and the number of damaged lines; none where it has no record.
+def resumes_of(folder: Location) -> ResumeRecord:
+    """Read what is recorded of a run's resumes.
 
     Raises:
-        SourceError: the record cannot be read.
+        UnavailableError: the record may be there, and cannot be read.
     """
-    # The last line of an attempt counts: it has the proof.
-    resumes: dict[int, Resume] = {}
-    damaged_lines = 0
-    for line in _content(folder / RESUMES_FILE).splitlines():
+    place = folder / RESUMES_FOLDER
+    if is_link(place):
+        return ResumeRecord(unread=f"{RESUMES_FOLDER} cannot be read: it is a symbolic link, expected a folder")
+    try:
+        names = sorted(entry.name for entry in entries_of(place))
+    except FileNotFoundError:
+        return ResumeRecord()
+    except NotADirectoryError:
+        return ResumeRecord(unread=f"{RESUMES_FOLDER} cannot be read: expected a folder")
+    # Names begin with the time; the last proof of a resume counts.
+    matches = list(filter(None, map(_NAME.fullmatch, names)))
+    proofs = {match["stem"]: match[0] for match in matches if match["proof"]}
+    stems = sorted({match["stem"]: float(match["time"]) for match in matches}.items(), key=lambda item: item[1])
+    numbered = list(enumerate(stems, 1))[-_MAX_READ:]
+
+    def read(of_resume: tuple[int, tuple[str, float]]) -> Resume | None:
+        attempt, (stem, timestamp) = of_resume
         try:
-            resume = _parsed(json.loads(line))
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
-            damaged_lines += 1
-        else:
-            resumes[resume.attempt] = resume
-    return [resumes[attempt] for attempt in sorted(resumes)], damaged_lines
+            return _parsed(attempt, timestamp, _content(place, f"{stem}.json"), _content(place, proofs.get(stem)))
+        except (SourceError, ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
+            return None
+
+    resumes = map_each(place, read, numbered)
+    damaged = resumes.count(None)
+    unread = f"{counted(damaged, 'record')} in {RESUMES_FOLDER} cannot be read" if damaged else ""
+    return ResumeRecord(tuple(timestamp for _, timestamp in stems), tuple(filter(None, resumes)), unread)
 
 
-def _content(file: Location) -> bytes:
-    if not file.exists():
-        return b""
-    with open_regular(file) as opened:
-        if opened.size > _MAX_BYTES:
-            raise SourceError(f"{file}: expected a record of at most {_MAX_BYTES} bytes, found {opened.size}")
-        return bytes(opened.read(0, opened.size))
+def _content(place: Location, name: str | None) -> Any:
+    if name is None:
+        return None
+    with open_regular(place / name) as file:
+        if file.size > _MAX_BYTES:
+            raise SourceError(f"{place / name}: expected at most {_MAX_BYTES} bytes, found {file.size}")
+        return json.loads(file.read(0, file.size))
 
 
-def _parsed(data: Any) -> Resume:
-    """Return the resume in a line; raises whatever Python does of data that are not as `add_line` writes them."""
-    numbers = {name: int(data[name]) for name in ("attempt", "step", "ranks")}
-    timestamp, ranks_saved, proof = float(data["timestamp"]), data["ranks_saved"], data["proof"]
+def _parsed(attempt: int, timestamp: float, fields: Any, proof: Any) -> Resume:
+    """Return the resume in a file; raises whatever Python does of data that are not as `add_resume` writes them."""
     moment(timestamp)  # else nothing could show it
     if proof is not None:
         proof = {
@@ -134,10 +175,13 @@ def _parsed(data: Any) -> Resume:
             "differences": [*map(str, proof["differences"])],
             "unchecked": [*map(str, proof["unchecked"])],
         }
+    ranks_saved = fields["ranks_saved"]
     return Resume(
-        timestamp=timestamp,
-        path=str(data["path"]),
-        ranks_saved=None if ranks_saved is None else int(ranks_saved),
-        proof=proof,
-        **numbers,
+        attempt,
+        timestamp,
+        int(fields["step"]),
+        str(fields["path"]),
+        None if ranks_saved is None else int(ranks_saved),
+        int(fields["ranks"]),
+        proof,
     )

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..names.errors import SourceError
-from ..store.io.location import Location, Remote, location
+from ..names.errors import SourceError, UnavailableError
+from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, verify
 from ..store.verify.run import Run, RunStep, look_at_folder
-from ..store.verify.verification import as_source_error, look_at_files, record_verification
+from ..store.verify.verification import look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
 """Verifies a checkpoint."""
@@ -43,8 +43,13 @@ class StepVerdict:
 
     @property
     def is_damaged(self) -> bool:
-        """True if it is not whole, or could not be read although its files are there: an alarm stays on."""
+        """True if it is not whole, or is refused although it looked whole: an alarm stays on."""
         return bool(self.sentence) and (self.report is not None or self.step.state in ("damaged", "whole"))
+
+    @property
+    def is_unread(self) -> bool:
+        """True if it could not be read although it is there: nothing is known of it."""
+        return self.step.state == "unread"
 
 
 def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
@@ -58,9 +63,10 @@ def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = 
     """
     place = path if folder is None else folder
     # The record is of the files as they were before.
-    with as_source_error(path):
-        before = look_at_files(place)
+    before = look_at_files(place)
     report = auditor(path)
+    if any(finding.kind == "disk" for finding in report.findings):
+        return report, "not recorded: a disk of this machine fails, which says nothing about the checkpoint elsewhere"
     note = record_verification(place, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
     return report, note
 
@@ -76,7 +82,8 @@ def verify_run(
     """Verify the checkpoints of a run, as ``muonckpt verify RUN`` does, and yield the verdict of each when it is known.
 
     Each is recorded, in the folder of the run, when it has been read.  By default the newest is verified, and if it is
-    not whole those before it, until one is; those of which a description or a file is lost are not read.
+    not whole those before it, until one is; those of which a description or a file is lost are not read.  It ends at
+    one that cannot be read although it is there: that may be whole.
 
     Args:
         path: the folder of the run: a path, or a URL.
@@ -87,7 +94,8 @@ def verify_run(
         pace: holds the reading back to a rate.
 
     Raises:
-        SourceError: the folder cannot be read.
+        SourceError: there is no such folder.
+        UnavailableError: it cannot be read.
     """
     run = look_at_folder(location(path, SourceError).absolute())
     return verdicts_of(run, partial(verify, jobs=jobs, progress=progress, pace=pace), every)
@@ -105,15 +113,17 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
         if step.is_complete or (every and step.state == "damaged"):
             verdict = _verdict(step, auditor)
         yield verdict
-        if verdict.is_whole and not every:
+        if (verdict.is_whole or verdict.is_unread) and not every:
             return
 
 
 def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
     try:
         report, note = verify_recorded(step.path, auditor, step.folder)
+    except UnavailableError as error:
+        return StepVerdict(replace(step, state="unread"), None, str(error))
     except SourceError as error:
-        if step.path.exists():
+        if is_there(step.path):
             return StepVerdict(step, None, str(error))
         return StepVerdict(replace(step, state="incomplete"), None, "it was removed while it was read")
     return StepVerdict(step, report, report.diagnosis.sentence, note)

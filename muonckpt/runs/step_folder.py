@@ -13,7 +13,7 @@ from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
 from ..store.io.limits import gc_paused
-from ..store.io.location import Location, Remote, map_each
+from ..store.io.location import Location, Remote, entries_of, is_link, is_there, map_each
 from ..store.io.publish import CLAIM
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
@@ -101,7 +101,7 @@ class StepFolder:
         # What has no manifest of ours is incomplete for a series, though others may read it.
         path = self.path(name)
         step = look_at_step(path, name, read_verifications(self.place).get(str(name)))
-        if (path / MANIFEST_FILE).exists():
+        if is_there(path / MANIFEST_FILE):
             if step.state == "unread":
                 raise SourceError(step.fault)
             return step
@@ -170,7 +170,7 @@ class StepFolder:
 
     def _entries(self) -> list[Location]:
         try:
-            return list(self.place.iterdir())
+            return entries_of(self.place)
         except FileNotFoundError:
             return []
 
@@ -185,7 +185,7 @@ class StepFolder:
         """Return the files of steps that have a description or a rank's file, and are not being saved or removed."""
 
         def files_of(name: StepName) -> tuple[StepName, set[str]]:
-            files = set() if self.path(name).is_symlink() else _files(self.path(name))
+            files = set() if is_link(self.path(name)) else _files(self.path(name))
             unfinished = publish.MARK in files or (CLAIM in files and not files >= set(_DESCRIPTIONS))
             is_saved = any(file in _DESCRIPTIONS or rank_in_name(file) is not None for file in files)
             return name, files if is_saved and not unfinished else set()
@@ -227,6 +227,6 @@ def _is_of_series(name: str | None) -> bool:
 
 def _files(folder: Location) -> set[str]:
     try:
-        return {entry.name for entry in folder.iterdir()}
+        return {entry.name for entry in entries_of(folder)}
     except (FileNotFoundError, NotADirectoryError):
         return set()

@@ -6,7 +6,7 @@ Items that are not tensors are decoded as plain data; no code in one is ever run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index, Selection, box_at, ranges_of
-from ..names.errors import SourceError, about
+from ..names.errors import DiskError, SourceError, about
 from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
 from ..programs.signs import NOT_READ, OUR_MARK
@@ -28,7 +28,7 @@ from .formats.torch_save.stored_zip import read_members
 from .io import limits
 from .io.checksums import crc32, xxh3_128
 from .io.limits import gc_paused
-from .io.location import Location, map_each
+from .io.location import Location, is_there, map_each
 from .io.regular import open_regular
 from .reading.blocks import slices_within
 from .reading.dtypes import dtype
@@ -366,6 +366,10 @@ def file_sizes(manifest: Manifest) -> dict[str, int]:
     return sizes
 
 
+def _raise(name: str, error: DiskError) -> None:
+    raise error
+
+
 class OpenCheckpoint:
     """Reads a checkpoint of any format: its metadata when it is made, items and elements when asked for.
 
@@ -445,12 +449,12 @@ class OpenCheckpoint:
     def not_read(self) -> list[str]:
         """Files in its folder that are not read, and copies of tensors in files of which others are."""
         names = self.provenance.get(NOT_READ, ())  # a checkpoint made of another one also has what was not read there
-        return [name for name in names if (self.payloads.directory / name.rpartition(" in ")[2]).exists()]
+        return [name for name in names if is_there(self.payloads.directory / name.rpartition(" in ")[2])]
 
     # For code that works on whole checkpoints.
 
     @property
-    def faults(self) -> Sequence[SourceError]:
+    def faults(self) -> Sequence[SourceError | DiskError]:
         """The damage that shows without reading data, such as missing files."""
         return self._reader.faults
 
@@ -467,9 +471,15 @@ class OpenCheckpoint:
                 return digest
         return None
 
-    @property
-    def lost_files(self) -> Mapping[str, int | None]:
-        """The sizes of files that are shorter than the manifest promises; None for those that cannot be opened."""
+    def lost_files(self, report: Callable[[str, DiskError], None] = _raise) -> Mapping[str, int | None]:
+        """Return the sizes of files that are shorter than the manifest promises; None for those that are not there.
+
+        Args:
+            report: called with the name of a file that the disk cannot open, which counts as not there if it returns.
+
+        Raises:
+            UnavailableError: it is not known whether a file is there.
+        """
         payloads, promised_sizes = self.payloads, file_sizes(self.outline)
 
         def size_of(name: str) -> int | None:
@@ -478,8 +488,11 @@ class OpenCheckpoint:
             try:
                 with open_regular(payloads.place(name)) as file:
                     return file.size
+            except DiskError as error:
+                report(name, error)
             except SourceError:
-                return None
+                pass
+            return None
 
         sizes = zip(promised_sizes, map_each(payloads.directory, size_of, promised_sizes), strict=True)
         return {name: size for name, size in sizes if size is None or size < promised_sizes[name]}
@@ -508,17 +521,17 @@ class OpenCheckpoint:
 
     def locate_each(
         self, tensors: Sequence[StateRecord]
-    ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError]]:
+    ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError | DiskError]]:
         """Return tensors with the places of all elements that can be found, and why those of other chunks cannot.
 
         The errors are by the tensor's key and the chunk's first index.
         """
-        errors: dict[tuple[str, Index], SourceError] = {}
+        errors: dict[tuple[str, Index], SourceError | DiskError] = {}
 
         def locate_chunks(tensor: StateRecord) -> StateRecord:
             try:
                 return self.locate([tensor])[0]
-            except SourceError as error:
+            except (SourceError, DiskError) as error:
                 if len(tensor.chunks) == 1:
                     errors[tensor.key, tensor.chunks[0].box.lo] = error
                     return tensor
@@ -529,7 +542,7 @@ class OpenCheckpoint:
 
         try:
             return self.locate(tensors), errors
-        except SourceError:  # of one chunk at least: find out which, one by one
+        except (SourceError, DiskError):  # of one chunk at least: find out which, one by one
             return tuple(map(locate_chunks, tensors)), errors
 
     @property

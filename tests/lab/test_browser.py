@@ -146,9 +146,11 @@ def damaged(driver):
     proof = {"equal": True, "tensors": 25, "items": 1, "differences": [], "unchecked": []}
     differing = proof | {"equal": False, "differences": ["lr 0.02 -> 0.5"]}
     resume = {"step": 1, "path": str(run / "step-00000001"), "ranks_saved": 4, "ranks": 2}
-    lines = [resume | {"attempt": 1, "timestamp": 300, "proof": proof}]
-    lines.append(resume | {"attempt": 2, "timestamp": 500, "proof": differing})
-    (run / "resumes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "resumes").mkdir()
+    for time, outcome in ((300, proof), (500, differing)):
+        name = f"{time}.000000-0123456789ab"
+        (run / "resumes" / f"{name}.json").write_text(json.dumps(resume))
+        (run / "resumes" / f"{name}.proof-{time}.000001.json").write_text(json.dumps(outcome))
     assert [verdict.is_whole for verdict in muonckpt.verify_run(run)] == [True]
     muonckpt.report(run / "step-00000002", stats="norms").write(driver.place / "damaged.html")
     muonckpt.report_run(run).write(driver.place / "run.html")

@@ -327,8 +327,9 @@ def test_each_step_is_compared_with_the_one_before_in_its_attempt(run, tmp_path)
         shutil.copytree(run / step, folder / name)
         for file in (folder / name).rglob("*"):
             os.utime(file, (time, time))
-    resume = {"attempt": 1, "timestamp": 3, "step": 10, "path": str(folder / "step-00000010"), "ranks_saved": 1}
-    (folder / "resumes.jsonl").write_text(json.dumps(resume | {"ranks": 2, "proof": None}) + "\n")
+    resume = {"step": 10, "path": str(folder / "step-00000010"), "ranks_saved": 1, "ranks": 2}
+    (folder / "resumes").mkdir()
+    (folder / "resumes" / "3.000000-0123456789ab.json").write_text(json.dumps(resume))
     data = data_of(muonckpt.report_run(folder).html())
     assert [step["name"] for step in data["steps"]] == [*names] and data["attempts"] == [0, 0, 1, 1]
     assert data["since"] == [None, "step-00000010", "step-00000010", "step-00000020.2"]

@@ -45,7 +45,7 @@ def restored(series: Series) -> int | None:
 
 def names(folder: Path) -> list[str]:
     """What lies in a folder, but for the record of resumes."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != "resumes.jsonl")
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != "resumes")
 
 
 S = StepName
@@ -451,7 +451,7 @@ def test_a_series_in_a_store(monkeypatch):
         for each in (place / "step-00000003").below():
             place.fs.store[each.path].modified -= killed_saves.DAY
         series.save(4, state(4))
-    assert {each.name for each in place.iterdir()} == {"step-00000004", "step-00000005", "resumes.jsonl"}
+    assert {each.name for each in place.iterdir()} == {"step-00000004", "step-00000005", "resumes"}
 
 
 @pytest.mark.parametrize("step", [{"w": torch.ones(2)}, torch.ones(2), "3", 3.0, True, None, -1])

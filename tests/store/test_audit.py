@@ -341,7 +341,7 @@ def bytes_read() -> int:
 
 
 def test_small_items_are_read_once_and_opened_while_the_progress_goes_on(tmp_path):
-    """Not all of them before it: a file that goes away at the first news is missed by the items that come later."""
+    """Not all of them before it: a file that is cut at the first news is missed by the items that come later."""
     muonckpt.save({f"{number:04}": torch.ones(2) for number in range(2100)}, tmp_path / "run")
     assert muonckpt.verify(tmp_path / "run").verdict == "whole"
     before = bytes_read()
@@ -352,7 +352,7 @@ def test_small_items_are_read_once_and_opened_while_the_progress_goes_on(tmp_pat
 
     def progress(count: int, total: int) -> None:
         if not told:
-            file.rename(tmp_path / "gone")
+            os.truncate(file, 0)
         told.append(count)
 
     report = muonckpt.verify(tmp_path / "run", jobs=1, progress=progress)

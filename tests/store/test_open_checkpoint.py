@@ -278,15 +278,16 @@ def test_a_command_reads_no_metadata_and_no_head_of_an_item_twice(kind, command,
 def test_a_checkpoint_that_is_published_while_somebody_looks_is_missing_or_whole(look, tmp_path, monkeypatch):
     staged = tmp_path / "staged"
     muonckpt.save({"w": torch.ones(3)}, staged)
-    real = Path.is_dir
+    real = Path.stat
 
-    def overtaken(path: Path) -> bool:
-        there = real(path)
-        if path == tmp_path / "out" and staged.exists():
-            staged.rename(path)
-        return there
+    def overtaken(path: Path, **options: bool) -> os.stat_result:
+        try:
+            return real(path, **options)
+        finally:
+            if path == tmp_path / "out" and staged.exists():
+                staged.rename(path)
 
-    monkeypatch.setattr(Path, "is_dir", overtaken)
+    monkeypatch.setattr(Path, "stat", overtaken)
     with pytest.raises(SourceError, match="found no directory"):
         look(tmp_path / "out")
     assert muonckpt.verify(tmp_path / "out").verdict == "whole"

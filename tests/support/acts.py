@@ -203,7 +203,7 @@ class Retention(Act):
         self._holds(folder, (2,) if succeeded else (1, 2))
         muonckpt.Series(folder / "run", keep_last=1).save(3, state(3))
         self._holds(folder, (3,))
-        expected_names = ("step-00000003", "resumes.jsonl")
+        expected_names = ("step-00000003", "resumes")
         strays = [entry.name for entry in (folder / "run").iterdir() if entry.name not in expected_names]
         expect(all(map(publish.staged_name, strays)), f"left for ever: {strays}")
 

@@ -25,7 +25,7 @@ from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
 from ...programs.model_view import Role, matrix_sides
 from ...record.record import StateRecord
-from ...store.io.location import Location
+from ...store.io.location import Location, is_file, is_folder
 from ...store.io.regular import read_text_file
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import open
@@ -396,9 +396,9 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         SourceError: it is no such file, or a number that the family needs is missing or out of range.
         TargetError: the family is unknown; names the known ones.
     """
-    if file.is_dir():
+    if is_folder(file):
         file /= "config.json"
-        if not file.is_file():
+        if not is_file(file):
             raise SourceError(f"{file}: there is no such file; give a checkpoint as --ckpt (checkpoint=), not --model")
     try:
         data = json.loads(read_text_file(file.resolve()))  # Hugging Face's cache is made of links

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -167,12 +168,12 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
 
 def _attempts(history: RunHistory) -> list[int]:
     """Return the attempt that saved each step: how many resumes are recorded before its files were written."""
-    return [sum(resume.timestamp <= (step.saved or 0) for resume in history.resumes) for step in history.steps]
+    return [bisect_right(history.resume_times, step.saved or 0) for step in history.steps]
 
 
 def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
     """Return the step that an attempt began with; none at the start, or if it is not here any more."""
-    names = {PurePath(resume.path).name for resume in history.resumes[attempt - 1 : attempt]} if attempt else set()
+    names = {PurePath(resume.path).name for resume in history.resumes if resume.attempt == attempt}
     return [step for step in history.steps if step.name in names]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ...checkpoint.resume_proof import LoadedState, ResumeProof
 from ...names.errors import MuonckptError, called_like, warn_on_rank
 from ...names.resumption import LoadReport
 from ...store.io.location import Location
-from ..resumes import Resume, add_line, add_resume
+from ..resumes import add_proof, add_resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Restored:
     _loaded: LoadedState = field(kw_only=True, repr=False, compare=False)
     _folder: Location = field(kw_only=True, repr=False, compare=False)
     _group: dist.ProcessGroup | None = field(kw_only=True, repr=False, compare=False)
-    _record: Resume | None = field(kw_only=True, repr=False, compare=False)
+    _record: str | None = field(kw_only=True, repr=False, compare=False)
 
     @classmethod
     def recorded(
@@ -90,7 +90,7 @@ class Restored:
         proof = compare(take_parts, self.step, self._group)
         if self._record is not None:
             with _warning(self._folder):
-                add_line(self._folder, replace(self._record, proof=proof.to_json()))
+                add_proof(self._folder, self._record, proof.to_json())
         return proof
 
     def __str__(self) -> str:

@@ -36,6 +36,7 @@ from ...names.errors import (
     DestinationError,
     MuonckptError,
     SourceError,
+    UnavailableError,
     about,
     called_like,
     warn_on_rank,
@@ -43,7 +44,7 @@ from ...names.errors import (
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Globs
 from ...names.wording import listed
 from ...programs.signs import METADATA_FILE
-from ...store.io.location import Location, location
+from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import advice_where_none_is_whole, open
 from ...store.verify.run import StepName
 from ..step_folder import Newest, StepFolder
@@ -366,7 +367,7 @@ class Series:
             )
         if required:
             raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
-        if self._ask_first((place / METADATA_FILE).exists):
+        if self._ask_first(partial(is_there, place / METADATA_FILE)):
             raise SourceError(
                 f"expected the folder of a run, found a checkpoint: {place}. Write "
                 f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
@@ -444,7 +445,7 @@ class Series:
         return decide_on_first(self._group, kind, arguments, decide_for)
 
     def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
-        return broadcast_from_first(self._group, lambda: self._answer_question(question, SourceError))
+        return broadcast_from_first(self._group, lambda: self._answer_question(question, UnavailableError))
 
     def _answer_question(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
         """Return the answer about the folder; what a file system raises becomes an error of ``kind`` that names it."""

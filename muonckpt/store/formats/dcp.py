@@ -31,7 +31,7 @@ from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
 from ...record.record import Blob, Extent, Manifest, StateRecord, entry_keys
 from ..io import limits
-from ..io.location import Location, folders_with, listing
+from ..io.location import Location, entries_of, folders_with, is_file, is_folder, is_there, listing, source_errors
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.blocks import join_ranges
 from ..reading.payloads import Payloads, Reader
@@ -91,14 +91,11 @@ def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[State
     # The rows of each file, in the order of its items.
     order = np.lexsort((columns.item, columns.file))
     rows_by_file = np.split(order, np.flatnonzero(np.diff(columns.file[order])) + 1) if len(order) else []
-    try:
-        if len(rows_by_file) > 1:
-            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-                list(pool.map(read_items, rows_by_file))
-        else:
-            list(map(read_items, rows_by_file))
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
+    if len(rows_by_file) > 1:
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            list(pool.map(read_items, rows_by_file))
+    else:
+        list(map(read_items, rows_by_file))
     # The same chunks, with what the items say.
     extents = columns.item, columns.item_length(), payload, payload_length
     located = Columns.of_extents(columns.names, columns.file, *extents, columns.digest, columns.has_digest, crc32)
@@ -159,21 +156,19 @@ def reader(path: Location) -> Reader:
         SourceError: there is no checkpoint; or its metadata is damaged, refused or contradicts itself.
     """
     payloads = Payloads(path)
-    try:
+    with source_errors(path):
         data = read_metadata(path)
         with about(path / METADATA_FILE):
             manifest = _outline(parse_metadata(data))
         common_blobs = common_file(path) or lost_common_file(path, manifest)
         outline = replace(manifest, blobs=(*manifest.blobs, *common_blobs))
         faults = tuple(extent_faults(path, named_items(outline)))
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
     return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
     """Return the item that Megatron keeps beside the checkpoint, if it does."""
-    if not (path / COMMON_FILE).exists():
+    if not is_there(path / COMMON_FILE):
         return ()
     with open_regular(path / COMMON_FILE) as file:
         return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
@@ -181,7 +176,7 @@ def common_file(path: Location) -> tuple[Blob, ...]:
 
 def is_torch_dist(path: Location) -> bool:
     """Return whether Megatron takes a directory for a ``torch_dist`` checkpoint."""
-    if not (path / MEGATRON_FILE).is_file():
+    if not is_file(path / MEGATRON_FILE):
         return False
     with open_regular(path / MEGATRON_FILE) as file:
         data = file.read(0, min(file.size, 1 << 16))
@@ -258,9 +253,9 @@ def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Stor
 
 def read_metadata(path: Location) -> bytes:
     """Return the bytes of ``.metadata``; raise `SourceError` with the reason, and the cure, where there is none."""
-    if not path.is_dir():
+    if not is_folder(path):
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
-    names = sorted(entry.name for entry in path.iterdir())
+    names = sorted(entry.name for entry in entries_of(path))
     if METADATA_FILE not in names:
         raise _missing_metadata(path, names)
     with open_regular(path / METADATA_FILE) as file:
@@ -273,9 +268,9 @@ def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
     """Return the error that a folder of files with these names has no ``.metadata``."""
 
     def is_checkpoint(place: Location) -> bool:
-        if (place / METADATA_FILE).exists():
+        if is_there(place / METADATA_FILE):
             return True
-        return place.is_dir() and any((folder / METADATA_FILE).exists() for folder in place.iterdir())
+        return is_folder(place) and any(is_there(folder / METADATA_FILE) for folder in entries_of(place))
 
     if fnmatch.filter(names, f"__*{METADATA_FILE}"):
         return SourceError(

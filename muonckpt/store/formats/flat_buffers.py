@@ -19,7 +19,7 @@ from ...names.errors import DamageError, LayoutError, SourceError
 from ...programs.signs import FLAT_BUFFERS_FILE
 from ...record.chunks import in_columns
 from ...record.record import Chunk, Extent, Manifest, StateRecord
-from ..io.location import Location
+from ..io.location import Location, is_there
 from ..io.new_file import write_synced
 from ..io.regular import extent_faults, read_text_file
 from ..reading.dtypes import itemsize
@@ -109,7 +109,7 @@ def reader(path: Location) -> Reader:
         SourceError: the index is damaged, contradicts itself, or lacks a tensor of a buffer.
     """
     file = path / FLAT_BUFFERS_FILE
-    if not file.exists():
+    if not is_there(file):
         raise DamageError(f"its {FLAT_BUFFERS_FILE} is missing, which says where in the other files each element is")
     try:
         text = read_text_file(file).decode()

@@ -22,7 +22,7 @@ from ...names.errors import DamageError, SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
 from ...record.record import Manifest, StateRecord, by_key, entry_keys
-from ..io.location import Location
+from ..io.location import Location, entries_of, is_file, is_folder
 from ..reading.payloads import Payloads, Reader, as_words, chunk_elements
 from . import dcp
 from .layer_wise_names import (
@@ -70,7 +70,7 @@ def reader(path: Location) -> Reader:
         params[member.group].append(member.parameter.name)
 
     # Options, and state that is no tensor, become items in memory, under the name of the description.
-    items = ItemsInMemory(next(name for name in DESCRIPTION_PARSERS if (path / name).is_file()))
+    items = ItemsInMemory(next(name for name in DESCRIPTION_PARSERS if is_file(path / name)))
     for number, options in _options(files, params):
         for option, value in options.items():
             items.add((*_OPTION, number, option), value)
@@ -168,9 +168,9 @@ def _plain_values(state: ParameterState) -> dict[str, object]:
 
 
 def _files(path: Location) -> tuple[str, ...]:
-    if not path.is_dir():
+    if not is_folder(path):
         raise SourceError(f"expected a folder with the files of every rank at {path}, found none")
-    matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
+    matches = (_RANK.fullmatch(file.name) for file in entries_of(path))
     names_by_rank = {int(match[1]): match[0] for match in matches if match}
     ranks = sorted(names_by_rank)
     if not ranks or ranks != list(range(len(ranks))):
@@ -299,7 +299,7 @@ def read_weights(path: Location, place: str) -> ModelWeights:
     Raises:
         SourceError: neither exists, or it is damaged.
     """
-    if (path / place).is_dir():
+    if is_folder(path / place):
         stored = dcp.reader(path / place)
         for fault in stored.faults:
             raise fault

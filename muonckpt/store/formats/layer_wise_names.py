@@ -29,7 +29,7 @@ from ...names.vocabulary import MASTER, PARAMS
 from ...programs import signs
 from ...record.record import Chunks, Extent, StateRecord
 from ..io import limits
-from ..io.location import Location
+from ..io.location import Location, is_file
 from ..io.regular import read_text_file
 from .torch_save import torch_file
 from .torch_save.inert_pickle import Record, expect
@@ -363,7 +363,7 @@ def read_description(path: Location) -> Description | None:
     """
     for name, parse in DESCRIPTION_PARSERS.items():
         file = path / name
-        if file.is_file():
+        if is_file(file):
             try:
                 # Python's reader of TOML is slow for what nobody writes by hand.
                 text = read_text_file(file).decode()

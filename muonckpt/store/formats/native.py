@@ -17,7 +17,7 @@ from ...names.errors import DestinationError, SourceError, about
 from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
 from ..io.checksums import xxh3_128
-from ..io.location import Location
+from ..io.location import Location, source_errors
 from ..io.new_file import write_parts, write_synced
 from ..io.regular import read_text_file
 from ..reading.payloads import Payloads, Reader
@@ -35,11 +35,10 @@ def reader(path: Location) -> Reader:
 
 def read_native(path: Location) -> Manifest:
     file = path / MANIFEST_FILE
-    try:
-        with about(file):
-            return Manifest.from_json(read_text_file(file))
-    except OSError as error:
-        raise SourceError(f"cannot read {file}: {error}") from error
+    with source_errors(file):
+        text = read_text_file(file)
+    with about(file):
+        return Manifest.from_json(text)
 
 
 def write_native(manifest: Manifest, directory: Location, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:

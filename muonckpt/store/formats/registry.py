@@ -23,7 +23,7 @@ from ...names.errors import SourceError
 from ...names.plugins import load_plugins
 from ...programs import signs
 from ...record import record
-from ..io.location import Location, folders_with
+from ..io.location import Location, entries_of, folders_with, kind_of, source_errors
 from ..io.regular import open_regular
 from ..reading.payloads import Reader
 
@@ -63,13 +63,12 @@ class Format:
         """Read a checkpoint's metadata.
 
         Raises:
-            SourceError: they are missing or damaged, or the operating system cannot read them.
+            SourceError: they are missing or damaged.
+            UnavailableError: the file system or the store cannot read them.
         """
         reader: Callable[[Location], Reader] = import_named(self.reader)
-        try:
+        with source_errors(path):
             return reader(path)
-        except OSError as error:
-            raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def import_named(value: Any) -> Any:
@@ -198,32 +197,32 @@ def format_of(path: Location) -> Format:
     """Return the format of a checkpoint; DCP's if it shows no sign of any, because its reader says what is missing.
 
     Raises:
-        SourceError: there is nothing, the directory cannot be listed, or a plug-in is broken.
+        SourceError: there is nothing, or a plug-in is broken.
+        UnavailableError: it cannot be listed, or the file cannot be read.
     """
-    try:
-        # A file shows its format by its name, or by its first bytes; many say nothing without their folder.
-        if path.is_file():
-            if any(fnmatch.fnmatch(path.name, sign) for sign in SAFETENSORS.weaker_signs[0]):
-                return SAFETENSORS
-            if fnmatch.fnmatch(path.name, "*.bin.index*.json"):
+    # A file shows its format by its name, or by its first bytes; many say nothing without their folder.
+    kind = kind_of(path)
+    if kind == "file":
+        if any(fnmatch.fnmatch(path.name, sign) for sign in SAFETENSORS.weaker_signs[0]):
+            return SAFETENSORS
+        if fnmatch.fnmatch(path.name, "*.bin.index*.json"):
+            return PROCESS_FILES
+        if any(fnmatch.fnmatchcase(path.name, sign) for sign in _NEEDS_FOLDER):
+            raise SourceError(f"{path} is one file of a checkpoint: give its folder, {path.parent}")
+        with open_regular(path) as file:
+            if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
                 return PROCESS_FILES
-            if any(fnmatch.fnmatchcase(path.name, sign) for sign in _NEEDS_FOLDER):
-                raise SourceError(f"{path} is one file of a checkpoint: give its folder, {path.parent}")
-            with open_regular(path) as file:
-                if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
-                    return PROCESS_FILES
-            return _plugin_showing([path.name]) or SAFETENSORS
-        # A folder shows it by the names in it.
-        if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
-            raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+        return _plugin_showing([path.name]) or SAFETENSORS
+    # A folder shows it by the names in it.
+    if kind != "folder":  # said now: it may be published before the next look, and seem to lack what was not there
+        raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+    with source_errors(path):
         return format_shown(path) or _without_description(path) or DCP
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def _without_description(path: Location) -> Format | None:
     """Return the format of a checkpoint that has lost the file that shows it; DCP's reader knows its own files."""
-    if any(fnmatch.fnmatchcase(entry.name, signs.BUFFER_FILES) for entry in path.iterdir()):
+    if any(fnmatch.fnmatchcase(entry.name, signs.BUFFER_FILES) for entry in entries_of(path)):
         return BUFFERS
     from .zarr import lacks_root  # not needed where nothing is wrong
 
@@ -234,14 +233,13 @@ def format_shown(path: Location) -> Format | None:
     """Return the format of which a directory shows a sign; None if it shows none.
 
     Raises:
-        SourceError: the directory cannot be listed, or a plug-in is broken.
+        SourceError: there is no such directory, or a plug-in is broken.
+        UnavailableError: it cannot be listed.
     """
-    try:
-        names = [entry.name for entry in path.iterdir()]
+    with source_errors(path):
+        names = [entry.name for entry in entries_of(path)]
         shown = next(_showing(names, BUILT_IN), None) or (_plugin_showing(names) if names else None)
         return SIBLINGS if shown is None and len(folders_with(path, signs.METADATA_FILE)) > 1 else shown
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def format_written_as(word: str) -> Format | None:

@@ -31,7 +31,7 @@ from ...record.json_fields import compact, digest_of
 from ...record.record import Chunk, Extent, Manifest, StateRecord, by_key
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
-from ..io.location import Location
+from ..io.location import Location, entries_of, is_folder
 from ..io.new_file import write_synced
 from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
@@ -264,7 +264,7 @@ def remains(path: Location) -> Reader:
 
 def _reader_of(path: Location, weights: Weights) -> Reader:
     place = folder(path)
-    beside = unread_beside([str(entry.name) for entry in place.iterdir()], weights.files) if place == path else []
+    beside = unread_beside([entry.name for entry in entries_of(place)], weights.files) if place == path else []
     unread = [*beside, *weights.copies]
     provenance = {**weights.provenance, NOT_READ: unread} if unread else weights.provenance
     return Reader(Manifest(tuple(weights.tensors), (), provenance), Payloads(place), weights.faults)
@@ -300,8 +300,8 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     """
     refuse_stray(path)
     place = folder(path)
-    names = sorted(str(entry.name) for entry in place.iterdir()) if not path.name.endswith(ENDING) else [path.name]
-    main_file = weights_in(place, names, ENDING) if path.is_dir() else path.name
+    names = sorted(entry.name for entry in entries_of(place)) if not path.name.endswith(ENDING) else [path.name]
+    main_file = weights_in(place, names, ENDING) if is_folder(path) else path.name
     provenances: dict[str, Mapping[str, Any]] = {}
 
     def read(name: str, header_digest: str | None) -> dict[str, StateRecord]:
@@ -331,7 +331,7 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
 
 
 def folder(path: Location) -> Location:
-    return path if path.is_dir() else path.parent
+    return path if is_folder(path) else path.parent
 
 
 def check_storable(tensors: Sequence[StateRecord]) -> None:
@@ -480,10 +480,10 @@ def refuse_stray(path: Location) -> None:
     Raises:
         SourceError: the folder has one file of tensors, and checkpoints.
     """
-    if not path.is_dir():
+    if not is_folder(path):
         return
-    entries: list[Location] = list(path.iterdir())
-    steps = sorted(entry.name for entry in entries if _STEP_FOLDER.fullmatch(entry.name) and entry.is_dir())
+    entries = entries_of(path)
+    steps = sorted(entry.name for entry in entries if _STEP_FOLDER.fullmatch(entry.name) and is_folder(entry))
     files = sorted(entry.name for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json")))
     if not (steps and files):
         return

@@ -39,7 +39,7 @@ from ...record import json_fields
 from ...record.json_fields import check_digest, digest_of
 from ...record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ..io import limits
-from ..io.location import Location, listing
+from ..io.location import Location, is_there, listing
 from ..io.regular import BytesInMemory, FileBytes, open_regular, read_text_file
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads, Reader
@@ -385,7 +385,7 @@ def lacks_root(path: Location) -> bool:
         node = pending.pop()
         files, folders = listing(path / node)
         if ZARR_FILE not in files:
-            below = [name for name in sorted(folders) if (path / node / name / ZARR_FILE).exists()]
+            below = [name for name in sorted(folders) if is_there(path / node / name / ZARR_FILE)]
             pending += [f"{node}/{name}" for name in below[:1]]
             continue
         try:
@@ -476,7 +476,7 @@ def _nodes(
         place = path / node
         files, folders = listing(place)
         # A folder without a description is a group that has lost it, if nodes are in it; the root always is.
-        if node and ZARR_FILE not in files and not any((place / name / ZARR_FILE).exists() for name in folders):
+        if node and ZARR_FILE not in files and not any(is_there(place / name / ZARR_FILE) for name in folders):
             continue
         with _reporting(report):
             if ZARR_FILE not in files:
@@ -642,7 +642,7 @@ def _size(path: Location, file: str) -> int:
     """Return the size of the file of a chunk; a link anywhere on the way is refused."""
     # Where no file is, zarr would read zeros.
     place = path / file
-    if not (place.exists() or place.is_symlink()):
+    if not is_there(place):
         raise _not_stored(f"{place}")
     if place.resolve() != path.resolve() / file:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")

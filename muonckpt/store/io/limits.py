@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...names.errors import SourceError
-from .location import Location, Remote, store_errors
+from .location import Location, Remote, local_errors
 
 SWITCH = "MUONCKPT_LIMITS"
 """The environment variable that lifts all limits if it is ``off``, for a checkpoint that is trusted."""
@@ -108,20 +108,24 @@ def check_text(data: bytes) -> None:
 def _sizes_beside(file: Location) -> Iterator[int]:
     """Yield the sizes of all other files in the folder of a file and below it, each file once."""
     if isinstance(file, Remote):
-        with store_errors(file):
-            sizes = file.parent.fs.find(file.parent.path, detail=True)
-        yield from (int(info["size"] or 0) for path, info in sizes.items() if path != file.path)
+        described = file.parent.described()
+        yield from (int(info["size"] or 0) for name, info in described.items() if name != file.name)
         return
     # A file with several names counts once, and the description itself not at all.
-    description = file.lstat()
-    counts_blocks = description.st_blocks > 0  # some file systems do not say how many there are
-    counted_files = {(description.st_dev, description.st_ino)}
-    for folder, _, names in os.walk(file.parent):
-        for name in names:
-            status = (Path(folder) / name).lstat()
-            if (status.st_dev, status.st_ino) not in counted_files:
-                counted_files.add((status.st_dev, status.st_ino))
-                yield bytes_on_disk(status) if counts_blocks else status.st_size
+    with local_errors(file.parent):
+        description = file.lstat()
+        counts_blocks = description.st_blocks > 0  # some file systems do not say how many there are
+        counted_files = {(description.st_dev, description.st_ino)}
+        for folder, _, names in os.walk(file.parent, onerror=_raise):
+            for name in names:
+                status = (Path(folder) / name).lstat()
+                if (status.st_dev, status.st_ino) not in counted_files:
+                    counted_files.add((status.st_dev, status.st_ino))
+                    yield bytes_on_disk(status) if counts_blocks else status.st_size
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 @contextmanager

@@ -1,20 +1,25 @@
 """Checkpoints in object stores, through fsspec: `Remote` stands where a `pathlib.Path` stands for a local place.
 
+A question about a place has three answers, here and nowhere else: something is there, nothing is there, and
+`UnavailableError`.  Nothing is there only if the file system or the store says so: ENOENT, or 404.
+
 An object is read by ranges and written once, front to back.  The store's own library finds the credentials.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ...names.errors import DamageError, DestinationError, SourceError
+from ...names.errors import DamageError, DestinationError, DiskError, SourceError, UnavailableError
 
 GAP = 128 << 10
 """Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a
@@ -34,6 +39,17 @@ and in three windows of `Payloads`."""
 _MAX_PARTS = 9_000
 
 _CALLS_AT_ONCE = 16
+
+_PAUSES = (0.1, 0.5)
+"""Seconds before a store is asked for the second and the third time."""
+
+_LIBRARY_SECONDS = 2.0
+"""Seconds after which a store is not asked again: its own library has done so.  s3fs gives up after 8 to 46 s."""
+
+_PASSING_ERRNOS = frozenset(
+    {errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT}
+)
+"""Numbers of errors by which libraries of stores say 429 and 5xx, and that a connection was lost."""
 
 _STATE = (
     "ETag",
@@ -92,29 +108,36 @@ class Remote:
     def is_symlink(self) -> bool:
         return False
 
-    def exists(self) -> bool:
-        with store_errors(self):
-            return bool(self.fs.exists(self.path))
+    def ask(self, question: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Return the answer of the store's library, asking again where an error may pass.
 
-    def is_file(self) -> bool:
-        with store_errors(self):
-            return bool(self.fs.isfile(self.path))
+        Args:
+            question: a method of ``fs`` that changes nothing.
 
-    def is_dir(self) -> bool:
-        with store_errors(self):
-            return bool(self.fs.isdir(self.path))
+        Raises:
+            FileNotFoundError: the store says that there is no such place.
+            UnavailableError: any other error.
+        """
+        deadline = time.monotonic() + _LIBRARY_SECONDS
+        for pause in (*_PAUSES, None):
+            try:
+                return question(*arguments, **options)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{self}: {error}") from error
+            except Exception as error:
+                if pause is None or not _may_pass(error) or time.monotonic() > deadline:
+                    raise unavailable(self, error) from error
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
 
     def iterdir(self) -> Iterator[Remote]:
-        with store_errors(self):
-            paths = self.fs.ls(self.path, detail=False)
+        paths = self.ask(self.fs.ls, self.path, detail=False)
         yield from (Remote(self.fs, path.rstrip("/")) for path in paths if path.rstrip("/") != self.path)
 
     def listing(self) -> tuple[list[str], list[str]]:
         """Return the names of the objects in it, and of the directories in it, by one request."""
-        with store_errors(self):
-            described = self.fs.ls(self.path, detail=True)
         names: dict[bool, list[str]] = {False: [], True: []}
-        for info in described:
+        for info in self.ask(self.fs.ls, self.path, detail=True):
             path = info["name"].rstrip("/")
             if path != self.path:
                 names[info["type"] == "directory"].append(path.rpartition("/")[2])
@@ -122,26 +145,41 @@ class Remote:
 
     def below(self) -> list[Remote]:
         """Return every object in it, at any depth."""
-        with store_errors(self):
-            return [Remote(self.fs, path) for path in self.fs.find(self.path)]
+        return [self / name for name in self.described()]
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return the store's descriptions of the objects in it, or of itself, by their names in this place."""
-        with store_errors(self):
-            infos: dict[str, dict[str, Any]] = self.fs.find(self.path, detail=True)
+        infos: dict[str, dict[str, Any]] = {}
+        folders = [self.path]
+        while folders:
+            with suppress(FileNotFoundError):
+                if self._has_flat_listing:
+                    infos |= self.ask(self.fs.find, folders.pop(), detail=True)
+                    continue
+                for info in self.ask(self.fs.ls, folders.pop(), detail=True):
+                    if info["type"] == "directory":
+                        folders.append(info["name"])
+                    else:
+                        infos[info["name"]] = info
         return {path.removeprefix(self.path).lstrip("/"): info for path, info in infos.items()}
 
-    def glob(self, pattern: str) -> Iterator[Remote]:
-        """Return its entries whose names match; none if it is not a directory."""
-        return (place for place in self.iterdir() if fnmatchcase(place.name, pattern)) if self.is_dir() else iter(())
+    @property
+    def _has_flat_listing(self) -> bool:
+        """Whether the library lists all depths by one request; else its ``find`` leaves out what it cannot list."""
+        from fsspec.asyn import AsyncFileSystem
+
+        return getattr(type(self.fs), "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: a directory exists as soon as it contains an object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        with store_errors(self):
-            if not missing_ok or self.fs.exists(self.path):
+        try:
+            with store_errors(self):
                 self.fs.rm_file(self.path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
 
     def remove(self) -> None:
         with store_errors(self):
@@ -166,9 +204,8 @@ class Remote:
 
     def open(self) -> RemoteFile:
         """Open an object for reading; raise `DamageError` if it does not exist."""
-        with read_errors(self):
-            info = self.fs.info(self.path)
-        return RemoteFile(self, info)
+        with _missing_as_damage():
+            return RemoteFile(self, self.ask(self.fs.info, self.path))
 
     @contextmanager
     def upload(self, length: int) -> Iterator[Upload]:
@@ -197,16 +234,93 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+Kind = Literal["file", "folder", "other"]
+
+
+def kind_of(place: Location) -> Kind | None:
+    """Say what is at a place, along links; None if nothing is.
+
+    Raises:
+        UnavailableError: the file system or the store cannot say.
+    """
+    if isinstance(place, Remote):
+        try:
+            kind = place.ask(place.fs.info, place.path)["type"]
+        except FileNotFoundError:
+            return None
+        return "folder" if kind == "directory" else "file" if kind == "file" else "other"
+    status = _status(place, follow_symlinks=True)
+    if status is None:
+        return None
+    return "folder" if stat.S_ISDIR(status.st_mode) else "file" if stat.S_ISREG(status.st_mode) else "other"
+
+
+def is_there(place: Location) -> bool:
+    """Return whether anything has this name, if only a link that leads nowhere; raises as `kind_of`."""
+    return (kind_of(place) if isinstance(place, Remote) else _status(place, follow_symlinks=False)) is not None
+
+
+def is_folder(place: Location) -> bool:
+    """Return whether a folder is there; raises as `kind_of`."""
+    return kind_of(place) == "folder"
+
+
+def is_file(place: Location) -> bool:
+    """Return whether a file or an object is there; raises as `kind_of`."""
+    return kind_of(place) == "file"
+
+
+def is_link(place: Location) -> bool:
+    """Return whether a link is there, which a store does not have; raises as `kind_of`."""
+    status = None if isinstance(place, Remote) else _status(place, follow_symlinks=False)
+    return status is not None and stat.S_ISLNK(status.st_mode)
+
+
+def length_of(place: Location) -> int | None:
+    """Return the bytes of a file or an object; None if something else is there, or nothing; raises as `kind_of`."""
+    if isinstance(place, Remote):
+        try:
+            info = place.ask(place.fs.info, place.path)
+        except FileNotFoundError:
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+    status = _status(place, follow_symlinks=False)
+    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+
+def _status(path: Path, follow_symlinks: bool) -> os.stat_result | None:
+    try:
+        return path.stat(follow_symlinks=follow_symlinks)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no name has
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # links that lead to each other lead nowhere
+            return None
+        raise unavailable(path, error) from error
+
+
+def entries_of(folder: Location) -> list[Location]:
+    """Return the places in a folder.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such folder.
+        UnavailableError: it cannot be listed.
+    """
+    if isinstance(folder, Remote):
+        return list(folder.iterdir())
+    with local_errors(folder):
+        return list(folder.iterdir())
+
+
 def listing(folder: Location) -> tuple[list[str], list[str]]:
     """Return the names of the files in a folder, and of the folders in it; links count as files.
 
-    Raises:
-        OSError: it cannot be listed.
+    Raises as `entries_of`.
     """
     if isinstance(folder, Remote):
         return folder.listing()
     files, folders = list[str](), list[str]()
-    with os.scandir(folder) as entries:
+    with local_errors(folder), os.scandir(folder) as entries:
         for entry in entries:
             (folders if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
     return files, folders
@@ -263,7 +377,7 @@ def absolute_name(name: str | os.PathLike[str]) -> str:
 
 def folders_with(path: Location, name: str) -> list[str]:
     """Return the names of the folders in a folder that have an entry of this name, in order."""
-    return sorted(entry.name for entry in path.iterdir() if (entry / name).exists())
+    return sorted(entry.name for entry in entries_of(path) if is_there(entry / name))
 
 
 def items_beside(checkpoint: Location) -> Location:
@@ -299,9 +413,9 @@ class RemoteFile:
         # Stores refuse requests for no bytes.
         requests = [(start, start + length) for start, length in ranges if length]
         starts, stops = [start for start, _ in requests], [stop for _, stop in requests]
-        with read_errors(self._place):
-            paths = [self._place.path] * len(requests)
-            parts = iter(self._place.fs.cat_ranges(paths, starts, stops, on_error="raise"))
+        place, paths = self._place, [self._place.path] * len(requests)
+        with _missing_as_damage():
+            parts = iter(place.ask(place.fs.cat_ranges, paths, starts, stops, on_error="raise"))
         views = [memoryview(next(parts) if length else b"") for _, length in ranges]
         for view, (start, length) in zip(views, ranges, strict=True):
             if len(view) != length:
@@ -371,7 +485,7 @@ def check_memory(source: Location, destination: Location, longest: int, threads:
 
 @contextmanager
 def store_errors(place: Remote) -> Iterator[None]:
-    """Turn exceptions of a store's library into an `OSError` that names the place."""
+    """Turn what a store's library raises while it writes into an `OSError` that names the place."""
     try:
         yield
     except (FileNotFoundError, FileExistsError) as error:
@@ -381,12 +495,46 @@ def store_errors(place: Remote) -> Iterator[None]:
 
 
 @contextmanager
-def read_errors(place: Remote) -> Iterator[None]:
-    """Turn exceptions of a store's library into a `SourceError`, a `DamageError` if the object is missing."""
+def local_errors(place: object) -> Iterator[None]:
+    """Turn what a file system raises into `UnavailableError`, but for its answer that there is no such place."""
     try:
-        with store_errors(place):
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise unavailable(place, error) from error
+
+
+@contextmanager
+def source_errors(place: object) -> Iterator[None]:
+    """Raise a `SourceError` that names the place where nothing is there, else as `local_errors`."""
+    try:
+        with local_errors(place):
             yield
+    except OSError as error:
+        raise SourceError(f"cannot read {place}: {error.strerror or error}") from error
+
+
+def unavailable(place: object, error: Exception) -> UnavailableError:
+    """Return the error that says that a place cannot be looked at or read, and why."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    if getattr(error, "errno", None) == errno.EIO and not isinstance(place, Remote):
+        return DiskError(f"cannot read {place}: {reason}; its disk fails, so verify the checkpoint or move it away")
+    return UnavailableError(f"cannot read {place}: {reason}; this is no damage, so try again when it can be read")
+
+
+@contextmanager
+def _missing_as_damage() -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise DamageError(f"cannot read {error}") from error
-    except OSError as error:
-        raise SourceError(f"cannot read {error}") from error
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether an error of a store's library may be gone when it is asked again: time-outs, 429, 5xx."""
+    status = next(filter(None, (getattr(error, name, None) for name in ("status", "code", "status_code"))), None)
+    if isinstance(status, int):
+        return status in (408, 429) or status >= 500
+    number = error.errno if isinstance(error, OSError) else None
+    return isinstance(error, TimeoutError | ConnectionError) or number in _PASSING_ERRNOS

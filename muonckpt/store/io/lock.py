@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from .location import Location, Remote
+from .location import Location, Remote, is_there
 from .new_file import read_object
 
 
@@ -119,7 +119,7 @@ class ObjectLock:
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""
-        self.earlier = [read_object(place)] if place.exists() else None
+        self.earlier = [read_object(place)] if is_there(place) else None
 
     def sign(self, line: bytes) -> None:
         # A user has asked to take over the lock of an earlier owner; a new one must not exist.

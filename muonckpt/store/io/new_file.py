@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import local
 
-from .location import Location, Remote, Upload, map_each, store_errors
+from .location import Location, Remote, Upload, map_each
 
 _WRITEBACK_BYTES = 2 << 20
 """Bytes after which the disk is asked to write."""
@@ -123,8 +123,8 @@ def read_lines(place: Location) -> list[bytes]:
 
 
 def read_object(place: Remote) -> bytes:
-    with store_errors(place):
-        return bytes(place.fs.cat_file(place.path))
+    """Read a small object; raises as `Remote.ask`."""
+    return bytes(place.ask(place.fs.cat_file, place.path))
 
 
 class LineFile:

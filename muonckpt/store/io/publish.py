@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from ...names.errors import DestinationError, SourceError, UnsyncedError
-from .location import Location, Remote, map_each, store_errors
+from ...names.errors import DestinationError, SourceError, UnavailableError, UnsyncedError
+from .location import Location, Remote, is_folder, is_there, map_each
 from .lock import InUse, lock_directory
 from .new_file import write_synced
 from .regular import open_regular
@@ -53,9 +53,12 @@ def reserve(destination: Location) -> Location:
         claim.create(b"of a save that is not finished\n")
     except FileExistsError:
         raise conflict from None
-    if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
+    try:
+        if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
+            raise conflict
+    except BaseException:
         claim.unlink()
-        raise conflict
+        raise
     return destination
 
 
@@ -89,11 +92,10 @@ def discard(staged: Location) -> None:
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
     """Raise `DestinationError` if the destination exists; where files are ``staged`` there, unfinished work may."""
     try:
-        unfinished = staged == destination and journal(destination).exists()
-        is_there = destination.exists() or destination.is_symlink()
-    except OSError as error:  # such as a name that is too long
+        refused = is_there(destination) and not (staged == destination and is_there(journal(destination)))
+    except UnavailableError as error:  # such as a name that is too long
         raise DestinationError(f"cannot write {destination}: {error}") from error
-    if is_there and not unfinished:
+    if refused:
         raise DestinationError(f"{destination} exists already, and nothing is overwritten; choose another destination")
 
 
@@ -115,7 +117,7 @@ def publish(staged: Location, destination: Location) -> None:
         if isinstance(staged, Remote) and isinstance(destination, Remote):
             staged.copy_to(destination)
         elif isinstance(staged, Path) and isinstance(destination, Path):
-            if staged.is_dir():
+            if is_folder(staged):
                 sync_directory(staged)
                 staged.rename(destination)
             else:
@@ -137,7 +139,7 @@ def publish(staged: Location, destination: Location) -> None:
 def make_parents(place: Location) -> None:
     """Make the missing directories above a place, each on disk before anything is made in it."""
     if isinstance(place, Path):
-        missing = [folder for folder in place.parents if not folder.exists()]
+        missing = [folder for folder in place.parents if not is_there(folder)]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             sync_directory(folder.parent)
@@ -161,7 +163,7 @@ def sync_directory(path: Path) -> None:
 
 def refuse_other(place: Location, data: bytes) -> None:
     """Raise `DestinationError` if anything is there but a file of these bytes, as an interrupted run leaves it."""
-    if place.exists() or place.is_symlink():
+    if is_there(place):
         with suppress(SourceError), open_regular(place) as file:
             if file.size == len(data) and bytes(file.read(0, file.size)) == data:
                 return
@@ -180,7 +182,7 @@ def publish_first(place: Location, data: bytes, draft: Location) -> Iterator[Non
     """
     # An interrupted run may have left the same file.
     refuse_other(place, data)
-    if place.exists():
+    if is_there(place):
         yield
         return
     try:
@@ -265,7 +267,7 @@ def remove_abandoned(destination: Location) -> None:
 
     Where the file system has no locks, a directory that has not changed for an hour counts as abandoned.
     """
-    if not isinstance(destination, Path) or not destination.parent.is_dir():
+    if not isinstance(destination, Path) or not is_folder(destination.parent):
         return
     for entry in destination.parent.iterdir():
         match = STAGING.fullmatch(entry.name)
@@ -300,6 +302,5 @@ def is_stale(place: Location, folder: Location) -> bool:
 
 
 def _last_change(place: Remote) -> float:
-    with store_errors(place):
-        moment: datetime = place.fs.modified(place.path)
-        return moment.timestamp()
+    moment: datetime = place.ask(place.fs.modified, place.path)
+    return moment.timestamp()

@@ -9,17 +9,17 @@ import os
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, pairwise
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
-from ...names.errors import DamageError, LostFileError, SourceError, about
+from ...names.errors import DamageError, DiskError, LostFileError, SourceError, UnavailableError, about
 from ...record.record import Extent
 from .limits import bytes_on_disk, check_description, check_text
-from .location import Location, Remote, RemoteFile, map_each
+from .location import Location, Remote, RemoteFile, is_there, map_each, unavailable
 
 READ_BYTES = 8 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
@@ -146,8 +146,8 @@ class LocalFile:
             return False
         return True
 
-    def _unreadable(self, error: OSError) -> SourceError:
-        return SourceError(f"cannot read {self._path}: {error.strerror}")
+    def _unreadable(self, error: OSError) -> UnavailableError:
+        return unavailable(self._path, error)
 
 
 class BytesInMemory:
@@ -232,12 +232,23 @@ FileBytes = File | BytesInMemory | PacedFile
 """
 
 
+_ANSWERS: Mapping[int | None, tuple[type[SourceError], str]] = {
+    errno.ENOENT: (DamageError, ""),
+    errno.ENOTDIR: (DamageError, ""),
+    errno.ENXIO: (DamageError, "expected a regular file, found another kind (a socket)"),
+    errno.ELOOP: (SourceError, "it is a symbolic link, expected a regular file"),
+    errno.ENAMETOOLONG: (SourceError, ""),
+}
+"""Errors by which the system says what is there, or that nothing is, each with our error and its reason."""
+
+
 def open_regular(file: Location) -> File:
     """Open a regular file, without following a link or waiting for a pipe; or an object.
 
     Raises:
         DamageError: it does not exist, or a folder, a pipe or a device is in its place.
-        SourceError: it is a link, or cannot be opened.
+        SourceError: it is a link, or no file can have its name.
+        UnavailableError: it cannot be opened.
     """
     if isinstance(file, Remote):
         return file.open()
@@ -245,9 +256,10 @@ def open_regular(file: Location) -> File:
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        why = "it is a symbolic link, expected a regular file" if error.errno == errno.ELOOP else error.strerror
-        kind = DamageError if error.errno in (errno.ENOENT, errno.ENOTDIR) else SourceError
-        raise kind(f"cannot open {file}: {why}") from error
+        if error.errno not in _ANSWERS:
+            raise unavailable(file, error) from error
+        kind, reason = _ANSWERS[error.errno]
+        raise kind(f"cannot open {file}: {reason or error.strerror}") from error
     except ValueError as error:  # a zero byte, or what is no text
         raise SourceError(f"cannot open {str(file)!r}: {error}") from error
     # What it is can be told only of what is open: a name may come to stand for something else.
@@ -272,22 +284,21 @@ def read_text_file(file: Location) -> bytes:
     return data
 
 
-def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -> Iterator[SourceError]:
+def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -> Iterator[SourceError | DiskError]:
     """Yield the faults of files: one for all that are missing, then at most one for each that is cut.
+
+    Raises `UnavailableError` for a file that cannot be looked at, but yields a `DiskError`.
 
     Args:
         path: the checkpoint's directory.
         named_extents: extents, none of them empty, each with its name for errors; two that overlap are a fault as well.
     """
 
-    def is_there(name: str) -> bool:
-        return (path / name).exists() or (path / name).is_symlink()
-
-    def size_of(name: str) -> int | SourceError:
+    def size_of(name: str) -> int | SourceError | DiskError:
         try:
             with open_regular(path / name) as file:
                 return file.size
-        except SourceError as error:
+        except (SourceError, DiskError) as error:
             return error
 
     extents_in: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
@@ -296,7 +307,8 @@ def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -
     names = sorted(extents_in)
 
     # Missing files are told together: there may be thousands.
-    present = [name for name, exists in zip(names, map_each(path, is_there, names), strict=True) if exists]
+    are_there = map_each(path, lambda name: is_there(path / name), names)
+    present = list(compress(names, are_there))
     if missing := sorted({*names} - {*present}):
         yield LostFileError(
             f"expected {len(names)} files in {path}, found {len(missing)} missing: {', '.join(missing)}"
@@ -304,7 +316,7 @@ def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -
 
     # The end of the file counts as an extent, before which the last one has to end.
     for name, size in zip(present, map_each(path, size_of, present), strict=True):
-        if isinstance(size, SourceError):
+        if not isinstance(size, int):
             yield size
             continue
         extents = sorted(extents_in[name], key=lambda item: item[0].offset)

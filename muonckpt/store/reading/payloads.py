@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ...algebra.box import Index, row_major
 from ...algebra.fingerprint import combine, fingerprint
 from ...algebra.layout import Place
-from ...names.errors import DamageError, SourceError, about
+from ...names.errors import DamageError, DiskError, SourceError, about
 from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
-from ..io.location import Location
+from ..io.location import Location, is_there
 from ..io.regular import READ_BYTES, BytesInMemory, FileBytes, Pace, PacedFile, open_regular
 from .blocks import bands, batches, blocks, strided_span, strided_view
 from .dtypes import PARTS, dtype, itemsize
@@ -160,7 +160,7 @@ class Payloads:
 
     def is_in_memory(self, name: str) -> bool:
         """Return whether a name stands for bytes in memory that are no file."""
-        return name in self._in_memory and not self.place(name).exists()
+        return name in self._in_memory and not is_there(self.place(name))
 
     def is_verbatim(self, name: str) -> bool:
         """Return whether the bytes under a name are those of the file, and not made of them."""
@@ -326,7 +326,7 @@ class Reader:
 
     outline: Manifest
     payloads: Payloads
-    faults: tuple[SourceError, ...] = ()
+    faults: tuple[SourceError | DiskError, ...] = ()
     locate: Callable[[Sequence[StateRecord]], tuple[StateRecord, ...]] = tuple
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -18,13 +17,23 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Index
 from ...algebra.fingerprint import as_hex, combine
-from ...names.errors import DamageError, LayoutError, MuonckptError, SourceError
+from ...names.errors import DamageError, DiskError, LayoutError, MuonckptError, SourceError
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord, with_chunks
 from ..formats.registry import DCP, OWN
 from ..io.checksums import Sums, crc32, xxh3_128
-from ..io.location import Location, Remote, items_beside, location
+from ..io.location import (
+    Location,
+    Remote,
+    entries_of,
+    is_file,
+    is_there,
+    items_beside,
+    length_of,
+    location,
+    source_errors,
+)
 from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
@@ -32,7 +41,7 @@ from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chun
 from .damage import Damage, changed_descriptions, damage_of_files, faults_of, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .small_tensors import Examination, examine_small
-from .verification import as_source_error
+from .verification import unless_removed
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
@@ -90,9 +99,16 @@ def verify(
         pace: holds the reading back to a rate.
 
     Raises:
-        SourceError: there is no checkpoint, or what describes it cannot be read at all.
+        SourceError: there is no checkpoint, what describes it cannot be read at all, or it was removed meanwhile.
+        UnavailableError: it cannot be read now, or not by this user, which is no damage.  A file of elements that the
+            disk cannot read (EIO) is: a finding of the kind ``"disk"``.
     """
     place = location(path, SourceError)
+    with unless_removed(place):
+        return _verified(place, jobs, progress, pace)
+
+
+def _verified(place: Location, jobs: int, progress: Progress, pace: Pace | None) -> AuditReport:
     reasons: tuple[Finding, ...] = ()
     try:
         opened = OpenCheckpoint(place)
@@ -116,19 +132,23 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     orphans = _orphans(path, manifest) if of_one_folder else ()
     notes = [f"{name} belongs to no item of this checkpoint" for name in orphans]
     notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
-    by_files = damage_of_files(checkpoint)
+    disk_errors = dict[str, DiskError]()
+    by_files = damage_of_files(checkpoint, disk_errors)
     # Read all tensors, and all items.
     with ThreadPoolExecutor(jobs) as pool:
-        work = _Audit(checkpoint, lambda count: progress(count, total), pool, by_files.chunks.copy())
+        advance = lambda count: progress(count, total)  # noqa: E731
+        work = _Audit(checkpoint, advance, pool, by_files.chunks.copy(), disk_errors)
         for tensors in _batches(manifest.tensors):
             work.check_tensors(tensors, jobs)
         lost_items = by_files.items | set(work.check_items(manifest))
     # Compare descriptions with each other, and with files.
     if of_one_folder:
         work.findings += _against_integrity(path)
-    findings = (*_description_findings(checkpoint, work.framed), *work.findings)
+    findings = (*_description_findings(checkpoint, work.framed, by_files.files), *work.findings)
     # Say what is lost, or where else it is.
     damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
+    unread = dict.fromkeys(disk_errors, "its disk fails (EIO)")
+    damage = replace(damage, files={**damage.files, **dict.fromkeys(unread)}, unopened={**damage.unopened, **unread})
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
     damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(
@@ -177,6 +197,7 @@ class _Audit:
 
     Attributes:
         lost_chunks: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
+        disk_errors: of files that the disk cannot read, by name.
         row: of the next tensor's first chunk.
         framed: whether all items so far have the bytes around their elements that this package writes.
     """
@@ -185,6 +206,7 @@ class _Audit:
     advance: Callable[[int], None]
     pool: ThreadPoolExecutor
     lost_chunks: NDArray[np.bool_]
+    disk_errors: dict[str, DiskError]
     row: int = 0
     unchecked: int = 0
     framed: bool = True
@@ -224,7 +246,7 @@ class _Audit:
             self.row += len(tensor.chunks)
 
     def _check_chunks(
-        self, tensor: StateRecord, examination: Examination, errors: Mapping[tuple[str, Index], SourceError]
+        self, tensor: StateRecord, examination: Examination, errors: Mapping[tuple[str, Index], SourceError | DiskError]
     ) -> str | None:
         """Compare a tensor with its records; return its fingerprint, None if a chunk cannot be read."""
 
@@ -236,9 +258,15 @@ class _Audit:
             if share is not None:
                 self.advance(chunk.box.numel * itemsize(tensor.dtype))
                 return _ChunkResult("", share, 0, ())
-            if error := errors.get((tensor.key, chunk.box.lo)):
-                return _unread(tensor, chunk, error)
-            return _check_chunk(self.checkpoint.payloads, tensor, chunk, self.advance)
+            try:
+                if error := errors.get((tensor.key, chunk.box.lo)):
+                    raise error
+                return _check_chunk(self.checkpoint.payloads, tensor, chunk, self.advance)
+            except DiskError as error:
+                self.disk_errors[chunk.item.file] = error
+                return _unread("disk", tensor, chunk, error)
+            except (SourceError, LayoutError) as error:
+                return _unread("unreadable", tensor, chunk, error)
 
         numbers = np.flatnonzero(tensor.boxes.numel).tolist()
         results = list(self.pool.map(check, numbers))
@@ -262,14 +290,18 @@ class _Audit:
         for blob in manifest.blobs:
             try:
                 check_blob(self.checkpoint.payloads, blob)
-            except MuonckptError as error:
+            except DiskError as error:
+                self.disk_errors[blob.item.file] = error
+                self.findings.append(Finding("disk", str(error), (blob.key,)))
+                yield blob.key
+            except (SourceError, LayoutError) as error:
                 self.findings.append(Finding("blob", str(error), (blob.key,)))
                 yield blob.key
 
 
 def _locate(
     checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost_chunks: NDArray[np.bool_]
-) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError]]:
+) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError | DiskError]]:
     """Do the same as `OpenCheckpoint.locate_each`, without looking for chunks that are known to be lost."""
     if not lost_chunks.any():
         return checkpoint.locate_each(tensors)
@@ -282,7 +314,7 @@ def _locate(
         for chunk, is_chunk_lost in zip(tensor.chunks, is_lost.tolist(), strict=True):
             chunks.append(chunk if is_chunk_lost else next(remaining))
             if is_chunk_lost:
-                errors[tensor.key, chunk.box.lo] = DamageError("its file is missing, or was cut")
+                errors[tensor.key, chunk.box.lo] = DamageError("its file is missing, was cut, or cannot be opened")
         located.append(replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape))))
     return located, errors
 
@@ -291,9 +323,9 @@ def _subject(tensor: StateRecord, chunk: Chunk) -> str:
     return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
 
 
-def _unread(tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkResult:
+def _unread(kind: str, tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkResult:
     subject = _subject(tensor, chunk)
-    return _ChunkResult(subject, None, 0, (Finding("unreadable", f"{subject}: {error}", (tensor.key,)),))
+    return _ChunkResult(subject, None, 0, (Finding(kind, f"{subject}: {error}", (tensor.key,)),))
 
 
 def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]) -> _ChunkResult:
@@ -301,14 +333,11 @@ def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance:
     subject = _subject(tensor, chunk)
     # All sums in one pass; the CRC-32 of strided chunks is that of their bytes as they are stored.
     sums, num_nonfinite = Sums(), 0
-    try:
-        for words, origin in chunk_bands(payloads, tensor, chunk):
-            sums.add(words, origin)
-            num_nonfinite += count_nonfinite(words, tensor.dtype)
-            advance(words.nbytes)
-        checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
-    except MuonckptError as error:
-        return _unread(tensor, chunk, error)
+    for words, origin in chunk_bands(payloads, tensor, chunk):
+        sums.add(words, origin)
+        num_nonfinite += count_nonfinite(words, tensor.dtype)
+        advance(words.nbytes)
+    checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
     # Each record is compared, also where another one agrees: one of them may be damaged.
     findings = []
     try:
@@ -352,14 +381,14 @@ def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
                 for number in np.flatnonzero(tensor.boxes.numel)[:1].tolist():
                     check_chunk(stock.payloads, tensor, tensor.chunks[number])
             return not stock.faults
-    except MuonckptError:
+    except (SourceError, LayoutError):
         return False
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
 
 
-def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+def _description_findings(checkpoint: OpenCheckpoint, framed: bool, lost_files: Collection[str]) -> Iterator[Finding]:
     """Yield the damage that descriptions and files' sizes show.
 
     Args:
@@ -379,10 +408,10 @@ def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[
             message = f"{key!r} in {METADATA_FILE} has the path of {paths[key]!r}; expected the same"
             yield Finding("key", message, (key,))
     if checkpoint.format is OWN:
-        yield from _against_metadata(checkpoint, framed)
+        yield from _against_metadata(checkpoint, framed, lost_files)
     if (digest := checkpoint.items_digest) is not None:
         items = items_beside(checkpoint.path)
-        if not items.exists():
+        if not is_there(items):
             yield Finding(
                 "items",
                 f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
@@ -392,17 +421,17 @@ def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[
             yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
 
 
-def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+def _against_metadata(checkpoint: OpenCheckpoint, framed: bool, lost_files: Collection[str]) -> Iterator[Finding]:
     """Compare the files that describe the checkpoint to other programs with the manifest."""
-    if not (framed and _is_as_written(checkpoint)):
+    if not (framed and not lost_files and _is_as_written(checkpoint)):
         yield from _against_dcp(checkpoint)
     yield from changed_descriptions(checkpoint, checkpoint.outline.files.keys() - {METADATA_FILE})
 
 
 def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
-    """Return True if no file is cut, no items overlap, and DCP's metadata are those of the manifest's save."""
+    """Return True if no items overlap, and DCP's metadata are those of the manifest's save."""
     manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
-    if METADATA_FILE not in manifest.files or checkpoint.lost_files:
+    if METADATA_FILE not in manifest.files:
         return False
     # The extents of all items, file by file, in order.
     numbers = {name: number for number, name in enumerate(columns.names)}
@@ -421,14 +450,14 @@ def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
     file, recorded = checkpoint.path / METADATA_FILE, METADATA_FILE in checkpoint.outline.files
     try:
         reader = dcp.reader(checkpoint.path)
-    except MuonckptError as error:
+    except (SourceError, LayoutError) as error:
         return [Finding("description", f"its {METADATA_FILE} cannot be read: {str(error).removeprefix(f'{file}: ')}")]
     try:
         for fault in reader.faults:
             raise fault
         metadata_facts = _facts_by_key(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
         manifest_facts = _facts_by_key(checkpoint.manifest)
-    except MuonckptError as error:
+    except (SourceError, LayoutError) as error:
         return [Finding("metadata", f"{file}: {error}")]
     findings = []
     for key in sorted(manifest_facts.keys() | metadata_facts.keys()):
@@ -462,7 +491,7 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
     Source: ``save_integrity_manifest`` of ``megatron/core/dist_checkpointing/validation.py`` (August 2026).
     """
     listing = path / INTEGRITY_FILE
-    if not listing.is_file():
+    if not is_file(listing):
         return
     try:
         recorded = json.loads(read_text_file(listing))
@@ -479,7 +508,7 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
             with open_regular(path / name) as file:
                 for start in range(0, file.size, BAND_BYTES):
                     digest.update(file.read(start, min(BAND_BYTES, file.size - start)))
-        except (SourceError, OSError) as error:
+        except SourceError as error:
             yield Finding("integrity", f"{listing} has {name!r}: {error}")
             continue
         if digest.hexdigest() != expected:
@@ -493,10 +522,8 @@ def _orphans(path: Location, manifest: Manifest) -> Iterator[str]:
     """Yield the names of files that are not empty, and that nothing describes."""
     used = {*manifest.columns.names, *(blob.item.file for blob in manifest.blobs), *manifest.files}
     used |= {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE, INTEGRITY_FILE}
-    with as_source_error(path):
-        names = {file.name for file in path.iterdir()}
+    with source_errors(path):
+        names = {file.name for file in entries_of(path)}
     for name in sorted(names - used):
-        with suppress(SourceError), open_regular(path / name) as file:  # what is no regular file is not an empty one
-            if file.size == 0:
-                continue
-        yield name
+        if length_of(path / name) != 0:
+            yield name

@@ -21,14 +21,21 @@ from numpy.typing import NDArray
 
 from ...algebra.box import MAX_ELEMENTS, Box
 from ...algebra.layout import holes_in
-from ...names.errors import MisdescribedError, SeveralSavesError, SourceError, UnlistedError
+from ...names.errors import (
+    DiskError,
+    MisdescribedError,
+    SeveralSavesError,
+    SourceError,
+    UnavailableError,
+    UnlistedError,
+)
 from ...names.wording import LAYER_NUMBER, Finding, counted, enumerated, listed, ranges, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
 from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys
 from ..formats.registry import OWN
 from ..io.checksums import xxh3_128
-from ..io.location import items_beside
+from ..io.location import entries_of, is_file, is_folder, is_there, items_beside
 from ..io.regular import open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, file_sizes
 from ..reading.dtypes import itemsize
@@ -60,7 +67,7 @@ class Damage:
         chunks: for each chunk, in the order of ``manifest.columns``, whether it is lost.
         items: the keys of the items that are lost.
         files: the files that are missing (None) or shorter than was recorded (their length in bytes).
-        unopened: why files that are there cannot be opened; they are among ``files``, with None.
+        unopened: why files that are there cannot be opened, or read; they are among ``files``, with None.
         holes: boxes of tensors, by key, that no chunk covers.
         read: whether all bytes were compared; else only the files' sizes.
         mixed_up: whether the manifest is of another save than the files.
@@ -355,9 +362,17 @@ _MAX_HOLES = 256
 """The most holes of a tensor that are listed, else none: lost files leave few, hostile boxes very many."""
 
 
-def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
-    """Return what is lost with files that are missing or cut, by their names and sizes alone."""
-    manifest, files = checkpoint.outline, checkpoint.lost_files
+def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError] | None = None) -> Damage:
+    """Return what is lost with files that are missing or cut, by their names and sizes alone.
+
+    Args:
+        disk_errors: receives those of files that a disk cannot open, which are lost then; else they are raised.
+
+    Raises:
+        UnavailableError: it is not known whether a file is there.
+    """
+    manifest = checkpoint.outline
+    files = checkpoint.lost_files() if disk_errors is None else checkpoint.lost_files(disk_errors.__setitem__)
     columns = manifest.columns
 
     def length(name: str) -> int:
@@ -374,16 +389,18 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
         if tensor.boxes.elements < box.numel:
             boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
             holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
-    damage = Damage(manifest, chunks, items, files, _refusals(checkpoint, files), holes)
+    unopened = {name: str(error) for name, error in (disk_errors or {}).items()}
+    unopened |= _refusals(checkpoint, files.keys() - unopened.keys())
+    damage = Damage(manifest, chunks, items, files, unopened, holes)
     return replace(damage, misplaced=misplaced_files(checkpoint, damage)) if files else damage
 
 
-def _refusals(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> dict[str, str]:
+def _refusals(checkpoint: OpenCheckpoint, names: Iterable[str]) -> dict[str, str]:
     """Return why files that count as missing, and are there, cannot be opened."""
     refusals = {}
-    for name, length in files.items():
+    for name in sorted(names):
         place = checkpoint.payloads.place(name)
-        if length is None and (place.is_symlink() or place.exists()):
+        if is_there(place):
             try:
                 with open_regular(place):
                     pass
@@ -404,7 +421,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
 
     Reads some chunks of files: two files that are in each other's place, and one with another name, are found so.
     """
-    if not isinstance(checkpoint.path, Path) or not checkpoint.path.is_dir():
+    if not isinstance(checkpoint.path, Path) or not is_folder(checkpoint.path):
         return {}
     # The chunks of each file, the smallest first: few are read of a file that is another one.
     manifest, names = damage.manifest, damage.manifest.columns.names
@@ -426,7 +443,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
     lost_names = (names[number] for number in numbers if "/" not in names[number])
     suspects = [name for name in lost_names if name not in damage.unopened]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
-    candidates = [e.name for e in checkpoint.path.iterdir() if e.is_file() and e.name not in descriptions]
+    candidates = [e.name for e in entries_of(checkpoint.path) if is_file(e) and e.name not in descriptions]
     if len(suspects) * len(candidates) > _MAX_PAIRS:
         return {}
     # Where a file is under another name, that name's own bytes are looked for, too.
@@ -452,7 +469,7 @@ def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> b
     try:
         (tensor,) = checkpoint.locate([replace(tensor, chunks=Chunks.of([chunk], len(tensor.shape)))])
         check_chunk(checkpoint.payloads, tensor, tensor.chunks[0])
-    except SourceError:
+    except (SourceError, UnavailableError):
         return False
     return checkpoint.payloads.has_checksum(tensor.chunks[0])
 
@@ -462,7 +479,7 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     findings = faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
-    if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
+    if checkpoint.items_digest is not None and not is_there(items_beside(checkpoint.path)):
         findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
     return [*findings, *changed_descriptions(checkpoint, checkpoint.outline.files.keys())]
 
@@ -473,7 +490,7 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
         expected = checkpoint.outline.files[name]
         try:
             digest = xxh3_128([read_text_file(checkpoint.path / name)])
-        except (SourceError, OSError) as error:
+        except SourceError as error:
             digest = str(error)
         if digest != expected:
             message = f"its {name} is damaged: digest {digest}, expected {expected}, as {MANIFEST_FILE} has it"
@@ -483,8 +500,10 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
 def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that its reader has met."""
 
-    def kind(fault: SourceError) -> str:
+    def kind(fault: SourceError | DiskError) -> str:
         match fault:
+            case DiskError():
+                return "disk"
             case SeveralSavesError():
                 return "several_saves"
             case MisdescribedError():
@@ -503,9 +522,9 @@ def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
     if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
         kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}
     if damage.chunks.any():
-        kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
+        kinds |= {"unreadable", "disk", "crc32c", "digest", "crc32", "fingerprint"}
     if damage.items:
-        kinds.add("blob")
+        kinds |= {"blob", "disk"}
     if damage.holes:
         kinds |= {"coverage", "hole", "fingerprint"}
     keys = {*entry_keys(damage.tensors)} | damage.items

@@ -15,13 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...names.errors import ADVICE, DamageError, LostFileError, MuonckptError, SourceError
+from ...names.errors import (
+    ADVICE,
+    DamageError,
+    LayoutError,
+    LostFileError,
+    MuonckptError,
+    SourceError,
+    UnavailableError,
+)
 from ...names.wording import Finding, counted, moment
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
-from ..io.location import Location, Remote, location
+from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import NOTHING_LOST, Damage, damage_of_files, findings_by_files, rank_in_name, sentence_of, unexplained
 from .run import RunStep, StepName, new_attempt, whole_before
@@ -144,13 +152,16 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
     try:
         with OpenCheckpoint(path) as checkpoint:
             return diagnosis_by_files(checkpoint, last_verification(path), damaged_steps)
-    except MuonckptError as error:
+    except (SourceError, LayoutError) as error:
         return diagnosis_of_unreadable(path, error, damaged_steps)
 
 
 def advice_on(path: Location) -> str:
     """Return what is to be said where reading a checkpoint has found damage: what is lost, and what to do."""
-    diagnosis = diagnosis_at(path) or _seen_by_reading(path)
+    try:
+        diagnosis = diagnosis_at(path) or _seen_by_reading(path)
+    except UnavailableError:  # the damage is the news
+        return ""
     return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
 
 
@@ -238,7 +249,7 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
     while places:
         # A name that no other file is waiting under is free; in a circle of names one moves aside first.
         name = next((name for name in places if name not in places.values()), next(iter(places)))
-        if name not in vacant and (path / name).exists():
+        if name not in vacant and is_there(path / name):
             yield move(name, f"{name}.aside")
             for key in [key for key, file in places.items() if file == name]:
                 places[key] = f"{name}.aside"
@@ -257,7 +268,7 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     # On as many ranks as wrote it, in the same format.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
     options = ["--mesh", f"dp={max(1, len(ranks))}"]
-    if MEGATRON_FILE in manifest.files or (path / MEGATRON_FILE).exists():
+    if MEGATRON_FILE in manifest.files or is_there(path / MEGATRON_FILE):
         options += ["--format", "torch_dist"]
     new_path = _free_path(path)
     if StepName.parsed(new_path.name):
@@ -275,7 +286,7 @@ def _gone_back(path: Location, before: RunStep, is_automatic: bool) -> Remedy:
 
 def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
-    if path.is_dir():
+    if is_folder(path):
         yield from _by_stock_description(path, "the same elements") if _has_damaged_manifest(path) else ()
         yield _COPY
     if before := whole_before(_with_name(path), damaged_steps):
@@ -295,7 +306,7 @@ def _by_stock_description(path: Location, elements: str) -> Iterator[Remedy]:
 def _has_damaged_manifest(path: Location) -> bool:
     """Return whether our description of a checkpoint is there, and damaged; one of a newer version is not."""
     try:
-        if (path / MANIFEST_FILE).exists():
+        if is_there(path / MANIFEST_FILE):
             read_native(path)
     except SourceError as error:
         return isinstance(error, DamageError)
@@ -321,7 +332,7 @@ def _free_path(path: Location) -> Location:
     if (name := new_attempt(place)) is not None:
         return place.parent / name
     new_path, number = place.parent / f"{place.name}-rebuilt", 1
-    while new_path.exists():
+    while is_there(new_path):
         number += 1
         new_path = place.parent / f"{place.name}-rebuilt{number}"
     return new_path

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ...names.errors import DamageError, SourceError
+from ...names.errors import DamageError, SourceError, UnavailableError
 from ...programs.signs import METADATA_FILE
 from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
-from ..io.location import Location, folders_with, map_each
+from ..io.location import Location, entries_of, folders_with, is_folder, is_there, kind_of, map_each, source_errors
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import damage_of_files, findings_by_files, sentence_of, unexplained
-from .verification import Verification, as_source_error, look_at_files, read_verifications
+from .verification import FilesState, Verification, look_at_files, read_verifications
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
 
@@ -83,7 +83,8 @@ class RunStep:
         step: the number in its name.
         attempt: which attempt at this step it is, from 1.
         state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
-            ``"incomplete"`` if nothing in it describes a checkpoint, or ``"unread"`` if this package does not read it.
+            ``"incomplete"`` if nothing in it describes a checkpoint, or it is being written or removed; or ``"unread"``
+            if this package does not read it, or it cannot be read now: then nothing is known of it.
         fault: one sentence about what is wrong; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
@@ -160,11 +161,10 @@ def run_of(path: Location, visit: Visit = _ignore) -> Run | None:
         visit: called with each checkpoint whose metadata can be read; in a store from several threads.
 
     Raises:
-        SourceError: the folder cannot be read.
+        UnavailableError: the folder cannot be read.
     """
-    with as_source_error(path):
-        if not path.is_dir() or _is_checkpoint(path):
-            return None
+    if not is_folder(path) or _is_checkpoint(path):
+        return None
     run = look_at_folder(path, visit)
     return None if all(step.state == "incomplete" for step in run.steps) else run
 
@@ -186,16 +186,21 @@ def _is_checkpoint(path: Location) -> bool:
 
 def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
     """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
-    with as_source_error(path):
-        entries: list[Location] = list(path.iterdir())
+    with source_errors(path):
+        entries = entries_of(path)
     entries.sort(key=lambda entry: entry.name)
     verifications = read_verifications(path)
 
     def look(entry: Location) -> tuple[str, RunStep] | None:
         name = NumberedName.parsed(entry.name)
-        with suppress(OSError):  # it was removed
-            if name and (entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file())):
+        if name is None:
+            return None
+        try:
+            kind = kind_of(entry)
+            if kind == "folder" or (kind == "file" and entry.name.endswith(".ckpt")):
                 return name.stem, look_at_step(entry, name.step, verifications.get(entry.name), visit)
+        except UnavailableError as error:
+            return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), 0, None)
         return None
 
     looks = [result for result in map_each(path, look, entries) if result is not None]
@@ -239,8 +244,8 @@ def _siblings(checkpoint: Location) -> list[tuple[str, StepName]]:
     """Return the names in the folder of a checkpoint that tell steps of its run, or of any if its own tells none."""
     numbered = NumberedName.parsed(checkpoint.name)
     siblings = []
-    with suppress(OSError):
-        for entry in checkpoint.parent.iterdir():
+    with suppress(FileNotFoundError):
+        for entry in entries_of(checkpoint.parent):
             sibling = NumberedName.parsed(entry.name)
             if sibling and (numbered is None or sibling.stem == numbered.stem):
                 siblings.append((entry.name, sibling.step))
@@ -259,7 +264,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         name, step = sibling
         return numbered is not None and step > numbered.step, -step.step, -step.attempt, name
 
-    with suppress(OSError, SourceError):
+    with suppress(OSError, SourceError, UnavailableError):  # of no use as advice
         if _is_checkpoint(run):
             return None
         # Look at the best ones first, and no further than to one that is whole.
@@ -281,27 +286,31 @@ def look_at_step(place: Location, name: StepName, last: Verification | None, vis
         visit: as for `run_of`.
 
     Raises:
-        OSError: its files cannot be listed.
+        UnavailableError: it cannot be looked at, so it is not known whether it is whole.
     """
+    files_before = look_at_files(place)
     try:
-        return _examine_step(place, name, last, visit)
-    except FileNotFoundError:  # it is removed while we look
-        if place.exists():
-            raise
-        return RunStep(place.name, place, *name, "incomplete", _GONE, 0, None)
+        step = _examine_step(place, files_before, name, last, visit)
+    except OSError as error:  # a file was gone that had been listed
+        step = RunStep(place.name, place, *name, "damaged", str(error), files_before.bytes, None)
+    # Files that come or go meanwhile are of a save or a removal.
+    if step.state == "whole" or look_at_files(place) == files_before:
+        return step
+    return replace(step, state="incomplete", fault=_CHANGING if is_there(place) else _GONE, is_complete=False)
 
 
-def _examine_step(place: Location, name: StepName, last: Verification | None, visit: Visit) -> RunStep:
+def _examine_step(
+    place: Location, files: FilesState, name: StepName, last: Verification | None, visit: Visit
+) -> RunStep:
     """Return a step with its state, as `look_at_step` does; raises FileNotFoundError where it is being removed."""
     # The last verification counts only if the files are the same as then.
-    files = look_at_files(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
     # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.
     try:
         path = _checkpoint_in(place)
         if path is None:
-            fault = "it is being removed" if (place / publish.MARK).exists() else _NOT_FINISHED
+            fault = "it is being removed" if is_there(place / publish.MARK) else _NOT_FINISHED
             return replace(step, state="incomplete", fault=fault)
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
@@ -313,9 +322,7 @@ def _examine_step(place: Location, name: StepName, last: Verification | None, vi
     except DamageError as error:
         return replace(step, fault=str(error))
     except SourceError as error:
-        if place.exists():
-            return replace(step, state="unread", fault=str(error))
-        return replace(step, state="incomplete", fault=_GONE)
+        return replace(step, state="unread", fault=str(error))
     # Where names and sizes show no fault, the last verification may: it has read the elements.
     if fault:
         return replace(step, fault=fault, is_complete=is_complete)
@@ -325,14 +332,15 @@ def _examine_step(place: Location, name: StepName, last: Verification | None, vi
 
 
 _GONE = "it is gone"
+_CHANGING = "its files changed while they were looked at, by a save or a removal"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
 
 
 def _checkpoint_in(place: Location) -> Location | None:
     """Return the checkpoint of a step: its folder, or the only one in it that shows a format (verl's ``actor``)."""
-    if place.is_file() or format_shown(place) is not None:
+    if kind_of(place) == "file" or format_shown(place) is not None:
         return place
-    folders = [entry for entry in place.iterdir() if entry.is_dir() and format_shown(entry) is not None]
+    folders = [entry for entry in entries_of(place) if is_folder(entry) and format_shown(entry) is not None]
     if len(folders) > 1:
         names = ", ".join(sorted(entry.name for entry in folders))
         raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")

@@ -19,12 +19,13 @@ from typing import Any
 
 import xxhash
 
-from ...names.errors import SourceError
+from ...names.errors import SourceError, UnavailableError
 from ...names.version import VERSION
-from ...names.wording import fields_of
-from ..io.location import Location, Remote, map_each
+from ...names.wording import fields_of, listed
+from ..io.location import Location, Remote, entries_of, is_folder, is_there, local_errors, map_each
 from ..io.lock import wait_for_lock
 from ..io.new_file import read_object, write_synced
+from ..io.publish import MARK
 from ..io.regular import open_regular
 
 RECORD = ".muonckpt-verified.json"
@@ -92,7 +93,7 @@ def look_at_files(place: Location) -> FilesState:
     """Look at all files of a checkpoint, which is a folder or a file; none are opened.
 
     Raises:
-        OSError: they cannot be listed.
+        UnavailableError: they cannot be listed.
     """
     facts = sorted(_remote_facts(place) if isinstance(place, Remote) else _local_facts(place))
     times = [time for _, _, time, _ in facts if time is not None]
@@ -102,12 +103,37 @@ def look_at_files(place: Location) -> FilesState:
 
 
 @contextmanager
-def as_source_error(path: Location) -> Iterator[None]:
-    """Raise a `SourceError` that names the path where the system cannot list or read it."""
+def unless_removed(place: Location) -> Iterator[None]:
+    """Raise a `SourceError` that says so if a checkpoint was removed, whole or in part, while the block read it.
+
+    A removal begins with a rename, or a mark in a store; other programs delete one file after another.
+    """
+    before = _names_at(place)
     try:
         yield
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
+    except (SourceError, OSError) as error:
+        _refuse_removed(place, before, error)
+        raise
+    _refuse_removed(place, before, None)
+
+
+def _refuse_removed(place: Location, before: set[str], cause: Exception | None) -> None:
+    now = _names_at(place)
+    missing = sorted(before - now)
+    if "" in missing or MARK in now - before:
+        raise SourceError(f"{place} was removed while it was read") from cause
+    if missing:
+        raise SourceError(f"{place} lost files while it was read: {listed(missing, 3)} was removed") from cause
+
+
+def _names_at(place: Location) -> set[str]:
+    """Return the names in a folder, and an empty one for the place itself; none if nothing is there."""
+    try:
+        return {"", *(entry.name for entry in entries_of(place))}
+    except NotADirectoryError:
+        return {""}
+    except FileNotFoundError:
+        return set()
 
 
 _FileFacts = tuple[str, int, float | None, str]
@@ -134,14 +160,14 @@ def _seconds(time: object) -> float | None:
 
 
 def _local_facts(place: Path) -> Iterable[_FileFacts]:
-    if not place.is_dir():
-        with suppress(FileNotFoundError):
+    if not is_folder(place):
+        with suppress(FileNotFoundError), local_errors(place):
             yield _file_facts(".", place.stat())
         return
     pending = [(str(place), "")]
     while pending:
         folder, prefix = pending.pop()
-        with suppress(FileNotFoundError, PermissionError), os.scandir(folder) as entries:
+        with suppress(FileNotFoundError), local_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append((entry.path, f"{prefix}{entry.name}/"))
@@ -156,14 +182,18 @@ def _file_facts(name: str, status: os.stat_result) -> _FileFacts:
 
 
 def read_verifications(folder: Location) -> Mapping[str, Verification]:
-    """Read the last verification of each checkpoint in a folder, by name; invalid entries count as none."""
+    """Read the last verification of each checkpoint in a folder, by name; invalid entries count as none.
+
+    Raises:
+        UnavailableError: the record may be there, and cannot be read.
+    """
     # In a store each entry is an object, as nothing there can be locked.
     if isinstance(folder, Remote):
         place = folder / RECORD
         try:
             objects = list(place.iterdir())
             parts = map_each(place, read_object, objects)
-        except OSError:
+        except FileNotFoundError:
             return {}
         return _valid_entries({entry.name: _parse(part) for entry, part in zip(objects, parts, strict=True)})
     try:
@@ -195,9 +225,8 @@ def last_verification(checkpoint: Location) -> Verification | None:
     place = checkpoint.absolute()
     for recorded in (place, place.parent):  # the checkpoint of a step may lie in the step's folder
         entry = read_verifications(recorded.parent).get(recorded.name)
-        with suppress(OSError):
-            if entry and entry.files == look_at_files(recorded).digest:
-                return entry
+        if entry and entry.files == look_at_files(recorded).digest:
+            return entry
     return None
 
 
@@ -215,9 +244,8 @@ def record_verification(checkpoint: Location, verdict: str, sentence: str, has_l
         if look_at_files(place) != before:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
         _add_entry(place.parent, place.name, entry)
-    except OSError as error:
-        reason = error.strerror or error
-        return f"when it was verified cannot be recorded in {place.parent}: {reason}"
+    except (UnavailableError, OSError) as error:
+        return f"when it was verified cannot be recorded in {place.parent}: {getattr(error, 'strerror', None) or error}"
     return ""
 
 
@@ -227,13 +255,13 @@ def _add_entry(folder: Location, name: str, entry: Verification) -> None:
         return
     with wait_for_lock(folder):
         # Checkpoints that are gone leave the record.
-        entries = {key: value for key, value in read_verifications(folder).items() if (folder / key).exists()}
+        entries = {key: value for key, value in read_verifications(folder).items() if is_there(folder / key)}
         entries[name] = entry
         checkpoints = {key: fields_of(entries[key]) for key in sorted(entries)}
         text = json.dumps({"muonckpt": VERSION, "checkpoints": checkpoints}, indent=1)
         # The file changes at once; drafts are of killed processes, as the folder is locked.
-        for draft in folder.glob(f"{RECORD}.*.tmp"):
-            draft.unlink(missing_ok=True)
+        for entry_of_folder in folder.glob(f"{RECORD}.*.tmp"):
+            entry_of_folder.unlink(missing_ok=True)
         draft = folder / f"{RECORD}.{uuid.uuid4().hex[:12]}.tmp"
         try:
             write_synced(draft, text.encode())

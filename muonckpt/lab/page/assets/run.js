@@ -16,7 +16,7 @@ function duration(seconds) {
 
 // The attempt that saved each step: the number of resumes before; 0 is the start.
 const ATTEMPT = DATA.attempts;
-const attemptName = (number) => (number ? "resume " + DATA.resumes[number - 1].attempt : "start");
+const attemptName = (number) => (number ? "resume " + number : "start");
 
 // Seconds since the step before of the same attempt was saved.
 const SAVED = STEPS.map((step) => (step.state === "incomplete" ? null : step.saved));
@@ -143,7 +143,7 @@ function attemptsSection() {
     return [count(steps.length, "step") + ": " + names, bad ? el("span", { class: "bad" }, ", " + bad + " not whole") : null];
   };
   const proof = ({ proof, verdict }) => (proof ? el("span", { class: proof.equal ? "status-same" : "bad" }, (proof.equal ? "\u2713 " : "\u2715 ") + verdict) : verdict);
-  const rows = resumes.map((resume, n) => [attemptName(n + 1), when(resume.timestamp), String(resume.step), (resume.ranks_saved === null ? "?" : count(resume.ranks_saved)) + " \u2192 " + count(resume.ranks), saved(n + 1), proof(resume)]);
+  const rows = resumes.map((resume) => [attemptName(resume.attempt), when(resume.timestamp), String(resume.step), (resume.ranks_saved === null ? "?" : count(resume.ranks_saved)) + " \u2192 " + count(resume.ranks), saved(resume.attempt), proof(resume)]);
   return section("attempts", "Attempts",
     el("div", { class: "panel attempts" }, plainTable("Attempts of the run", ["attempt", "began (UTC)", "from step", "ranks", "saved", "proof of the resume"], [["start", "-", "-", "-", saved(0), "-"], ...rows])),
     resumes.some((resume) => !resume.proof) ? el("p", { class: "muted below" }, "To prove a resume, call ", el("code", {}, "check(model, optimizer)"), " on what Series.restore returns, before the first step.") : null,

@@ -34,7 +34,7 @@ from ....names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, KeyPath
 from ....names.wording import counted, listed as listed_names
 from ....programs import signs
 from ....record.record import Extent, StateRecord
-from ...io.location import Location
+from ...io.location import Location, is_folder
 from ...reading.payloads import Reader
 from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
@@ -156,11 +156,11 @@ def remains(path: Location) -> Reader:
 
 def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     safetensors.refuse_stray(path)
-    folder = path if path.is_dir() else path.parent
+    folder = path if is_folder(path) else path.parent
     listed = names_in(folder)
     # Add what there is, as the programs that write such files would load it.
     parts = _Parts(folder, NamesFile.beside(folder), header_of)
-    if path.is_dir():
+    if is_folder(path):
         _add_folder(parts, listed)
     elif INDEX_NAME.fullmatch(path.name):
         parts.add_shards(path.name, ("model",), listed)
@@ -178,7 +178,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     not_read = [name for name in listed if name not in parts.files and name != signs.NAMES_FILE]
     provenance = {
         "files": parts.files,
-        signs.NOT_READ: [*(not_read if path.is_dir() else ()), *parts.copies],
+        signs.NOT_READ: [*(not_read if is_folder(path) else ()), *parts.copies],
         signs.NUMBERED: parts.numbered,
     }
     return trainer_reader(folder, tensors, parts.items, parts.checksums, provenance, parts.faults)
@@ -264,7 +264,7 @@ def universal_reader(path: Location) -> Reader:
     files: dict[str, list[str]] = {}
     for name in names_in(path / _ZERO):
         folder = path / _ZERO / name
-        if folder.is_dir():
+        if is_folder(folder):
             files[name] = names_in(folder)
         else:
             loose.append(f"{_ZERO}/{name}")

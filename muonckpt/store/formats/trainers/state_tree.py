@@ -29,7 +29,7 @@ from ....names.wording import listed
 from ....programs.signs import NAMES_FILE
 from ....record.record import Chunk, Extent, Manifest, StateRecord
 from ...io import limits
-from ...io.location import Location
+from ...io.location import Location, entries_of, is_file
 from ...io.regular import read_text_file
 from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
@@ -119,7 +119,7 @@ def decoded(
 
 def names_in(folder: Location) -> list[str]:
     """Return the names of files and folders in a folder, in order."""
-    return sorted(str(entry.name) for entry in folder.iterdir())
+    return sorted(entry.name for entry in entries_of(folder))
 
 
 def same_on_ranks(noun: str, values: Mapping[int, T], advice: str = "") -> T:
@@ -199,7 +199,7 @@ class NamesFile:
             SourceError: it is damaged, or holds something else.
         """
         file = folder / NAMES_FILE
-        if not file.is_file():
+        if not is_file(file):
             return cls({})
         with about(file):
             try:
