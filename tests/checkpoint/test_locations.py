@@ -140,9 +140,14 @@ def test_what_describes_a_save_comes_last_and_what_fails_before_it_is_gone(memor
 
 def unseen(monkeypatch, name: str) -> None:
     """Whoever asks whether there is anything of this name hears that there is not: another process was quicker."""
-    exists = MemoryFileSystem.exists
-    hidden = lambda fs, path, **options: not path.endswith(f"/{name}") and exists(fs, path, **options)  # noqa: E731
-    monkeypatch.setattr(MemoryFileSystem, "exists", hidden)
+    info = MemoryFileSystem.info
+
+    def hidden(fs, path, **options):
+        if path.endswith(f"/{name}"):
+            raise FileNotFoundError(path)
+        return info(fs, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", hidden)
 
 
 def test_a_place_that_is_taken_is_refused_and_left_as_it_is(memory, monkeypatch):
