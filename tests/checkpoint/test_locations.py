@@ -174,6 +174,7 @@ def test_of_two_saves_that_see_nothing_one_goes_on(memory, monkeypatch):
     unseen(monkeypatch, "run")
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", second)
     muonckpt.save(VALUES, place)
+    monkeypatch.undo()
     assert others and muonckpt.open(place).tensors.keys() == VALUES.keys() and not muonckpt.verify(place).findings
 
 
