@@ -15,7 +15,7 @@ from ..programs.detection import momentum_note, with_slots
 from ..programs.dialect import Dialect
 from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
-from ..store.io.location import Remote, items_beside, location
+from ..store.io.location import Remote, is_there, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import open
 from .engine.container import Container, container_of
