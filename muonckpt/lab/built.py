@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from ..names.errors import TargetError, did_you_mean
 from ..names.vocabulary import PARAMS
-from ..store.io.location import is_file
 
 Maker = Callable[[], Any]
 
@@ -53,7 +52,7 @@ def maker_of(source: str) -> Maker:
 
 
 def _import_file(file: Path) -> Any:
-    if not is_file(file):
+    if not file.is_file():
         raise TargetError(f"{file}: there is no such file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
