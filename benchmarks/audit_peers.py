@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from muonckpt import audit_step
+from muonckpt.lab import audit_step
 from muonckpt.lab.step_audit.step_audit import verdict_row
 from muonckpt.optimizer import Muon
 

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from muonckpt import conform
-from muonckpt.lab.conform.conform import BITS, OTHER, REFUSED, ROUNDED, UNSURE
+from muonckpt.lab import conform
+from muonckpt.lab.conformity.conform import BITS, OTHER, REFUSED, ROUNDED, UNSURE
 from muonckpt.optimizer import Muon
 
 LR = 0.02

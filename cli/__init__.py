@@ -1,1 +1,1 @@
-"""The ``muonckpt`` command, one file a subcommand; only ``plan`` needs torch, when it runs.  Open ``main`` first."""
+"""The ``muonckpt`` command, one file a subcommand.  Open ``main`` first."""

@@ -40,16 +40,14 @@ from .printing import BEGAN, print_line, with_options
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
+    "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "stats": "Measure weights and state: norms, spectra, updates; say what looks odd.",
-    "conform": "Say whether an optimizer does on a mesh what it does on one process.",
-    "audit-step": "Say what the step between two consecutive checkpoints really did.",
     "report": "Write a page for a browser: what is wrong, a map of shards, norms; of a checkpoint or a run.",
     "preflight": "Say whether a job would resume from a checkpoint, before it is queued.",
-    "plan": "Say what a step, memory and checkpoints would cost on meshes of your choice.",
-    "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
     "convert": "Rewrite a checkpoint in another format, or for another program.",
+    "lab": "Examine an optimizer, a step, or meshes of your choice.",
 }
 """The commands, each with a line for `--help`, which imports none of them."""
 
@@ -96,8 +94,8 @@ COLOUR = click.Option(["--color"], type=_COLOUR_CHOICE, expose_value=False, call
 """The option `--color` of every command; the help of `muonckpt` itself has it."""
 
 
-class _Commands(click.Group):
-    """Imports the module of a command only when that command runs."""
+class Commands(click.Group):
+    """Answers a mistake with the usage of its command, and an unknown name with those that come close."""
 
     def invoke(self, context: click.Context) -> object:
         """Run the command.
@@ -110,59 +108,67 @@ class _Commands(click.Group):
         except BrokenPipeError:  # `muonckpt inspect … | head`
             _discard_output()
             raise click.exceptions.Exit(141) from None
-        except TargetError as error:  # a mistake in the command line
-            name = context.invoked_subcommand or ""
-            command = self.get_command(context, name) or self
-            message = f"{error}{self._convert_first(context, str(error))}"
-            raise click.UsageError(message, click.Context(command, context, name)) from error
         except MuonckptError as error:
-            error.add_note(self._convert_first(context, str(error)))
+            name = context.invoked_subcommand or ""
+            command = self.get_command(context, name)
+            if command is None or isinstance(command, click.Group):  # a group has added it
+                raise
+            note = self._convert_first(context, command, str(error))
+            if isinstance(error, TargetError):  # a mistake in the command line
+                raise click.UsageError(f"{error}{note}", click.Context(command, context, name)) from error
+            error.add_note(note)
             raise
 
-    def _convert_first(self, context: click.Context, message: str) -> str:
+    def _convert_first(self, context: click.Context, command: click.Command, message: str) -> str:
         """Say where the options are that a message of the library names and the command lacks; empty if it has them."""
-        name = context.invoked_subcommand or ""
-        foreign_flags = self._flags(context, "convert") - self._flags(context, name)
+        convert = cli.get_command(context, "convert")
+        assert convert is not None, "it is a command"
+        foreign_flags = _flags(convert) - _flags(command)
         flags = [flag for flag in _FLAGS.findall(with_options(message)) if flag in foreign_flags]
         options = ", ".join(dict.fromkeys(flags))
-        return f" ({options}: options of `muonckpt convert`; give {name} what that writes)" if flags else ""
-
-    def _flags(self, context: click.Context, name: str) -> set[str]:
-        command = self.get_command(context, name)
-        return set(chain.from_iterable(option.opts for option in command.params)) if command else set()
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return f" ({options}: options of `muonckpt convert`; give {command.name} what that writes)" if flags else ""
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        gc.disable()  # or the collector would search what is imported, all of which stays, again and again
-        try:
-            identifier = name.replace("-", "_")
-            module = import_module(f".{_FILES.get(name, identifier)}", __package__)
-        finally:
-            gc.enable()
-        command: click.Command = getattr(module, f"{identifier}_command")
-        if COLOUR not in command.params:
+        command = super().get_command(context, name)
+        if command is not None and COLOUR not in command.params:
             command.params.append(COLOUR)
         return command
 
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the named command; answer an unknown name with those that come close."""
-        name = arguments[0]
-        if name not in COMMANDS and not name.startswith("-"):
-            context.fail(f"no such command {name!r}{did_you_mean(name, [*COMMANDS])}")
+        name, names = arguments[0], self.list_commands(context)
+        if name not in names and not name.startswith("-"):
+            context.fail(f"no such command {name!r}{did_you_mean(name, names)}")
         return super().resolve_command(context, arguments)
+
+
+class _LazyCommands(Commands):
+    """Imports the module of a command only when that command runs."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in COMMANDS and name not in self.commands:
+            gc.disable()  # or the collector would search what is imported, all of which stays, again and again
+            try:
+                module = import_module(f".{_FILES.get(name, name)}", __package__)
+            finally:
+                gc.enable()
+            self.commands[name] = getattr(module, f"{name}_command")
+        return super().get_command(context, name)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def _flags(command: click.Command) -> set[str]:
+    return set(chain.from_iterable(option.opts for option in command.params))
+
+
+@click.group(cls=_LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION)
 @click.option(
     "--color", type=_COLOUR_CHOICE, expose_value=False, callback=_colour,

@@ -11,32 +11,9 @@ without torch.
 
 from __future__ import annotations
 
-import ast
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from .names.public import public_names
 
-
-def _homes() -> dict[str, str]:
-    """Return the module of each public name, as the stub has it, which type checkers read."""
-    homes: dict[str, str] = {}
-    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body:
-        if isinstance(statement, ast.ImportFrom):
-            module = f"{'.' * statement.level}{statement.module}"
-            homes.update((name.asname or name.name, module) for name in statement.names)
-    return homes
-
-
-_HOMES = _homes()
-__all__ = [*sorted(_HOMES)]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; Muon and what goes with it is in muonckpt.optimizer"
-    )
+__all__, __getattr__ = public_names(__name__, __file__, "; Muon and what goes with it is in muonckpt.optimizer")
 
 
 def __dir__() -> list[str]:

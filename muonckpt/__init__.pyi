@@ -1,5 +1,6 @@
 """The public names of the package, each with the module that it is imported from when it is first used."""
 
+from . import lab as lab
 from .checkpoint.async_saving import AsyncSave as AsyncSave, async_save as async_save
 from .checkpoint.attestation import (
     Attestation as Attestation,
@@ -24,16 +25,9 @@ from .converters.look.run_history import (
 from .converters.options import Execution as Execution, Translation as Translation
 from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard
-from .lab.conform.conform import Conformity as Conformity, ConformityReport as ConformityReport, conform as conform
-from .lab.forecasting.prospects import Prospect as Prospect, forecast as forecast
 from .lab.page.checkpoint_page import Page as Page, report as report
 from .lab.page.run_page import RunPage as RunPage, report_run as report_run
 from .lab.preflight.preflight import OptionChange as OptionChange, Preflight as Preflight, preflight as preflight
-from .lab.step_audit.step_audit import (
-    ParameterVerdict as ParameterVerdict,
-    StepAudit as StepAudit,
-    audit_step as audit_step,
-)
 from .layouts.boxed_tensor import BoxedTensor as BoxedTensor
 from .names.errors import (
     ArgumentError as ArgumentError,

@@ -10,15 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import click
 import pytest
 import torch
-from support.commands import called
+from support.commands import LINES, called, command_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
-from muonckpt.cli.main import COMMANDS, cli
+from muonckpt.cli.main import cli
 from muonckpt.optimizer import LayerWise, Muon, groups
 from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule
 
@@ -28,7 +27,7 @@ RULES = [[NO_HEAD], MODULE_TYPES]
 # --- What is named exists ---------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-ITS_COMMAND = re.compile(r"muonckpt ([a-z]+)\b([^`;(]*)")
+ITS_COMMAND = re.compile(r"muonckpt ((?:lab )?[a-z-]+)\b([^`;(]*)")
 OF_OTHER_PROGRAMS = re.compile(r"--(muon|dist-ckpt|use-distributed)-")
 CALLS = {
     "muonckpt.load": muonckpt.load,
@@ -42,8 +41,7 @@ CALLS = {
 
 
 def flags_of(name: str) -> set[str]:
-    command = cli.get_command(click.Context(cli), name)
-    return {flag for option in command.params for flag in option.opts}
+    return {flag for option in command_of(name).params for flag in option.opts}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +71,7 @@ def texts_of(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_every_flag_in_a_message_is_one_of_the_command_that_it_is_said_of(texts):
-    flags = {name: flags_of(name) for name in COMMANDS}
+    flags = {name: flags_of(name) for name in LINES}
     top = {flag for option in cli.params for flag in option.opts}
     everywhere, checked = top.union(["--version", "--help"], *flags.values()), 0
     for place, text in texts:

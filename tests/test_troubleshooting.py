@@ -117,7 +117,7 @@ def under_torchrun() -> None:
 
 def without_torch() -> str:
     script = "import sys; sys.modules['torch'] = None; from muonckpt.cli.main import run; run(sys.argv[1:])"
-    command = [sys.executable, "-c", script, "plan", "--ckpt", "run", "--mesh", "dp=2"]
+    command = [sys.executable, "-c", script, "lab", "plan", "--ckpt", "run", "--mesh", "dp=2"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

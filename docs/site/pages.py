@@ -22,7 +22,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from muonckpt.cli.main import COMMANDS, cli
+from muonckpt.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,10 +55,9 @@ TOPICS = {
         "Proving and moving live state",
         "attest Attestation fingerprints Fingerprints redistribute Redistribution",
     ),
-    "api/forecasts.md": (
-        "Forecasts and check-ups",
-        "forecast Prospect fits Fit audit_step StepAudit ParameterVerdict "
-        "preflight Preflight OptionChange conform ConformityReport Conformity",
+    "api/preflight.md": (
+        "Whether a run resumes",
+        "fits Fit preflight Preflight OptionChange",
     ),
     "api/errors.md": (
         "Errors",
@@ -70,6 +69,7 @@ TOPICS = {
 
 MODULES = {
     "api/optimizer.md": ("The optimizer", ["muonckpt.optimizer"]),
+    "api/lab.md": ("The lab", ["muonckpt.lab"]),
     "api/groups.md": ("Parameter groups", ["muonckpt.optimizer.groups"]),
     "api/integrations.md": (
         "Trainers, and other programs' optimizers",
@@ -162,19 +162,27 @@ def on_post_build(config: MkDocsConfig) -> None:
 def commands() -> str:
     """The page of commands, in the words of their `--help`."""
     lines = ["# Commands", "", "Made from the `--help` of each command.", ""]
-    root = click.Context(cli, info_name="muonckpt")
     lines += _description(cli)
-    for name in COMMANDS:
-        command = cli.get_command(root, name)
-        assert command is not None
-        context = click.Context(command, info_name=name, parent=root)
-        usage = " ".join(["muonckpt", name, *command.collect_usage_pieces(context)])
-        lines += ["", f"## {name}", "", "```text", usage, "```", "", *_description(command), ""]
+    for context in _contexts(click.Context(cli, info_name="muonckpt")):
+        command = context.command
+        usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+        title = context.command_path.removeprefix("muonckpt ")
+        lines += ["", f"## {title}", "", "```text", usage, "```", "", *_description(command), ""]
         lines += ["| option | meaning |", "|---|---|"]
         options = [option for option in command.get_params(context) if isinstance(option, click.Option)]
         records = [option.get_help_record(context) for option in options]
         lines += [f"| <code>{_cell(names)}</code> | {_cell(words)} |" for names, words in filter(None, records)]
     return "\n".join(lines) + "\n"
+
+
+def _contexts(context: click.Context) -> Iterator[click.Context]:
+    """Yield the contexts of a group's commands, and of theirs."""
+    if isinstance(context.command, click.Group):
+        for name in context.command.list_commands(context):
+            command = context.command.get_command(context, name)
+            assert command is not None
+            yield (child := click.Context(command, info_name=name, parent=context))
+            yield from _contexts(child)
 
 
 def _description(command: click.Command) -> list[str]:
@@ -227,8 +235,7 @@ def public_names(module: str) -> list[str]:
     file = _file_of(module)
     if (stub := file.with_suffix(".pyi")).exists():
         imports = (node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom))
-        names = [alias.asname or alias.name for node in imports for alias in node.names]
-        return [name for name in names if not name.startswith("_")]
+        return [alias.name for node in imports if node.module for alias in node.names]
     tree = ast.parse(file.read_text())
     for node in tree.body:
         match node:

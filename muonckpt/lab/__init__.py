@@ -1,4 +1,10 @@
-"""What observes and advises: checks, forecasts and the report's page; only commands and the public door import it.
+"""What observes and advises; only commands and the public door import it.
 
-Open ``preflight/preflight`` first.
+The public names are in ``__init__.pyi``, and imported when first used.  Open ``preflight/preflight`` first.
 """
+
+from __future__ import annotations
+
+from ..names.public import public_names
+
+__all__, __getattr__ = public_names(__name__, __file__)

@@ -11,10 +11,10 @@ import click
 import pytest
 import torch
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
-from support.commands import called
+from support.commands import LINES, called, command_of
 
 import muonckpt
-from muonckpt.cli.main import COMMANDS, cli
+from muonckpt.cli.main import cli
 from muonckpt.cli.printing import with_options
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,23 +22,21 @@ PAGES = [*(DOCS / "guide").rglob("*.md"), *(DOCS / "formats").glob("*.md")]
 FLAG = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", LINES)
 def test_every_help_has_two_examples_that_parse(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = called(name, "--help").stdout
+    shown = called(*name.split(), "--help").stdout
     examples = re.findall(rf"^  muonckpt {name} (.*)$", shown, re.MULTILINE)
     assert len(examples) >= 2
-    command = cli.get_command(click.Context(cli), name)
+    command = command_of(name)
     for example in examples:
         line = shlex.split(example.partition(" > ")[0])
         assert command.make_context(name, line, resilient_parsing=False).params
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", LINES)
 def test_every_option_is_explained_by_the_help_and_by_a_page(name):
-    options = [
-        option for option in cli.get_command(click.Context(cli), name).params if isinstance(option, click.Option)
-    ]
+    options = [option for option in command_of(name).params if isinstance(option, click.Option)]
     shown = {option.opts[-1]: option for option in options if not option.hidden}
     assert [flag for flag, option in shown.items() if not option.help] == []
     explained = {flag for page in PAGES for flag in FLAG.findall(page.read_text())}
@@ -47,7 +45,7 @@ def test_every_option_is_explained_by_the_help_and_by_a_page(name):
 
 @pytest.mark.parametrize("name", ["reshard", "convert"])
 def test_messages_that_name_arguments_name_the_options_of_the_command(name):
-    command = cli.get_command(click.Context(cli), name)
+    command = command_of(name)
     for option in (
         option for option in command.params if isinstance(option, click.Option) and option.name != "as_json"
     ):
@@ -66,6 +64,7 @@ def completed(*words: str) -> list[tuple[str, str]]:
 
 def test_commands_paths_tables_and_words_are_completed():
     assert completed("ins") == [("plain", "inspect")]
+    assert completed("lab", "aud") == [("plain", "audit-step")]
     assert completed("inspect", "run/st") == [("file", "run/st")], "the shell lists paths itself"
     assert ("plain", "inverse:hf-qkv") in completed("convert", "--show-rules", "inverse:")
     assert completed("reshard", "a", "b", "--rules", "hf-q") == [("plain", "hf-qkv")]

@@ -181,8 +181,8 @@ def test_a_run_is_planned_and_rewritten_as_its_newest_whole_step_and_sizes_agree
     done = called("reshard", run, tmp_path / "new", "--mesh", "dp=3")
     assert done.returncode == 0 and said in done.stderr
     done_plan, plan = (
-        called("plan", "--ckpt", run, "--mesh", "dp=2"),
-        printed(0, "plan", "--ckpt", newest, "--mesh", "dp=2"),
+        called("lab", "plan", "--ckpt", run, "--mesh", "dp=2"),
+        printed(0, "lab", "plan", "--ckpt", newest, "--mesh", "dp=2"),
     )
     assert (done_plan.stdout, "padding: " in plan) == (plan, False) and said in done_plan.stderr
     # Bytes of tensors are the same wherever they are printed; those of files are called so.

@@ -41,7 +41,7 @@ VIEWS = [
     "reshard {run} {out} --mesh dp=2,tp=2 --dry-run",
     "reshard {run} {out} --mesh dp=2,tp=2 --layout balanced --dry-run",
     "convert {run} {out} --to dion --dry-run",
-    "plan --ckpt {run} --mesh dp=2 --mesh dp=64,tp=4 --mesh pp=2,dp=8,tp=4 --mesh dp=512",
+    "lab plan --ckpt {run} --mesh dp=2 --mesh dp=64,tp=4 --mesh pp=2,dp=8,tp=4 --mesh dp=512",
     "convert --list-rules",
 ]
 

@@ -55,7 +55,7 @@ def test_inspect_names_the_method_and_its_slots_and_stats_measures_them(run):
 @pytest.mark.parametrize("algorithm", ["muon", MINE], ids=["as stored", "given"])
 def test_plan_knows_its_state_from_the_checkpoint(run, algorithm):
     """Gradients, squares and rows of four bytes travel to owners and back."""
-    [alone, shared] = muonckpt.forecast([{"dp": 1}, {"dp": 2}], checkpoint=run[0], algorithm=algorithm).topologies
+    [alone, shared] = muonckpt.lab.plan([{"dp": 1}, {"dp": 2}], checkpoint=run[0], algorithm=algorithm).topologies
     assert alone.matrices == 2 and not alone.padding
     assert alone.checkpoint["bytes"] == shared.checkpoint["bytes"] == muonckpt.inspect(run[0]).bytes
     biases = 8 * 4 * 2 + 4 + 4

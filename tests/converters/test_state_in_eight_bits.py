@@ -31,7 +31,7 @@ def saved(tmp_path):
 READERS = {
     "inspect": lambda path, out: muonckpt.inspect(path),
     "stats": lambda path, out: muonckpt.stats(path),
-    "forecast": lambda path, out: muonckpt.forecast([{"dp": 2}], checkpoint=path),
+    "forecast": lambda path, out: muonckpt.lab.plan([{"dp": 2}], checkpoint=path),
     "reshard": lambda path, out: muonckpt.reshard(path, out, mesh={"dp": 3}),
     "convert": lambda path, out: muonckpt.convert(path, out, to_dialect="torch"),
 }

@@ -130,8 +130,8 @@ def commands(path: Path, other: Path, out: Path) -> list[list[object]]:
     return [
         ["inspect", path], ["inspect", path, "--json"], ["inspect", path, "--items"], ["inspect", path, "--tensors"],
         ["inspect", path, "--ranks"], ["verify", path], ["verify", path, "--json"], ["diff", path, other],
-        ["diff", other, path, "--json"], ["diff", path, other, "--read"], ["plan", "--ckpt", path, "--mesh", "dp=2"],
-        ["stats", path], ["stats", path, "--json"],
+        ["diff", other, path, "--json"], ["diff", path, other, "--read"],
+        ["lab", "plan", "--ckpt", path, "--mesh", "dp=2"], ["stats", path], ["stats", path, "--json"],
         ["report", path, "--out", out], ["reshard", path, out, *rewritten],
         ["reshard", path, out, *rewritten, "--layout", "balanced"],
         ["reshard", path, out, *rewritten, "--layout", "padded-nscost", "--format", "buffers"],

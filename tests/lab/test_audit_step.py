@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
-from muonckpt import StepAudit, TargetError, audit_step
+from muonckpt import TargetError
 from muonckpt.cli.main import run as muonckpt_command
+from muonckpt.lab import StepAudit, audit_step
 from muonckpt.optimizer import Muon
 
 KELLER = (3.4445, -4.7750, 2.0315)
@@ -137,7 +138,11 @@ def test_a_true_step_is_explained_and_contradicts_nothing(tmp_path, dtype):
 
 
 FAULTS = {
-    "rows of 2 ranks": (Truth(rows=(24, 24)), (False, (24, 24), None, 1), "2 parts of 24 rows"),
+    "rows of 2 ranks": (
+        Truth(rows=(24, 24)),
+        (False, (24, 24), None, 1),
+        "(gate and up, or heads, or experts, or the rows of 2",
+    ),
     "rows of 5 ranks": (Truth(rows=(10, 10, 10, 10, 8)), (False, (10, 10, 10, 10, 8), None, 1), "rows of 5 ranks"),
     "columns of 4 ranks": (Truth(columns=(8,) * 4), (False, None, (8,) * 4, 1), "columns of 4 ranks"),
     "query groups": (Truth(rows=(8, 4, 4), blocks=3), (False, (8, 4, 4), None, 3), "in 3 query groups"),
@@ -278,10 +283,10 @@ def test_what_would_take_too_long_is_listed(tmp_path):
 
 def test_the_command_prints_it_and_exits_with_1_for_a_contradiction(tmp_path, capsys):
     before, after = _train(tmp_path / "true", Truth(), {"up.0": (48, 32)})
-    assert muonckpt_command(["audit-step", str(before), str(after)]) == 0
+    assert muonckpt_command(["lab", "audit-step", str(before), str(after)]) == 0
     assert "the whole matrix" in capsys.readouterr().out
     before, after = _train(tmp_path / "cut", Truth(rows=(24, 24)), {"up.0": (48, 32)})
-    assert muonckpt_command(["audit-step", str(before), str(after)]) == 1
+    assert muonckpt_command(["lab", "audit-step", str(before), str(after)]) == 1
     assert "2 parts of 24 rows" in capsys.readouterr().out
 
 

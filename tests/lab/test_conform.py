@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from muonckpt import Conformity, TargetError, conform
+from muonckpt import TargetError
 from muonckpt.cli.main import run as muonckpt_command
+from muonckpt.lab import Conformity, conform
 
 SOURCE = str(Path(__file__).with_name("conform_optimizers.py"))
 
@@ -56,5 +57,5 @@ def test_ours_has_the_same_bits_on_every_mesh(ranks):
 
 @pytest.mark.exhaustive
 def test_the_command_exits_with_1_where_updates_differ(capsys):
-    assert muonckpt_command(["conform", f"{SOURCE}:slices", "--ranks", "2"]) == 1
+    assert muonckpt_command(["lab", "conform", f"{SOURCE}:slices", "--ranks", "2"]) == 1
     assert "another update" in capsys.readouterr().out

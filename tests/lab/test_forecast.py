@@ -1,4 +1,4 @@
-"""What `muonckpt plan` says, against published sizes, the planner's own wires, and checkpoints that exist."""
+"""What `muonckpt lab plan` says, against published sizes, the planner's own wires, and checkpoints that exist."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def test_models_have_the_published_sizes(fields, elements, tmp_path):
 
 
 def test_a_config_that_is_not_known_is_refused(tmp_path):
-    found = called("plan", "--model", config(tmp_path, **{**LLAMA, "model_type": "perceiver"}), "--mesh", "dp=2")
+    found = called("lab", "plan", "--model", config(tmp_path, **{**LLAMA, "model_type": "perceiver"}), "--mesh", "dp=2")
     assert found.returncode == 2 and "'perceiver'" in found.stderr and "deepseek_v3" in found.stderr
-    found = called("plan", "--model", config(tmp_path, **{**LLAMA, "hidden_size": "wide"}), "--mesh", "dp=2")
+    found = called("lab", "plan", "--model", config(tmp_path, **{**LLAMA, "hidden_size": "wide"}), "--mesh", "dp=2")
     assert found.returncode == 3 and "expected hidden_size to be an integer" in found.stderr
-    found = called("plan", "--model", tmp_path, "--mesh", "dp=2")
+    found = called("lab", "plan", "--model", tmp_path, "--mesh", "dp=2")
     assert found.returncode == 3 and "config.json: expected hidden_size" in found.stderr
     (tmp_path / "config.json").unlink()
-    found = called("plan", "--model", tmp_path, "--mesh", "dp=2")
+    found = called("lab", "plan", "--model", tmp_path, "--mesh", "dp=2")
     assert found.returncode == 3 and "give a checkpoint as --ckpt" in found.stderr
     with pytest.raises(TargetError, match=r"no mesh has the axes tp"):
-        muonckpt.forecast([{"dp": 2}], model=config(tmp_path, **SMALL), shard={"*": [("tp", 0)]})
+        muonckpt.lab.plan([{"dp": 2}], model=config(tmp_path, **SMALL), shard={"*": [("tp", 0)]})
 
 
 def leaving_bytes(schedule: Schedule, rank: int) -> int:
@@ -162,7 +162,7 @@ def test_the_groups_of_a_checkpoint_say_what_its_matrices_cost(options, tmp_path
     opt.step()
     weights, state = get_state_dict(model, opt)
     muonckpt.save({"model": weights, "optimizer": state}, tmp_path / "run")
-    [found] = muonckpt.forecast([{"dp": 1}], checkpoint=tmp_path / "run").topologies
+    [found] = muonckpt.lab.plan([{"dp": 1}], checkpoint=tmp_path / "run").topologies
     [schedule] = opt.schedules.values()
     assert found.newton_schulz["mean"] == sum(unit.cost for unit in schedule.units)
     assert found.memory["state"] == opt.report().state_bytes
@@ -177,9 +177,9 @@ def test_a_tied_weight_is_one_parameter_and_its_padding_is_printed_when_asked_fo
         {"params": ["up.weight"], "algorithm": "muon", "convention": "ema"},
     ]
     muonckpt.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
-    prospect = muonckpt.forecast([{"dp": 2}], checkpoint=tmp_path / "run")
+    prospect = muonckpt.lab.plan([{"dp": 2}], checkpoint=tmp_path / "run")
     assert (prospect.parameters, prospect.elements) == (3, 2 * 32 * 8 + 16 * 8)
-    line = ("plan", "--ckpt", tmp_path / "run", "--mesh", "dp=2")
+    line = ("lab", "plan", "--ckpt", tmp_path / "run", "--mesh", "dp=2")
     assert "padding: flat" in called(*line, "--padding").stdout and "padding: " not in called(*line).stdout
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
     state["n"] = {"exp_avg": torch.ones(32), "exp_avg_sq": torch.ones(32), "step": torch.tensor(1.0)}
     groups = [{"params": ["a", "b"], "algorithm": "muon"}, {"params": ["n"], "algorithm": "adamw"}]
     muonckpt.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
-    found = muonckpt.forecast(
+    found = muonckpt.lab.plan(
         [{"dp": 4}, {"dp": 2, "copy": 2}],
         checkpoint=tmp_path / "run",
         shard={"*": [("dp", 0)]},
@@ -206,11 +206,11 @@ def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
     assert {padding["layout"]: padding["padding_percent"] for padding in rows.padding}["balanced"] == 0.0
     with pytest.raises(TargetError, match="momentum"):
         muonckpt.save({"model": model}, tmp_path / "weights")
-        muonckpt.forecast([{"dp": 4}], checkpoint=tmp_path / "weights")
+        muonckpt.lab.plan([{"dp": 4}], checkpoint=tmp_path / "weights")
 
 
 def test_the_command_compares_meshes(tmp_path):
-    arguments = ["plan", "--model", config(tmp_path, **SMALL), "--mesh", "dp=4", "--mesh", "dp=2,tp=2"]
+    arguments = ["lab", "plan", "--model", config(tmp_path, **SMALL), "--mesh", "dp=4", "--mesh", "dp=2,tp=2"]
     arguments += ["--shard", "*_proj.weight=tp:0,dp:1", "--select", "*layers*"]
     found = json.loads(called(*arguments, "--json").stdout)
     assert [t["ranks"] for t in found["topologies"]] == [4, 4] and found["matrices"] == 14
@@ -243,7 +243,7 @@ def test_the_table_of_state_in_other_dtypes_is_what_is_forecast(tmp_path):
         file = config(tmp_path, **fields)
         for dtype in STATE_DTYPES:
             options = {"state_dtype": dtype, **more}
-            found = muonckpt.forecast([mesh], model=file, **options).topologies[0]
+            found = muonckpt.lab.plan([mesh], model=file, **options).topologies[0]
             state, total, sent = found.memory["state"], found.memory["total"], found.sent["most"]
             lines.append(f"| {name} | {dtype} | {size(state)} | {size(total)} | {size(2 * state)} | {size(sent)} |\n")
     made = head + "".join(lines)
@@ -258,7 +258,7 @@ def test_state_in_another_dtype_is_forecast_as_the_optimizer_keeps_it(dtype, tmp
         own = {} if parameter.method else {"algorithm": "adamw", "lr": 1e-3}
         option = "momentum_dtype" if parameter.method else "state_dtype"
         groups.append({"params": [torch.nn.Parameter(torch.zeros(parameter.shape))], option: dtype, **own})
-    [found] = muonckpt.forecast([{"dp": 1}], model=file, state_dtype=dtype).topologies
+    [found] = muonckpt.lab.plan([{"dp": 1}], model=file, state_dtype=dtype).topologies
     assert found.memory["state"] == Muon(groups).report(most_elementwise=1).state_bytes
     with pytest.raises(TargetError, match="unknown state_dtype 'int4'; expected one of float32, bfloat16"):
-        muonckpt.forecast([{"dp": 1}], model=file, state_dtype="int4")
+        muonckpt.lab.plan([{"dp": 1}], model=file, state_dtype="int4")

@@ -70,7 +70,7 @@ def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16
     for calls, made, sent, must in counted:
         assert calls == 2 * made and made <= stages
         assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + WIRE_ALIGNMENT - 2)
-    # What `muonckpt plan` says of the same parameters, without processes.
+    # What `muonckpt lab plan` says of the same parameters, without processes.
     params = [fresh_parameter(f"{number}", shape, "float32", matrix=True) for number, shape in enumerate(shapes)]
     forecast = step_plan(
         params, lambda param, shape: mesh_layout(shape, Mesh.of(world), (Rows(0),)), world, MuonOptions(stages=stages)

@@ -295,7 +295,7 @@ def test_transformers_own_models_are_sorted(name, tie, tmp_path):
         if tie
         else [("model.embed_tokens.weight",), ("lm_head.weight",)]
     )
-    # What `muonckpt plan` reads from the configuration alone.
+    # What `muonckpt lab plan` reads from the configuration alone.
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     forecast = {p.name: p for p in model_of_config(tmp_path / "config.json", "float32").parameters}
     assert {p.name: p.shape for p in forecast.values()} == {n: tuple(p.shape) for n, p in model.named_parameters()}

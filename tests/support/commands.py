@@ -10,12 +10,24 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from warnings import catch_warnings, filterwarnings
 
+import click
 import pytest
 
-from muonckpt.cli.main import run
+from muonckpt.cli.lab import lab_command
+from muonckpt.cli.main import COMMANDS as AT_THE_DOOR, cli as group, run
 
 COMMAND = [sys.executable, "-c", "from muonckpt.cli.main import main; main()"]
 COMMANDS = ("inspect", "verify", "reshard")
+LINES = [*(name for name in AT_THE_DOOR if name != "lab"), *(f"lab {name}" for name in lab_command.commands)]
+"""All commands, with the group in which they are."""
+
+
+def command_of(line: str) -> click.Command:
+    """The command of one of `LINES`."""
+    command = group
+    for word in line.split():
+        command = command.get_command(click.Context(command), word)
+    return command
 
 
 def cli(*arguments: object, **how) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -40,7 +40,7 @@ class Prospect:
     cheapest: int
 
 
-def forecast(
+def plan(
     meshes: Sequence[Mapping[str, int]],
     *,
     model: PathLike | None = None,
@@ -53,9 +53,8 @@ def forecast(
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
     algorithm: str | MatrixMethod = "muon",
-    progress: Callable[[int, int], None] = lambda count, total: None,
 ) -> Prospect:
-    """Compute what a model would cost on these meshes, as ``muonckpt plan`` prints it.
+    """Compute what a model would cost on these meshes, as ``muonckpt lab plan`` prints it.
 
     Starts no process and reads no elements.  The optimizer's own planner plans a step, as the ranks would.
 
@@ -71,7 +70,6 @@ def forecast(
         stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
         algorithm: of a model's matrices; or a method of your own that groups of the checkpoint name, whose FLOPs would
             be unknown otherwise.
-        progress: called with the number of meshes that are done, and of all.
 
     Raises:
         SourceError: the configuration or the checkpoint cannot be read.
@@ -109,10 +107,8 @@ def forecast(
         axes = {axis for axis, _ in rule.cuts}
         if not any(mesh.keys() >= axes for mesh in meshes):
             raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
-    topologies = []
-    for number, mesh in enumerate(meshes):
-        progress(number, len(meshes))
-        topologies.append(topology_of(tensors, mesh, rules, MuonOptions(ns_steps, ns_dtype, stages)))
+    options = MuonOptions(ns_steps, ns_dtype, stages)
+    topologies = [topology_of(tensors, mesh, rules, options) for mesh in meshes]
     return Prospect(
         tensors.source,
         len(tensors.parameters),

@@ -49,8 +49,8 @@ class Topology:
         memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
             the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
-        checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes; the most
-            that a rank reads, and receives from others, in a load on this mesh (``most_read``, ``most_received``).
+        checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes, or
+            reads in a load on this mesh; the most that it receives from others then (``most_received``).
         padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``.
     """
 
@@ -119,7 +119,6 @@ def topology_of(
             "files": int(np.count_nonzero(file_bytes)) + DESCRIPTIONS,
             "most": round(file_bytes.max()),
             # Each stored byte is read once; a rank that holds replicas of others' parts receives them.
-            "most_read": round(file_bytes.max()),
             "most_received": round((ranks.weights + ranks.state - file_bytes).max()),
         },
         padding=tuple(_buffer_padding([p for p in model.matrices if p.method and p.method.averages], target)),

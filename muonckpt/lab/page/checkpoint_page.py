@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -60,11 +60,6 @@ class UnreadablePage(HtmlPage):
         return self.diagnosis.path.name
 
     @property
-    def lines(self) -> Iterator[str]:
-        """The lines for a terminal, as of `Page`."""
-        return self.diagnosis.lines
-
-    @property
     def findings(self) -> int:
         """The number of findings besides what the diagnosis tells."""
         return 0
@@ -104,11 +99,6 @@ class Page(HtmlPage):
     @property
     def name(self) -> str:
         return Path(self.inspection.checkpoint).name
-
-    @property
-    def lines(self) -> Iterator[str]:
-        """The lines for a terminal that say what is wrong, and what to do; none if nothing is wrong."""
-        return self.diagnosis.lines
 
     @property
     def findings(self) -> int:

@@ -13,7 +13,7 @@ import json
 import os
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from importlib.resources import files
@@ -24,20 +24,27 @@ from typing import Any, ClassVar
 from ...names.errors import DestinationError
 from ...names.wording import as_json, printable
 from ...store.io.new_file import write_synced
+from ...store.verify.diagnosis import Diagnosis
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 class HtmlPage(ABC):
-    """A page of which the ``name``, the data and the scripts (names of assets) are given."""
+    """A page of which the ``name``, the data, the diagnosis and the scripts (names of assets) are given."""
 
     __slots__ = ()
+    diagnosis: Diagnosis
     scripts: ClassVar[Sequence[str]]
 
     @property
     @abstractmethod
     def name(self) -> str:
         """The name of the checkpoint or the run."""
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The lines for a terminal that say what is wrong, and what to do; none if nothing is wrong."""
+        return self.diagnosis.lines
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:

@@ -82,11 +82,6 @@ class RunPage(HtmlPage):
         return Path(str(self.history.run.path)).name
 
     @property
-    def lines(self) -> Iterator[str]:
-        """The lines for a terminal that say which steps are not whole, and what to do."""
-        return self.diagnosis.lines
-
-    @property
     def findings(self) -> int:
         """The number of findings in all steps, and of steps that are not whole."""
         odd = sum(step.state != "whole" for step in self.history.steps)

@@ -24,7 +24,7 @@ from ...converters.engine.outputs import OutputTensor
 from ...converters.look.contents import FirstLook, first_look
 from ...converters.translate.groups import common_options
 from ...names.errors import TargetError
-from ...names.wording import Finding, fields_of, listed
+from ...names.wording import Finding, listed
 from ...programs.codings import FACTORS
 from ...programs.model_view import StoredParameter
 from ...record.record import StateRecord, match_keys
@@ -114,9 +114,6 @@ class StepAudit:
     program: str
     verdicts: tuple[ParameterVerdict, ...]
     findings: tuple[Finding, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return fields_of(self)
 
 
 def audit_step(

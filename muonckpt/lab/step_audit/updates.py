@@ -134,10 +134,6 @@ class Evidence:
         return self.after - self.before
 
     @cached_property
-    def change_norm(self) -> float:
-        return float(np.linalg.norm(self.change))
-
-    @cached_property
     def rounding(self) -> float:
         """The norm of the error that storing the weights makes in their change."""
         return math.hypot(*(float(np.linalg.norm(spacing(w, self.dtypes[0]))) for w in (self.before, self.after)))
@@ -244,8 +240,7 @@ class Explanation:
 
     Attributes:
         rates: fitted for matrices of each shape: the learning rate times the scale.
-        decay: fitted: the learning rate times the weight decay, give or take ``decay_error``; ``cautious`` where only
-            weights decay whose sign agrees.
+        decay: fitted: the learning rate times the weight decay, give or take ``decay_error``.
         residual: the norm of what it does not explain, as a part of the update's.
         line_residual: the same of the row or column that is explained worst, beside the mean row or column.
     """
@@ -255,7 +250,6 @@ class Explanation:
     rates: Mapping[Index, float]
     decay: float
     decay_error: float
-    cautious: bool
     residual: float
     line_residual: float
 
@@ -300,7 +294,6 @@ def _explain_and_subtract(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tup
         {shape: -float(factor) for shape, factor in zip(shapes, factors, strict=False)},
         -float(factors[-1]),
         error,
-        is_cautious,
         remainder_norm / update_norm if update_norm else 0.0,
         _worst_line(remainder, update_norm),
     )
