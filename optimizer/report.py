@@ -16,6 +16,7 @@ from ..names.wording import folded, listed, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import sides_of
 from .planning.schedule import Schedule
+from .step.agreement import this_rank
 from .step.rank_sets import RankSet
 
 LARGEST_VECTOR = 1 << 22
@@ -105,7 +106,7 @@ def count_matrices(schedules: Sequence[Schedule]) -> tuple[int, int, int] | None
     for schedule in schedules:
         counts.update(dict.fromkeys(schedule.ranks, 0))
         counts.update(unit.owner for unit in schedule.units)
-    return (min(counts.values()), max(counts.values()), counts[_this_rank()]) if counts else None
+    return (min(counts.values()), max(counts.values()), counts[this_rank()]) if counts else None
 
 
 def count_sent_bytes(schedules: Sequence[Schedule]) -> int | None:
@@ -113,15 +114,11 @@ def count_sent_bytes(schedules: Sequence[Schedule]) -> int | None:
     # On the way to owners and back; bytes for itself stay here.
     sent_bytes = 0
     for schedule in schedules:
-        index = schedule.ranks.index(_this_rank()) if _this_rank() in schedule.ranks else 0
+        index = schedule.ranks.index(this_rank()) if this_rank() in schedule.ranks else 0
         for stage in schedule.stages:
             for route in (stage.gather, stage.scatter):
                 sent_bytes += sum(route.send_counts) - route.send_counts[index]
     return sent_bytes if schedules else None
-
-
-def _this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def report_group(

@@ -137,10 +137,6 @@ def size_of(group: SharingGroup) -> int:
     return dist.get_world_size(group) if group is not None else 1
 
 
-def this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _refuse_unfit(name: str, param: Tensor) -> None:
     """Raise ValueError for a parameter that cannot lie in flat buffers."""
     description = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"

@@ -58,7 +58,6 @@ from .buffers import (
     options_of,
     replace_params,
     size_of,
-    this_rank,
 )
 
 BUCKET_SIZE = 40_000_000
@@ -145,7 +144,7 @@ class LayerWise(CollectiveOptimizer):
             }
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
         except Exception as error:
-            intent = intent.failed(error, this_rank())
+            intent = intent.failed(error)
         self._agree(intent)
         self._is_built = True
         # Ranks build it together, so all of them count alike.
@@ -291,7 +290,7 @@ class LayerWise(CollectiveOptimizer):
             **self._cleared_fact,
         }
         intent = step_intent(groups, constants)
-        self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
+        self._agreement.agree(intent if failure is None else intent.failed(failure), compare)
         if failure is not None:
             raise failure
         return active
@@ -400,7 +399,7 @@ class LayerWise(CollectiveOptimizer):
                 part.master.grad = part.gradient.to(part.master.dtype) if name in self._active_names else None
             self._inner.step()
         except Exception as error:
-            intent = intent.failed(error, this_rank())
+            intent = intent.failed(error)
         # Tell the others whether this rank has failed: it compares and gathers too then, as they wait for it.
         self._agreement.agree(intent, Notes.compare)
         self._publish()
@@ -469,7 +468,7 @@ class LayerWise(CollectiveOptimizer):
             self._follow_state()
             restore, report = plan_restore(self, state_dict, Globs.of(fresh))
         except Exception as error:
-            intent = intent.failed(error, this_rank())
+            intent = intent.failed(error)
         self._agree(intent)
         restore()
         self._restarted_names = []

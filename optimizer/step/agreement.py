@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...names.coefficients import coefficient_set
@@ -85,6 +86,10 @@ class AgreedError(Exception):
         self.error = error
 
 
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Intent:
     """A rank's statement of what it is about to do, or the ``error`` that keeps it from that.
@@ -104,9 +109,9 @@ class Intent:
         """Return the intent to do what these facts say."""
         return cls(task, _digest(repr(sorted(facts.items())).encode()), lambda: facts)
 
-    def failed(self, error: Exception, rank: int) -> Intent:
-        """Return the intent of a rank that has failed: it differs from every other rank's."""
-        return replace(self, digest=_digest(f"rank {rank} failed".encode()), error=error)
+    def failed(self, error: Exception) -> Intent:
+        """Return the intent of this rank if it has failed: it differs from every other rank's."""
+        return replace(self, digest=_digest(f"rank {this_rank()} failed".encode()), error=error)
 
     def note(self, device: torch.device) -> Tensor:
         """Return the digest on a device, ``NOTE`` bytes; nothing waits for the device."""

@@ -279,7 +279,7 @@ class StepExchange:
             except Exception as error:
                 if self._notes is None:
                     raise AgreedError(error) from error
-                self._set_intent(self._intent.failed(error, dist.get_rank()))
+                self._set_intent(self._intent.failed(error))
         return None
 
     def start(self, wire: Wire) -> None:
@@ -323,7 +323,7 @@ class GroupAgreement:
                 compare(notes, intent)
             except AgreedError as agreed:
                 failure = failure or agreed.error
-                intent = intent if intent.error is not None else intent.failed(agreed.error, dist.get_rank())
+                intent = intent if intent.error is not None else intent.failed(agreed.error)
         if failure is not None:
             raise failure
 

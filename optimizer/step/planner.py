@@ -74,7 +74,7 @@ class Planner:
             # Ranks that were built differently are told how, in words of these facts.
             intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
         except Exception as error:
-            intent = intent.failed(error, rank)
+            intent = intent.failed(error)
         agree(intent, group, device)
 
         # Connections are made before the first step, amid which ranks might wait for each other.
@@ -87,7 +87,7 @@ class Planner:
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
-        return Step(schedule, params, specs, methods, labels, rank, backend, group, links, device)
+        return Step(schedule, params, specs, methods, labels, backend, group, links, device)
 
     def _facts(
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule

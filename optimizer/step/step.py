@@ -177,7 +177,6 @@ class Step:
     specs: Sequence[Spec]
     methods: Sequence[MatrixMethod]
     labels: Sequence[str]
-    rank: int
     elementwise: Elementwise
     group: dist.ProcessGroup | None
     links: Sequence[tuple[Link, Link]]
@@ -222,7 +221,7 @@ class Step:
             intent = rank_set.step_intent(groups, constants)
         self._num_steps += 1
         if failure is not None:
-            intent = intent.failed(failure, self.rank)
+            intent = intent.failed(failure)
         exchange, stages = StepExchange(intent, self._notes), self.schedule.stages
         with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
             # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a
@@ -272,7 +271,7 @@ class Step:
         intent = Intent.of(
             AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
         )
-        exchange = StepExchange(intent if failure is None else intent.failed(failure, self.rank), self._notes)
+        exchange = StepExchange(intent if failure is None else intent.failed(failure), self._notes)
         # Ranks that do not plan anew send updates, so the wires are those of a step.
         first, *other_wires = [self._send(exchange, None, number) for number in self._first_stages]
         exchange.receive(first, at_once=True)

@@ -424,4 +424,4 @@ def test_a_refusal_names_ranks_once_and_is_short() -> None:
     facts = {f"option {number}": "1" for number in range(100)}
     complaint = Intent.of(AGREE_ON_STEP, facts).complaint(0, dict.fromkeys(facts, "2"))
     assert complaint.startswith("option 0 is 1, on rank 0 2; ") and complaint.endswith("and 96 more")
-    assert len(Intent.of(AGREE_ON_STEP, {}).failed(ValueError("x" * 9999), 3).complaint(0, {})) < 600
+    assert len(Intent.of(AGREE_ON_STEP, {}).failed(ValueError("x" * 9999)).complaint(0, {})) < 600
