@@ -166,27 +166,8 @@ def gather_tensor(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Compare what all ranks of a group intend.  Collective.
-
-    Raises:
-        AgreedError: on every rank, if they differ or one of them has failed.
-    """
-    # A rank that has failed differs from all others, so its error is told there.
-    if group is not None and differ(intent, group, device):
-        raise AgreedError(disagreement(intent, group))
-    if intent.error is not None:
-        raise AgreedError(intent.error)
-
-
-def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Return whether any two ranks of a group intend different things; a bool on the device.  Collective."""
-    note = intent.note(device)
-    return (torch.stack(_gather(note, group)) != note).any()
-
-
 def reduce_flags(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return which flags (0 or 1, uint8) any rank of a group has set, and `differ`.  One collective."""
+    """Return which flags (0 or 1, uint8) any rank of a group has set, and whether intents differ.  One collective."""
     note = intent.note(flags.device)
     # The largest of each byte and of its complement: this rank's, unless notes differ.
     maxima = torch.cat([flags, note, 255 - note])
@@ -239,7 +220,8 @@ class Notes:
 
     def compare(self, intent: Intent, at_once: bool = False) -> None:
         """Send notes and `check` them.  Collective."""
-        self.check(intent, differ(intent, self.group, self.device), at_once)
+        note = intent.note(self.device)
+        self.check(intent, (torch.stack(_gather(note, self.group)) != note).any(), at_once)
 
     def read(self) -> None:
         """Raise an `AgreedError` if some rank failed in the last step."""

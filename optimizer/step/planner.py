@@ -18,9 +18,9 @@ from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
-from .agreement import AGREE_ON_PLAN, CLEARED, Facts, Intent, plan_facts
+from .agreement import AGREE_ON_PLAN, CLEARED, AgreedError, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
-from .exchange import agree, connect, link
+from .exchange import Notes, connect, link
 from .rank_sets import RankSet, group_of, groups_of_mesh
 from .step import Step
 
@@ -75,7 +75,10 @@ class Planner:
             intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error)
-        agree(intent, group, device)
+        if group is not None:
+            Notes(group, device).compare(intent, at_once=True)
+        elif intent.error is not None:
+            raise AgreedError(intent.error)
 
         # Connections are made before the first step, amid which ranks might wait for each other.
         connect(group, device, self.exchange)
