@@ -128,7 +128,7 @@ _OPTIONS = {
         "format",
         type=FormatType(FORMATS),
         metavar="FORMAT",
-        help="Format to write.",
+        help=f"Format to write: {', '.join(FORMATS)}.",
     ),
     "to": click.option(
         "--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Program to write for."

@@ -18,10 +18,11 @@ from support.sharded import edit
 from support.trees import tree
 
 import muonckpt
-from muonckpt import DestinationError, Interrupted, SourceError
+from muonckpt import DestinationError, SourceError
 from muonckpt.converters.engine.container import ItemFile
 from muonckpt.converters.engine.outputs import OutputItem
 from muonckpt.converters.options import grouped
+from muonckpt.names.errors import Interrupted
 from muonckpt.record.json_fields import check_seal
 from muonckpt.store.io.location import location
 from muonckpt.store.io.regular import open_regular

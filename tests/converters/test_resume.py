@@ -18,11 +18,12 @@ from support.sharded import edit, elements_of
 from support.trees import tree
 
 import muonckpt
-from muonckpt import DestinationError, Interrupted
+from muonckpt import DestinationError
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
+from muonckpt.names.errors import Interrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

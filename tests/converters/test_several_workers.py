@@ -24,12 +24,13 @@ from support.sharded import edit
 from support.trees import tree
 
 import muonckpt
-from muonckpt import DestinationError, Interrupted, MuonckptError
+from muonckpt import DestinationError, MuonckptError
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.job import Job, assignment
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.workers import Worker, joined
 from muonckpt.converters.target.topology import Target
+from muonckpt.names.errors import Interrupted
 
 STAGED = ".out.reshard.tmp"
 RANKS = 10

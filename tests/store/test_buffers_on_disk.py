@@ -40,7 +40,7 @@ from support.workers import run as on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonckpt
-from muonckpt import Interrupted, SourceError
+from muonckpt import SourceError
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.mover import LARGEST_BAND, expected_parts
 from muonckpt.converters.engine.output_files import OutputChunks, OutputFile
@@ -50,6 +50,7 @@ from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.layouts.buffers.algorithms import distributed_optimizer, legacy_pingpong, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes
 from muonckpt.layouts.buffers.placements import PLACEMENTS
+from muonckpt.names.errors import Interrupted
 from muonckpt.optimizer import LayerWise
 from muonckpt.record.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, format_of
