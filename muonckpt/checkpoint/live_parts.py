@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -23,11 +23,12 @@ from ..names.errors import ArgumentError, MuonckptError
 from ..names.keys import key_of
 from ..names.resumption import MAX_GLOBS
 from ..names.vocabulary import PARAMS, KeyPath
-from ..names.wording import counted, listed
+from ..names.wording import listed
 from .live_state import LiveState, refuse_no_state_dict
 from .parameter_keys import GroupLabel, ParameterKeys, has_names, nested_by_parameter
 from .resume_proof import ABSENT, Dispute, LoadedState, ResumeDifference
 from .schedules import check_schedules
+from .training import Training, foreign_parameters
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class LiveParts:
         )
 
     @classmethod
+    def of_training(cls, loaded: LoadedState, training: Training) -> LiveParts:
+        """Take the state of all objects of a training.  Collective."""
+        model, optimizers = training.model, training.optimizers
+        parts = cls.of_state_dict(loaded, training.state_dict())
+        schedulers = dict(zip(training.scheduler_keys(), training.schedulers, strict=True))
+        return parts.with_findings(_beside_state(loaded, model, optimizers, schedulers))
+
+    @classmethod
     def of_objects(
         cls, loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any | None
     ) -> LiveParts:
@@ -80,9 +89,12 @@ class LiveParts:
             ArgumentError: one of them is something else, or the template has no such state, or in several places.
         """
         _refuse_others(model, optimizers, scheduler)
-        foreign = [*_foreign_parameters(model, optimizers)]
-        faults = [*foreign, *_thawed_parameters(model, loaded.frozen)]
-        unchecked = [] if loaded.frozen is not None else ["requires_grad, which the checkpoint does not record"]
+        # Torch knows no names for parameters of another model, so their state is not asked for.
+        foreign = [
+            ResumeDifference(f"optimizer {number}", ABSENT, Dispute(fault))
+            for number, fault in enumerate(foreign_parameters(model, optimizers))
+        ]
+        schedulers: dict[str, Any] = {}
         by_name = has_names(loaded.items, loaded.paths)
         for optimizer in optimizers:
             by_name &= all("param_names" in group for group in optimizer.param_groups)
@@ -95,9 +107,7 @@ class LiveParts:
             if scheduler is not None:
                 place = template.place("the scheduler", [_Form(scheduler.state_dict())])
                 places.append(place)
-                found = check_schedules(key_of(place.root), scheduler, optimizers)
-                faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
-                unchecked += [f"which group each value of {key} is for" for key in found.unchecked]
+                schedulers[key_of(place.root)] = scheduler
         except MuonckptError:
             raise
         except Exception as error:  # of whatever kind, as torch looks for each parameter of the model, or takes a step
@@ -110,7 +120,7 @@ class LiveParts:
         restored = {name: value for name, value in names.items() if (*weights.root, name) in template}
         # All of it in one state dict, and the template's keys that the comparison has to find in it.
         nested: dict[str, Any] = {}
-        covered, groups = set[str](), dict[tuple[KeyPath, str], GroupLabel]()
+        covered, groups, unchecked = set[str](), dict[tuple[KeyPath, str], GroupLabel](), list[str]()
         for place in (_Place(weights.root, _Form(restored), 0), *places):
             for part, value in place.form.state.items():
                 set_element(nested, (*place.root, part), value)
@@ -121,9 +131,38 @@ class LiveParts:
                 if tuple(path[: len(place.root)]) == place.root and (place.root or path[0] in place.form.state):
                     covered.add(key)
         unrestored = tuple(sorted(names.keys() - restored.keys()))
-        state_keys = model.state_dict(keep_vars=True).keys()
-        buffers = {name: buffer for name, buffer in model.named_buffers() if name not in state_keys}
-        return cls(basis, nested, frozenset(covered), groups, unrestored, tuple(faults), tuple(unchecked), buffers)
+        parts = cls(basis, nested, frozenset(covered), groups, unrestored, tuple(foreign), tuple(unchecked))
+        return parts.with_findings(_beside_state(loaded, model, optimizers, schedulers))
+
+    def with_findings(self, found: _BesideState) -> LiveParts:
+        """Return the same with what objects show beside their state dicts."""
+        faults, unchecked = (*self.faults, *found.faults), (*self.unchecked, *found.unchecked)
+        return replace(self, faults=faults, unchecked=unchecked, buffers=found.buffers)
+
+
+@dataclass(frozen=True)
+class _BesideState:
+    """What the objects of a training show that no state dict has; attributes as in `LiveParts`."""
+
+    faults: tuple[ResumeDifference, ...]
+    unchecked: tuple[str, ...]
+    buffers: Mapping[str, Tensor]
+
+
+def _beside_state(
+    loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer], schedulers: Mapping[str, Any]
+) -> _BesideState:
+    """Compare what no state dict has; schedulers by their keys."""
+    faults = [*_thawed_parameters(model, loaded.frozen)]
+    unchecked = [] if loaded.frozen is not None else ["requires_grad, which the checkpoint does not record"]
+    for key, scheduler in schedulers.items():
+        found = check_schedules(key, scheduler, optimizers)
+        faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
+        unchecked += [f"which group each value of {key} is for" for key in found.unchecked]
+    # Wrappers give buffers other names in a state dict, so that a buffer is known by its identity.
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in saved}
+    return _BesideState(tuple(faults), tuple(unchecked), buffers)
 
 
 _BY_NUMBER = "which parameter is which in {!r}: they have no names, and were matched by number"
@@ -133,17 +172,6 @@ def _by_number(keys: ParameterKeys) -> Iterator[str]:
     """Yield a phrase for each optimizer whose parameters go by number, where several could be mistaken."""
     for root in sorted(keys.by_number, key=str):
         yield _BY_NUMBER.format(key_of(root))
-
-
-def _foreign_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[ResumeDifference]:
-    """Yield a difference for each optimizer that steps tensors which are not the model's parameters."""
-    own = {id(param) for param in model.parameters()}
-    for number, optimizer in enumerate(optimizers):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        foreign = sum(id(param) not in own for param in params)
-        if foreign:
-            phrase = f"steps {foreign} of {counted(len(params), 'parameter')} that are not the model's"
-            yield ResumeDifference(f"optimizer {number}", ABSENT, Dispute(phrase))
 
 
 def frozen_parameters(model: nn.Module) -> list[str]:

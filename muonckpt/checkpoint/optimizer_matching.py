@@ -267,6 +267,9 @@ class _GroupedMatch(_OptimizerMatch):
             return Matching(faults=(misfit,)) if is_certain else Matching(doubts=(misfit,))
         doubts = []
         for key, base in base_rates.items() if not has_several and None not in live_rates else ():
+            # A scheduler of some of the groups steps an optimizer that was saved together with others.
+            if len(base) != len(live_rates):
+                continue
             doubts.append(
                 f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {live_rates}: the scheduler "
                 "gives groups other rates than they began with, as it does if their order has changed in the saved run"

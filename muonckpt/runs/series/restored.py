@@ -15,6 +15,7 @@ from ...checkpoint.all_ranks import group_ranks, is_coordinator
 from ...checkpoint.live_parts import LiveParts
 from ...checkpoint.resume_check import compare
 from ...checkpoint.resume_proof import LoadedState, ResumeProof
+from ...checkpoint.training import Training
 from ...names.errors import MuonckptError, called_like, warn_on_rank
 from ...names.resumption import LoadReport
 from ...store.io.location import Location
@@ -75,6 +76,10 @@ class Restored:
             AttestError: the state of one of them cannot be taken.
         """
         return self._compared(lambda: LiveParts.of_objects(self._loaded, model, optimizers, scheduler))
+
+    def check_training(self, training: Training) -> ResumeProof:
+        """Compare the objects of a training as `check` does, with all that is restored with them."""
+        return self._compared(lambda: LiveParts.of_training(self._loaded, training))
 
     def compare(self, state_dict: Mapping[str, Any]) -> ResumeProof:
         """Compare a state dict, nested as that of `Series.restore` and taken anew, as `check` does.

@@ -6,24 +6,30 @@ One rank looks into the folder and tells the others, so that all act on the same
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from ...checkpoint.all_ranks import (
     broadcast_from_first,
     decide_on_first,
+    gather_on_all,
     is_coordinator,
     refuse_differing,
     refuse_mixed_calls,
 )
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
+from ...checkpoint.live_parts import frozen_parameters
 from ...checkpoint.loading import load_to_prove
 from ...checkpoint.saving import refuse_lone_process, save
 from ...checkpoint.signals import On, Signals, Then
+from ...checkpoint.training import Training
 from ...converters.engine.container import container_of
 from ...converters.engine.job import check_destination, make_job
 from ...converters.engine.workers import joined_ranks
@@ -32,6 +38,7 @@ from ...converters.rewrite import target_of
 from ...converters.target.topology import ROWS
 from ...names.errors import (
     ArgumentError,
+    AttestError,
     DamageError,
     DestinationError,
     MuonckptError,
@@ -80,6 +87,10 @@ class Series:
     Args:
         folder: a path that all ranks see, or a URL; made when something is saved.  A relative path is that of the
             working directory now, wherever the program goes later.
+        model, optimizer: what `resume` sets and `save` saves; one optimizer or several.  Without them `save` and
+            `restore` take state dicts.
+        scheduler: one learning rate scheduler or several.
+        extra: other objects with ``state_dict`` and ``load_state_dict``, such as a data loader, by name.
         keep_last: how many of the newest whole checkpoints stay; at least one.
         keep_every: checkpoints whose step is a multiple of this stay as well.
         on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
@@ -87,15 +98,20 @@ class Series:
             `close` puts these back.
 
     Raises:
+        ArgumentError: one of the objects is something else.
         ValueError: a number is below 1; or a signal is not known, or this is not the main thread.
         DestinationError: no installed library supports the protocol of the URL.
     """
 
-    @called_like("series = muonckpt.Series('run', keep_last=3)")
+    @called_like("run = muonckpt.Series('run', model, optimizer, keep_last=3)")
     def __init__(
         self,
         folder: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
+        scheduler: Any | Sequence[Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
         on: On = (),
@@ -103,6 +119,8 @@ class Series:
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep_last and keep_every are at least 1, got {keep_last} and {keep_every}")
+        has_objects = any(each is not None for each in (model, optimizer, scheduler, extra))
+        self._training = Training.of(model, optimizer, scheduler, extra) if has_objects else None
         self._folder = StepFolder(location(folder, DestinationError).absolute())
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -144,11 +162,11 @@ class Series:
         """
         return self._signals.due(f"Series.due({step})")
 
-    @called_like(f"{STATE_LINE}, then series.save(step, {STATE_DICT})")
+    @called_like("run = muonckpt.Series(folder, model, optimizer), then run.save(step)")
     def save(
         self,
         step: int,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, Any] | None = None,
         *,
         replace: bool = False,
         provenance: Mapping[str, Any] | None = None,
@@ -161,7 +179,7 @@ class Series:
 
         Args:
             step: 0 or more.
-            state_dict: as for `muonckpt.save`.
+            state_dict: as for `muonckpt.save`; only for a series that was made without objects.
             replace: supersede a whole checkpoint of this step; a torn or damaged one is superseded in any case.  The
                 new one has a name of its own, ``step-00001000.2``, and the old one is removed afterwards.
             provenance: JSON data to keep in the manifest; ``step`` is added.
@@ -173,23 +191,23 @@ class Series:
             SourceError: the checkpoint is there, and has no model to export.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
+        state_dict, details = self._to_save(step, state_dict, provenance, "save")
         # Hear of signals, and let the save before end, whose checkpoint may be of this step.
         self._signals.ask("Series.save")
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
-        details = {**(provenance or {}), "step": step}
         save(state_dict, saved.path, provenance=details, process_group=self._group)
         # Only now is there a newer whole checkpoint, so that older ones may go, and the program end.
         self._clean_up(name, also)
         self._signals.met(saved.path)
         return saved
 
-    @called_like(f"{STATE_LINE}, then series.async_save(step, {STATE_DICT})")
+    @called_like("run = muonckpt.Series(folder, model, optimizer), then run.async_save(step)")
     def async_save(
         self,
         step: int,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, Any] | None = None,
         *,
         replace: bool = False,
         provenance: Mapping[str, Any] | None = None,
@@ -200,7 +218,7 @@ class Series:
         """Save while training goes on, as `muonckpt.async_save` does; then remove what is not to be kept.
 
         Args:
-            step, replace, provenance, also: as for `save`.
+            step, state_dict, replace, provenance, also: as for `save`.
             on_error, when_busy: as for `muonckpt.async_save`.
 
         Raises:
@@ -212,7 +230,7 @@ class Series:
             name = self._new_name(step, replace, also)
             return self._saved(name).path, lambda: self._clean_up(name, also)
 
-        details = {**(provenance or {}), "step": step}
+        state_dict, details = self._to_save(step, state_dict, provenance, "async_save")
         ask = partial(self._signals.ask, "Series.async_save")
         saving = save_in_thread(state_dict, f"step {step}", details, self._group, on_error, when_busy, ask, begin)
         # A program that ends afterwards has to wait.
@@ -220,6 +238,64 @@ class Series:
             saving.result()
         self._signals.met(saving.path)
         return saving
+
+    def _to_save(
+        self, step: int, state_dict: Mapping[str, Any] | None, provenance: Mapping[str, Any] | None, call: str
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return the state dict to save, and what the manifest says of it."""
+        details = {**(provenance or {}), "step": step}
+        if self._training is None:
+            if state_dict is None:
+                raise ArgumentError(f"expected a state dict. Write Series(folder, model, optimizer).{call}(step)")
+            return state_dict, details
+        if state_dict is not None:
+            raise ArgumentError(f"the series has the model and saves all its objects. Write run.{call}(step)")
+        model = self._training.model
+        # Each stage of a pipeline has a model of its own.
+        frozen_by_rank = gather_on_all(self._group, ArgumentError, lambda: frozen_parameters(model))
+        details["frozen"] = sorted({*chain.from_iterable(frozen_by_rank)})
+        return self._training.state_dict(), details
+
+    def resume(
+        self,
+        *,
+        strict: bool = False,
+        allow_extra: bool | Iterable[str] = False,
+        fresh: Iterable[str] = (),
+    ) -> int:
+        """Restore the newest whole checkpoint into the objects, and prove that they are as they were saved.
+
+        Call it once, before the first step.  One line on the first rank says what was resumed, and that it is proved;
+        what is not as it was saved is a warning.
+
+        Args:
+            strict: what is not as it was saved is an error.
+            allow_extra, fresh: as for `muonckpt.load`.
+
+        Returns:
+            The step to go on with; 0 if no checkpoint has been saved yet.
+
+        Raises:
+            AttestError: ``strict``, and something is not as it was saved.
+            ArgumentError: the series was made without objects.
+            DamageError, SourceError, LayoutError, LostRankError, DestinationError: as in `restore`.
+        """
+        if self._training is None:
+            raise ArgumentError("the series has no objects to resume. Write Series(folder, model, optimizer)")
+        state_dict = self._training.state_dict()
+        restored = self.restore(state_dict, allow_extra=allow_extra, fresh=fresh)
+        if restored is None:
+            return 0
+        self._training.load_state_dict(state_dict)
+        proof = restored.check_training(self._training)
+        if not proof.equal and strict:
+            raise AttestError(str(proof))
+        if is_coordinator(self._group):
+            if proof.equal:
+                print(proof, flush=True)
+            else:
+                warn_on_rank(str(proof))
+        return restored.step + 1
 
     def export(
         self,

@@ -1,0 +1,104 @@
+"""The objects of a training as one state dict, with the keys that their checkpoints have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from ..names.errors import ArgumentError
+from ..names.wording import counted
+
+MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
+"""The keys of the objects in the state dict."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model with what trains it.
+
+    Attributes:
+        optimizers: all of them; their state is one, as ``get_state_dict(model, [one, other])`` gives it.
+        schedulers: the state of one is a dict, that of several a list.
+        extra: other objects with ``state_dict`` and ``load_state_dict``, by their keys.
+    """
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    extra: Mapping[str, Stateful]
+
+    @classmethod
+    def of(cls, model: object, optimizer: object, scheduler: object, extra: Mapping[str, Any] | None) -> Training:
+        """Check what a user gives: one optimizer and scheduler, or several.
+
+        Raises:
+            ArgumentError: one of them is something else; or a key of ``extra`` is taken.
+        """
+        call = "Series(folder, model, optimizer, scheduler=scheduler, extra={'loader': loader})"
+        optimizers, schedulers = _several(optimizer), _several(scheduler)
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"expected a model, found {type(model).__name__}. Write {call}")
+        for each in optimizers:
+            if not isinstance(each, Optimizer):
+                raise ArgumentError(f"expected an optimizer, found {type(each).__name__}. Write {call}")
+        if not optimizers:
+            raise ArgumentError(f"expected an optimizer for the model, found none. Write {call}")
+        objects = {**{f"scheduler {number}": each for number, each in enumerate(schedulers)}, **(extra or {})}
+        for name, each in objects.items():
+            if not isinstance(each, Stateful):
+                found = type(each).__name__
+                raise ArgumentError(f"{name}: expected state_dict and load_state_dict, found {found}. Write {call}")
+        if taken := {MODEL, OPTIMIZER, SCHEDULER} & {*(extra or {})}:
+            raise ArgumentError(f"extra: the key {min(taken)!r} is that of another object. Give it another name")
+        return cls(model, optimizers, schedulers, dict(extra or {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all objects; ``extra`` as it is, which `muonckpt.load` sets by itself.
+
+        Raises:
+            ArgumentError: an optimizer steps other tensors than the parameters of the model.
+        """
+        if fault := next(foreign_parameters(self.model, self.optimizers), ""):
+            raise ArgumentError(
+                f"{fault}. Make the optimizer after what replaces parameters: fully_shard, parallelize_module, .to() "
+                "of another device, load_state_dict(assign=True)"
+            )
+        weights, state = get_state_dict(self.model, self.optimizers)
+        states = [scheduler.state_dict() for scheduler in self.schedulers]
+        schedules = {SCHEDULER: states[0] if len(states) == 1 else states} if states else {}
+        return {MODEL: weights, OPTIMIZER: state, **schedules, **self.extra}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the state of the model, then that of the optimizers, and that of the schedulers of their groups."""
+        weights, state = state_dict[MODEL], state_dict[OPTIMIZER]
+        set_state_dict(self.model, self.optimizers, model_state_dict=weights, optim_state_dict=state)
+        states = state_dict.get(SCHEDULER, [])
+        for scheduler, saved in zip(self.schedulers, states if isinstance(states, list) else [states], strict=True):
+            scheduler.load_state_dict(saved)
+
+    def scheduler_keys(self) -> list[str]:
+        """Return the key of each scheduler in the state dict."""
+        if len(self.schedulers) == 1:
+            return [SCHEDULER]
+        return [f"{SCHEDULER}.{number}" for number in range(len(self.schedulers))]
+
+
+def foreign_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Yield a sentence for each optimizer that steps tensors which are not the model's parameters."""
+    own = {id(param) for param in model.parameters()}
+    for number, optimizer in enumerate(optimizers):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if foreign := sum(id(param) not in own for param in params):
+            yield f"optimizer {number} steps {foreign} of {counted(len(params), 'parameter')} that are not the model's"
+
+
+def _several(objects: Any) -> tuple[Any, ...]:
+    if objects is None:
+        return ()
+    return tuple(objects) if isinstance(objects, Iterable) and not isinstance(objects, Mapping) else (objects,)

@@ -1,0 +1,316 @@
+"""A series that has the objects of a training saves, resumes and proves them, on every kind of mesh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import megatron_training
+from support.megatron_model import Topology, on_cpu
+from support.megatron_training import with_the_package
+from support.workers import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import muonckpt
+from muonckpt.optimizer import LayerWise, Muon
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Two matrices in turn, and a stack of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.experts = nn.Parameter(torch.randn(4, 12, 12) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts = self.experts
+        if hasattr(experts, "full_tensor"):
+            experts = experts.full_tensor()
+        return (self.down(self.up(x).relu()) + (x @ experts).sum(0)).square().mean()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices for Muon, vectors for AdamW, each with its name."""
+    matrices = [(name, param) for name, param in model.named_parameters() if param.ndim > 1]
+    vectors = [(name, param) for name, param in model.named_parameters() if param.ndim < 2]
+    return [{"params": matrices, "lr": 0.02}, {"params": vectors, "algorithm": "adamw", "lr": 1e-3}]
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]
+"""A model, its optimizer, and a function that makes the gradients of a step."""
+
+
+def made_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Made:
+    def backward(step: int) -> None:
+        model(torch.randn(4, 12, generator=torch.Generator().manual_seed(step))).backward()
+
+    return model, optimizer or Muon(groups(model)), backward
+
+
+def fsdp(rank: int, world: int) -> Made:
+    return made_of(fully_shard(Net()))
+
+
+def hsdp(rank: int, world: int) -> Made:
+    return made_of(
+        fully_shard(Net(), mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")))
+    )
+
+
+def ddp(rank: int, world: int) -> Made:
+    model = DistributedDataParallel(Net())
+    return made_of(model, Muon(groups(model), replicas=dist.group.WORLD))
+
+
+def tensor_parallel(rank: int, world: int) -> Made:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return made_of(parallelize_module(Net(), init_device_mesh("cpu", (world,)), plan))
+
+
+def expert_parallel(rank: int, world: int) -> Made:
+    model = Net()
+    mesh = init_device_mesh("cpu", (world,))
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), mesh, [Shard(0)]))
+    return made_of(model)
+
+
+def pipeline(rank: int, world: int) -> Made:
+    """Six layers in stages, each with the names of the whole model."""
+    names = [f"layer{number}" for number in range(6) if number * world // 6 == rank]
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({name: nn.Linear(12, 12) for name in names})
+
+    def backward(step: int) -> None:
+        for layer in stage.values():
+            layer(torch.ones(2, 12) * step).square().mean().backward()
+
+    return stage, Muon(groups(stage)), backward
+
+
+def layer_wise(rank: int, world: int) -> Made:
+    model = Net()
+    return made_of(model, LayerWise(model, groups(model)))
+
+
+def megatron_fsdp(rank: int, world: int, version: int) -> Made:
+    from muonckpt.optimizer.megatron_fsdp import attach
+
+    topology = Topology(shard=world, version=version)
+    model, _, optimizer = megatron_training.build(rank, topology)
+    attach(optimizer, model)
+    return model, optimizer, lambda step: megatron_training.backward(model, rank, step, topology)
+
+
+def megatron_v1(rank: int, world: int) -> Made:
+    return megatron_fsdp(rank, world, 1)
+
+
+def megatron_v2(rank: int, world: int) -> Made:
+    return megatron_fsdp(rank, world, 2)
+
+
+def week(rank: int, world: int, make: Callable[[int, int], Made], folder: str, until: int) -> tuple[int, str]:
+    """Train until a step as a script does, and stop as if killed; return the first step and what the run recorded."""
+    with on_cpu():
+        model, optimizer, backward = make(rank, world)
+        scheduler = ExponentialLR(optimizer, 0.9)
+        series = muonckpt.Series(folder, model, optimizer, scheduler=scheduler)
+        first = series.resume(strict=True)
+        for step in range(first, until):
+            optimizer.zero_grad()
+            backward(step)
+            optimizer.step()
+            scheduler.step()
+            series.save(step)
+        resumes = muonckpt.look_at_run(folder).resumes if first else ()
+        expected = optimizer.param_groups[0]["initial_lr"]
+        for _ in range(until):
+            expected *= 0.9
+        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (until, expected), (
+            "as without an interruption"
+        )
+        return first, resumes[-1].verdict if resumes else ""
+
+
+CASES = [(fsdp, 2, 3), (tensor_parallel, 3, 2), (expert_parallel, 2, 4), (ddp, 3, 2), (hsdp, 4, 2), (pipeline, 3, 2)]
+CASES += [(layer_wise, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "later_ranks"),
+    [
+        *(pytest.param(*case, id=case[0].__name__) for case in CASES),
+        pytest.param(megatron_v1, 2, 3, id="Megatron-FSDP v1", marks=with_the_package),
+        pytest.param(megatron_v2, 3, 2, id="Megatron-FSDP v2", marks=with_the_package),
+    ],
+)
+def test_a_run_resumes_on_another_number_of_ranks_and_is_proved(make, ranks, later_ranks, tmp_path):
+    folder = str(tmp_path / "run")
+    assert {first for first, _ in run(ranks, week, make, folder, STEPS)} == {0}
+    found = run(later_ranks, week, make, folder, STEPS + 2)
+    assert found == [found[0]] * later_ranks
+    first, verdict = found[0]
+    assert first == STEPS and verdict.startswith("proved: "), verdict
+
+
+class Loader:
+    """Counts what it has given."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Job:
+    """Two optimizers and two schedulers, and a loader."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        matrices = [param for param in self.model.parameters() if param.ndim > 1]
+        vectors = [param for param in self.model.parameters() if param.ndim < 2]
+        self.optimizers = [Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=1e-3)]
+        self.schedulers = [ExponentialLR(self.optimizers[0], 0.9), StepLR(self.optimizers[1], 2)]
+        self.loader = Loader()
+        extra = {"loader": self.loader}
+        self.series = muonckpt.Series(folder, self.model, self.optimizers, scheduler=self.schedulers, extra=extra)
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            self.model(torch.ones(2, 6) * step).square().mean().backward()
+            for each in (*self.optimizers, *self.schedulers):
+                each.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.loader.position += 1
+
+
+def test_several_optimizers_schedulers_and_other_objects_come_back(tmp_path, capsys):
+    job = Job(tmp_path)
+    assert job.series.resume() == 0 and not capsys.readouterr().out
+    job.train(3)
+    job.series.save(2)
+    again = Job(tmp_path, seed=1)
+    assert again.series.resume() == 3
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("resumed from step 2, saved on 1 rank, now 1, proved: ") and "not checked" not in line
+    assert again.loader.position == 3
+    for each in (job, again):
+        each.train(2)
+    assert all(torch.equal(a, b) for a, b in zip(job.model.parameters(), again.model.parameters(), strict=True))
+    assert [s.get_last_lr() for s in job.schedulers] == [s.get_last_lr() for s in again.schedulers]
+    again.series.async_save(4).result()
+    assert again.series.latest().step == 4
+
+
+WRONG: dict[str, tuple[Callable[[Job], object], str]] = {
+    "frozen": (lambda job: job.model[0].weight.requires_grad_(False), "0.weight.requires_grad: True -> False"),
+    "another scheduler": (
+        lambda job: setattr(job.schedulers[0], "optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))])),
+        "scheduler.0: the scheduler steps another optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_not_as_it_was_saved_is_a_warning_or_an_error(fault, tmp_path, capsys):
+    spoil, message = WRONG[fault]
+    job = Job(tmp_path)
+    job.train(2)
+    job.series.save(1)
+    again = Job(tmp_path)
+    spoil(again)
+    with pytest.warns(UserWarning, match=f"not as it was saved: .*{message}"):
+        assert again.series.resume() == 2
+    assert not capsys.readouterr().out
+    with pytest.raises(muonckpt.AttestError, match=message):
+        again.series.resume(strict=True)
+
+
+def test_an_optimizer_of_another_model_is_reported_before_it_trains(tmp_path):
+    job = Job(tmp_path)
+    other = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    series = muonckpt.Series(tmp_path, other, job.optimizers)
+    for call in (series.resume, lambda: series.save(1)):
+        with pytest.raises(muonckpt.ArgumentError, match=r"optimizer 0 steps 2 of 2 parameters .*Make the optimizer"):
+            call()
+
+
+def test_arguments_that_are_something_else_are_refused_with_the_line_to_write(tmp_path):
+    job = Job(tmp_path)
+    call = r"Write Series\(folder, model, optimizer, "
+    for arguments, options in (
+        ((job.optimizers, job.model), {}),
+        ((job.model, job.model), {}),
+        ((job.model,), {}),
+        ((job.model, job.optimizers), {"scheduler": 3}),
+        ((job.model, job.optimizers), {"extra": {"epoch": 3}}),
+    ):
+        with pytest.raises(muonckpt.ArgumentError, match=call):
+            muonckpt.Series(tmp_path, *arguments, **options)
+    with pytest.raises(muonckpt.ArgumentError, match="'model' is that of another object"):
+        muonckpt.Series(tmp_path, job.model, job.optimizers, extra={"model": job.loader})
+    with pytest.raises(muonckpt.ArgumentError, match=r"Write run.save\(step\)"):
+        job.series.save(1, {"model": job.model.state_dict()})
+    plain = muonckpt.Series(tmp_path)
+    with pytest.raises(muonckpt.ArgumentError, match=r"Write Series\(folder, model, optimizer\).save\(step\)"):
+        plain.save(1)
+    with pytest.raises(muonckpt.ArgumentError, match=r"Write Series\(folder, model, optimizer\)"):
+        plain.resume()
+
+
+SCRIPT = """
+import os, torch, muonckpt
+from torch import nn
+from muonckpt.optimizer import Muon
+
+torch.manual_seed(0)
+model = nn.Linear(64, 64, bias=False)
+optimizer = Muon(model.named_parameters(), lr=0.02)
+run = muonckpt.Series("run", model, optimizer)
+for step in range(run.resume(), 6):
+    optimizer.zero_grad()
+    model(torch.ones(8, 64) * step).square().mean().backward()
+    optimizer.step()
+    run.save(step)
+    if step == 3 and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os.kill(os.getpid(), 9)
+print(model.weight.double().sum().item())
+"""
+
+
+def test_a_script_that_is_killed_goes_on_exactly(tmp_path):
+    def call(folder: Path) -> subprocess.CompletedProcess[str]:
+        folder.mkdir(exist_ok=True)
+        return subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, capture_output=True, text=True)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "killed").touch()
+    [expected] = call(tmp_path / "whole").stdout.splitlines()
+    assert call(tmp_path / "cut").returncode == -9
+    line, found = call(tmp_path / "cut").stdout.splitlines()
+    assert line.startswith("resumed from step 3, ") and "proved" in line and found == expected
