@@ -15,7 +15,7 @@ from .printing import print_duration, print_json, print_line, print_table
 from .runs import newest_whole
 
 if TYPE_CHECKING:
-    from ..lab.preflight.preflight import Preflight
+    from ..lab.preflight import Preflight
 
 
 @click.command("preflight")
@@ -56,7 +56,7 @@ def preflight_command(
     muonckpt preflight run/step-00001000 train.py:make --mesh dp=512
     muonckpt preflight run/step-00001000 train.py:make --loader dcp
     """
-    from ..lab.preflight.preflight import preflight  # imports torch
+    from ..lab.preflight import preflight  # imports torch
 
     run = run_of(checkpoint)
     if run is not None:

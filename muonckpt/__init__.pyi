@@ -22,7 +22,7 @@ from .converters.report import Report as Report
 from .converters.rewrite import convert as convert, reshard as reshard
 from .lab.page.checkpoint_page import Page as Page, report as report
 from .lab.page.run_page import report_run as report_run
-from .lab.preflight.preflight import Preflight as Preflight, preflight as preflight
+from .lab.preflight import Preflight as Preflight, preflight as preflight
 from .layouts.boxed_tensor import BoxedTensor as BoxedTensor
 from .names.errors import (
     ArgumentError as ArgumentError,

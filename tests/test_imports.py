@@ -41,7 +41,7 @@ RULES = {
     "runs": "names record programs store/io store/reading store/verify",
     "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
-    "lab": "names",
+    "lab": "names record programs store/io store store/verify checkpoint optimizer/__init__",
     "optimizer/ground": "algebra",
     "optimizer/triton": "algebra optimizer/ground",
     "converters/target": "names algebra record layouts layouts/buffers",
@@ -67,17 +67,16 @@ RULES = {
     "converters/engine converters/translate converters/look",
     "lab/page": "names record programs store/io store/reading store store/verify converters/look converters/compare",
     "lab/conformity": "names lab lab/step_audit",
-    "lab/preflight": "names record programs store/io store store/verify checkpoint optimizer/__init__ lab",
     "lab/step_audit": "names algebra record programs store/io store/reading store store/verify converters/engine "
     "converters/translate converters/look converters/compare",
     "converters": "names record programs store/io store/reading store/formats store store/verify "
     "converters/target converters/engine converters/translate converters/look",
     "cli": "names record programs store/io store/reading store store/verify runs converters/target "
     "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/page "
-    "lab/conformity lab/preflight lab/step_audit converters",
+    "lab/conformity lab lab/step_audit converters",
     "lab/__init__": "names lab/conformity lab/forecasting lab/step_audit",
     "": "names layouts store store/verify checkpoint runs runs/series converters/look converters/compare lab/page "
-    "lab/preflight lab/__init__ converters",
+    "lab lab/__init__ converters",
     "integrations": "names store/io store/verify checkpoint optimizer optimizer/__init__",
     "__main__": "cli",
 }
@@ -91,7 +90,7 @@ TORCH = (
     "compat/",
     "lab/built",
     "lab/conformity/",
-    "lab/preflight/",
+    "lab/preflight",
     "integrations/",
     "optimizer/",
     "converters/engine/workers",
@@ -233,7 +232,6 @@ def test_nobody_needs_the_lab():
         "lab/conformity",
         "lab/forecasting",
         "lab/page",
-        "lab/preflight",
         "lab/step_audit",
     }
 

@@ -59,7 +59,7 @@ TOPICS = {
     ),
     "api/preflight.md": (
         "Whether a run resumes",
-        "fits Fit preflight Preflight lab.preflight.preflight.OptionChange",
+        "fits Fit preflight Preflight lab.preflight.OptionChange",
     ),
     "api/errors.md": (
         "Errors",

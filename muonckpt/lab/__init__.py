@@ -1,6 +1,6 @@
 """What observes and advises; only commands and the public door import it.
 
-The public names are in ``__init__.pyi``, and imported when first used.  Open ``preflight/preflight`` first.
+The public names are in ``__init__.pyi``, and imported when first used.  Open ``preflight`` first.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import open
-from .hypotheses import recorded_cut, rules_to_try
-from .search import Search, SearchResult, least_of
+from .search import Search, SearchResult, least_of, recorded_cut, rules_to_try
 from .updates import (
     DIRECTIONS,
     ELEMENTWISE,
