@@ -11,9 +11,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from ...algebra.layout import TensorLayout
 from ...names.errors import DestinationError, about
 from ...programs.signs import NUMBERED
 from ...record.columns import Columns
@@ -29,7 +31,7 @@ from ...store.reading.payloads import Payloads
 from ..target.topology import Target
 from .container import Arranged, Container, WriteRequest
 from .output_files import ChunkPlan, OutputFile
-from .outputs import Outputs, OutputTensor, layout_digest, unnamed_state
+from .outputs import Outputs, OutputTensor, unnamed_state
 from .source_rows import Mask, SourceRows, Unchecked
 from .workers import Worker
 
@@ -115,7 +117,7 @@ class Job:
             # uses.
             fields = record_fields(output.record)
             fields.pop("layout", None)
-            yield _text(tuple(fields.values()), sources, layout_digest(output.layout), output.making)
+            yield _text(tuple(fields.values()), sources, _layout_digest(output.layout), output.making)
         # The files: their plans, each once because many chunks share it, and the tensor, plan and offset of each chunk.
         for file in self.files:
             for plan in file.chunks.plans:
@@ -126,6 +128,10 @@ class Job:
             yield file.chunks.offsets.tobytes()
             yield np.array([tensor_numbers[output.key] for output in file.chunks.outputs], np.int64).tobytes()
             yield np.array([plan_numbers[plan] for plan in file.chunks.plans], np.int64).tobytes()
+
+
+_layout_digest = lru_cache(maxsize=1024)(TensorLayout.digest)
+"""Cached, because tensors of the same geometry share their layout."""
 
 
 def _text(*values: object) -> bytes:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -294,19 +293,6 @@ def constant(payloads: Payloads, name: str, element: bytes = b"") -> StateRecord
     extent = payloads.keep(raw)
     chunks = Chunks.of([Chunk(box, extent, extent, xxh3_128([raw]))], 1)
     return StateRecord(extent.file, (extent.file,), box.shape, name, chunks)
-
-
-@lru_cache(maxsize=1024)
-def renumbered(layout: TensorLayout, first: int) -> TensorLayout:
-    """Return a layout whose buffers are counted from ``first`` on."""
-    buffers = tuple(first + buffer for buffer in layout.buffers if isinstance(buffer, int))
-    return dataclasses.replace(layout, buffers=buffers) if first else layout
-
-
-@lru_cache(maxsize=1024)
-def layout_digest(layout: TensorLayout) -> bytes:
-    """Cached, because tensors of the same geometry share their layout."""
-    return layout.digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from ...algebra.layout import Fragment, Piece, TensorLayout, stacked, through
 from ...names.errors import LayoutError, about
 from ...names.wording import listed
 from ...record.chunks import Chunks
-from ..engine.outputs import renumbered
 from .names import PLACEHOLDER, NameRule, NameRules
 
 _ESCAPED_PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
@@ -163,7 +162,7 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     layouts: list[TensorLayout] = []
     num_buffers = 0
     for part in parts:
-        layout = renumbered(part.layout, num_buffers)
+        layout = _renumbered(part.layout, num_buffers)
         layouts.append(_with_dim(layout, rule.dim) if rule.stacked else layout)
         num_buffers += sum(map(len, part.sources))
     if rule.dim >= len(layouts[0].shape):
@@ -177,6 +176,13 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
     sources = tuple(chain.from_iterable(part.sources for part in parts))
     return TranslatedTensor(parts[0].dtype, layout, sources, "", aliases, True, fused)
+
+
+@lru_cache(maxsize=1024)
+def _renumbered(layout: TensorLayout, first: int) -> TensorLayout:
+    """Return a layout whose buffers are counted from ``first`` on."""
+    buffers = tuple(first + buffer for buffer in layout.buffers if isinstance(buffer, int))
+    return replace(layout, buffers=buffers) if first else layout
 
 
 @lru_cache(maxsize=1024)
