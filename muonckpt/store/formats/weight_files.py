@@ -17,12 +17,11 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, TypeVar
 
 from ...names.errors import DamageError, MisdescribedError, SourceError, UnlistedError, about
 from ...names.wording import counted, listed
 from ...record.json_fields import check_digest
-from ...record.record import Extent
+from ...record.record import Extent, StateRecord
 from ..io.location import Location
 from ..io.regular import read_text_file
 
@@ -139,17 +138,15 @@ class WeightIndex:
         return sorted({*self.files.values(), *self.headers})
 
 
-Entry = TypeVar("Entry")
-
-Entries = Mapping[str, Entry]
+Entries = Mapping[str, StateRecord]
 """The tensors of a file, by key."""
 
-Read = Callable[[str, str | None], Mapping[str, Entry]]
+Read = Callable[[str, str | None], Entries]
 """Returns the tensors of a file by key, given its name and the digest that its header has to have, or None."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shards(Generic[Entry]):
+class Shards:
     """Holds the tensors that the files of an index have.
 
     Attributes:
@@ -158,12 +155,12 @@ class Shards(Generic[Entry]):
         copies: copies of tensors that are not read, each with its file.
     """
 
-    files: Mapping[str, Entries[Entry]]
+    files: Mapping[str, Entries]
     faults: tuple[SourceError, ...] = ()
     copies: tuple[str, ...] = ()
 
 
-def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: Read[Entry]) -> Shards[Entry]:
+def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: Read) -> Shards:
     """Read the files of an index, and look for what they lack in the others of the folder.
 
     Args:
@@ -175,7 +172,7 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
     """
     # Read each file that the index names, under its name or under the one that its header's digest proves.
     candidates = {name for name in names if name.endswith(ending)}
-    contents: dict[str, Entries[Entry]] = {}
+    contents: dict[str, Entries] = {}
     reasons: list[str] = []
     for name in index.names:
         header_digest = index.headers.get(name)
@@ -245,7 +242,7 @@ def _family(name: str) -> object:
     return match.group("stem", "count") if match else name
 
 
-def _unnamed_shards(index: WeightIndex, candidates: Collection[str], read: Read[Entry]) -> dict[str, Entries[Entry]]:
+def _unnamed_shards(index: WeightIndex, candidates: Collection[str], read: Read) -> dict[str, Entries]:
     """Return the files of an index's numbering that it does not name, and whose tensors it does not name either."""
     families = set(map(_family, index.names))
     unnamed = [name for name in {*candidates} - {*index.names} if SHARD_NAME.fullmatch(name)]
@@ -255,7 +252,7 @@ def _unnamed_shards(index: WeightIndex, candidates: Collection[str], read: Read[
     return {name: entries for name, entries in contents.items() if index.files.keys().isdisjoint(entries)}
 
 
-def _complete_set(index: WeightIndex, candidates: Mapping[str, Entries[Entry]]) -> Mapping[str, Entries[Entry]] | None:
+def _complete_set(index: WeightIndex, candidates: Mapping[str, Entries]) -> Mapping[str, Entries] | None:
     """Return the files that have every tensor of an index once: one file, those of one numbering, or all that have any.
 
     Raises:
@@ -263,7 +260,7 @@ def _complete_set(index: WeightIndex, candidates: Mapping[str, Entries[Entry]]) 
     """
     # Every file that has tensors of the index, by its numbering.
     some = {name: entries for name, entries in candidates.items() if not index.files.keys().isdisjoint(entries)}
-    families: defaultdict[object, dict[str, Entries[Entry]]] = defaultdict(dict)
+    families: defaultdict[object, dict[str, Entries]] = defaultdict(dict)
     for name, entries in some.items():
         families[_family(name)][name] = entries
     complete = [family for family in families.values() if _has_each_once(index, family)]
@@ -278,14 +275,12 @@ def _complete_set(index: WeightIndex, candidates: Mapping[str, Entries[Entry]]) 
     return complete[0] if complete else None
 
 
-def _has_each_once(index: WeightIndex, family: Mapping[str, Entries[Entry]]) -> bool:
+def _has_each_once(index: WeightIndex, family: Mapping[str, Entries]) -> bool:
     keys = list(chain.from_iterable(family.values()))
     return len({*keys}) == len(keys) and {*index.files} <= {*keys}
 
 
-def read_shards_without_index(
-    folder: Location, names: Collection[str], ending: str, read: Read[Entry]
-) -> Shards[Entry]:
+def read_shards_without_index(folder: Location, names: Collection[str], ending: str, read: Read) -> Shards:
     """Read numbered files whose index is lost.
 
     Raises:
@@ -296,7 +291,7 @@ def read_shards_without_index(
     reason = f"expected one index (*{ending}.index.json), found 0"
     if len({_family(match.string) for match in shards}) != 1:
         raise DamageError(f"{folder}: {reason}")
-    contents, reasons = dict[str, Entries[Entry]](), [reason]
+    contents, reasons = dict[str, Entries](), [reason]
     missing = int(shards[0]["count"]) - len(shards)
     if missing:
         reasons.append(f"{missing} of {shards[0]['count']} files are missing")
@@ -313,7 +308,7 @@ def read_shards_without_index(
     return Shards(contents, (fault("; ".join(reasons)),))
 
 
-def _readable(names: Collection[str], read: Read[Entry], header_digest: str | None) -> dict[str, Entries[Entry]]:
+def _readable(names: Collection[str], read: Read, header_digest: str | None) -> dict[str, Entries]:
     """Return the tensors of those files that are whole, and have a header of this digest if there is one."""
     contents = {}
     for name in sorted(names):
