@@ -111,7 +111,7 @@ def write_options(
     method: StoredMethod,
     shape: Index,
     findings: Findings,
-    template_options: Mapping[str, object] = MappingProxyType({}),
+    template_options: Mapping[str, object],
 ) -> dict[str, object]:
     """Translate a group's options to the target's names and values; ``findings`` gets every difference.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,7 +166,3 @@ def has_part(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
         torch.equal(part, whole[tuple(slice(a, a + n) for a, n in zip(lo, part.shape, strict=True))])
         for lo, part in parts_of(tensor).items()
     )
-
-
-def size_of(topology: Topology) -> int:
-    return sum(math.prod(stage.shape) for stage in topology.stages)
