@@ -21,6 +21,7 @@ from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.reading.dtypes import itemsize
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_damaged
+from ..store.verify.verification import unless_removed
 from .argument_types import CHECKPOINT, KEY, Cuts, MeshType, WordType, shard_option
 from .printing import (
     or_dash,
@@ -87,9 +88,9 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
             else:
                 print_run(history)
                 print_duration()
-            return 0
+            return 3 if history.run.unread else 0
         [checkpoint] = newest_whole(history.run)
-    with open_damaged(checkpoint) as opened:
+    with unless_removed(checkpoint), open_damaged(checkpoint) as opened:
         inspection = inspection_of(opened)
         result = _SHOW[view](opened, inspection, as_json=as_json, **options)
     if as_json:

@@ -27,8 +27,13 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
     """Return the newest whole checkpoints of a run, the oldest first, and say on standard error which these are.
 
     Raises:
-        SourceError: there are fewer.
+        SourceError: there are fewer, or it is not known which these are.
     """
+    for step in run.unread[-1:]:
+        raise SourceError(
+            f"which step of {run.path} is the newest whole one is not known, as {step.name} cannot be read: "
+            f"{step.fault}. Name the checkpoint that you mean"
+        )
     steps = run.whole[-count:]
     if len(steps) < count:
         faults = "".join(f"; {step.name}: {step.fault}" for step in run.steps if step.fault)

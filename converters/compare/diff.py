@@ -14,18 +14,19 @@ from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box
-from ...names.errors import DamageError, MuonckptError
+from ...names.errors import DamageError, MuonckptError, SourceError
 from ...names.wording import fields_of, listed
 from ...programs.model_view import Role
 from ...programs.registry import program
 from ...record.record import by_key, entry_keys, match_keys, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
-from ...store.io.location import Remote
+from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import check_files, open
+from ...store.verify.verification import unless_removed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, first_look, recorded_step
 from ..translate.request import Request
@@ -133,7 +134,8 @@ def diff(
         progress: called with the bytes compared since the last call, and with the total.
 
     Raises:
-        SourceError: one cannot be read, or is damaged.
+        SourceError: one is damaged, or was removed meanwhile.
+        UnavailableError: one cannot be read now, or not by this user.
         LayoutError: a tensor has a hole or an overlap.
         TargetError: a program is unknown, or a pattern matches nothing.
     """
@@ -141,6 +143,7 @@ def diff(
         sides: list[_Side] = []
         with gc_paused():
             for place, from_dialect in ((a, from_a), (b, from_b)):
+                stack.enter_context(unless_removed(location(place, SourceError)))
                 opened = stack.enter_context(open(place))
                 look = cache(partial(first_look, opened))
                 sides.append(_Side.of(opened, look, to_dialect, from_dialect))

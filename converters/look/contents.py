@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-from ...names.errors import MuonckptError, SourceError
+from ...names.errors import LayoutError, SourceError
 from ...names.vocabulary import CONVENTION, PARAMS
 from ...names.wording import unnumbered
 from ...programs.detection import Detected, confirm, detect, with_slots_of
@@ -102,7 +102,7 @@ def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Value
         listed = [group for group in groups if group.positions]
         chosen = [*listed, *_spread([group for group in groups if not group.positions], limit)]
         return HyperParameters(_merge_options(chosen, dialect), len(groups) - len(chosen), names)
-    except MuonckptError as error:
+    except (SourceError, LayoutError) as error:
         return HyperParameters((), notes=(f"the parameter groups cannot be read: {error}",))
 
 
@@ -119,7 +119,7 @@ def _merge_options(groups: Sequence[ParameterGroup], dialect: Dialect) -> tuple[
         for name in sorted(group.options.keys() - {*order, NAMES}):  # no rule of ours depends on them
             try:
                 options[name] = group.options[name]
-            except MuonckptError:
+            except (SourceError, LayoutError):
                 options[name] = "(not plain data)"
         key = repr(sorted(options.items()))
         former = merged.get(key, ParameterGroup((), options))
@@ -161,7 +161,7 @@ def _numbers(counters: Sequence[Entry], values: Values) -> Iterator[int | float]
     for counter in counters:
         try:
             value = values.read(counter)
-        except MuonckptError:  # it is damaged or lost, as `verify` says
+        except (SourceError, LayoutError):  # it is damaged or lost, as `verify` says
             continue
         if isinstance(value, int | float):
             yield int(value) if value == value // 1 else value
@@ -175,7 +175,7 @@ def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:
     for entry in entries:
         try:
             decoded[entry.key] = values.read(entry)
-        except MuonckptError as error:
+        except (SourceError, LayoutError) as error:
             kind = f"scalar of {entry.dtype}" if isinstance(entry, StateRecord) else "not plain data"
             decoded[entry.key] = f"({kind}: {error})"
     return decoded

@@ -29,7 +29,7 @@ from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files, open_damaged
-from ...store.verify.verification import last_verification
+from ...store.verify.verification import last_verification, unless_removed
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
 from .contents import FirstLook, first_look
@@ -176,7 +176,8 @@ def fits(
         SourceError: there is no checkpoint, or its metadata cannot be read; says what to do about damage.
         TargetError: an argument does not fit the others, or the checkpoint.
     """
-    with open_damaged(location(path, SourceError)) as opened:
+    place = location(path, SourceError)
+    with unless_removed(place), open_damaged(place) as opened:
         return fit_of(opened, Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout))
 
 

@@ -24,7 +24,7 @@ from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
-from ...store.verify.verification import Verification, last_verification
+from ...store.verify.verification import Verification, last_verification, unless_removed
 from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges
 from .holders import (
     Branch,
@@ -201,9 +201,11 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
         path: a path, or a URL such as ``s3://bucket/step1000``.
 
     Raises:
-        SourceError: there is no checkpoint, or its metadata are damaged or refused.
+        SourceError: there is no checkpoint, its metadata are damaged or refused, or it was removed meanwhile.
+        UnavailableError: it cannot be looked at now, or not by this user.
     """
-    with open_damaged(location(path, SourceError)) as checkpoint:
+    place = location(path, SourceError)
+    with unless_removed(place), open_damaged(place) as checkpoint:
         return inspection_of(checkpoint)
 
 

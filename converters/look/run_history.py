@@ -282,7 +282,8 @@ def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     for step in run.steps:
         if step.state != "whole":
             yield step.state, f"{step.name}: {step.fault}"
-    yield "newest whole", verdict_of(newest) if newest else "none"
+    unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
+    yield "newest whole", verdict_of(newest) if newest else unknown or "none"
     if run.pointer:
         yield "latest", _pointed(history)
     # How it went on from step to step.

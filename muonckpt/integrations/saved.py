@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import zipfile
 from pathlib import Path
 
 from ..names.errors import SourceError
+from ..store.io.location import entries_of, folders_with, source_errors
 from ..store.verify.audit import verify
 
 ZIPPED = ("*.pt", "*.pth", "*.bin")
@@ -25,9 +27,11 @@ def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         SourceError: lists all damage, or says that there is nothing to check.
     """
     folder = Path(folder)
-    sharded = sorted(path.parent for path in folder.glob("*/.metadata"))
-    weights = [folder] if any(folder.glob("*.safetensors")) else []
-    zipped = sorted(path for pattern in ZIPPED for path in folder.glob(pattern))
+    with source_errors(folder):
+        names = sorted(entry.name for entry in entries_of(folder))
+        sharded = [folder / name for name in folders_with(folder, ".metadata")]
+    weights = [folder] if fnmatch.filter(names, "*.safetensors") else []
+    zipped = [folder / name for pattern in ZIPPED for name in fnmatch.filter(names, pattern)]
     parts = (*sharded, *weights, *zipped)
     if not parts:
         raise SourceError(

@@ -15,7 +15,6 @@ from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -25,6 +24,7 @@ from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
+from ..store.io.location import entries_of, is_folder, is_there, location
 
 SAME_UPDATES = ("fused", "foreach", "for-loop")
 """Implementations of torch's optimizers that differ in speed only; Muon chooses its kernels itself."""
@@ -204,11 +204,9 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         super()._close()
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the latest step with a complete checkpoint, or -1."""
+        """Return the latest step with a complete checkpoint, or -1; raise `UnavailableError` if that is not known."""
         folder = folder or self.folder
-        names = filesystem.listdir(folder) if filesystem.isdir(folder) else []
+        names = [entry.name for entry in entries_of(location(folder))] if is_folder(location(folder)) else []
         steps = [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, names) if name]
-        places = {step: self._create_checkpoint_id(step, folder) for step in steps}
-        return max(
-            (s for s, place in places.items() if filesystem.isfile(filesystem.join(place, ".metadata"))), default=-1
-        )
+        places = {step: location(self._create_checkpoint_id(step, folder)) for step in steps}
+        return max((s for s, place in places.items() if is_there(place / ".metadata")), default=-1)

@@ -45,6 +45,10 @@ class DiskError(UnavailableError):
     """A local file system cannot read a file (EIO).  If it can read the others, the file is damaged."""
 
 
+class RemovedError(SourceError):
+    """A checkpoint, or a file of it, was removed while it was read."""
+
+
 class DamageError(SourceError):
     """A checkpoint is not what was written: a file is missing or cut, or its bytes are others.
 

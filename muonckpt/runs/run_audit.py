@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..names.errors import SourceError, UnavailableError
+from ..names.errors import RemovedError, SourceError, UnavailableError
 from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
@@ -65,8 +65,8 @@ def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = 
     # The record is of the files as they were before.
     before = look_at_files(place)
     report = auditor(path)
-    if any(finding.kind == "disk" for finding in report.findings):
-        return report, "not recorded: a disk of this machine fails, which says nothing about the checkpoint elsewhere"
+    if report.damage.disk_files:
+        return report, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
     note = record_verification(place, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
     return report, note
 
@@ -123,7 +123,7 @@ def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
     except UnavailableError as error:
         return StepVerdict(replace(step, state="unread"), None, str(error))
     except SourceError as error:
-        if is_there(step.path):
+        if is_there(step.path) and not isinstance(error, RemovedError):
             return StepVerdict(step, None, str(error))
         return StepVerdict(replace(step, state="incomplete"), None, "it was removed while it was read")
     return StepVerdict(step, report, report.diagnosis.sentence, note)

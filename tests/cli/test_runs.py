@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -50,6 +52,24 @@ def test_a_view_of_a_run_is_that_of_its_newest_whole_step(run):
     assert done.stdout == printed(0, "inspect", run / "step-00000002", "--groups")
     assert "the newest whole: step-00000002" in done.stderr
     assert "note: step-00000003 is newer and passed over, as it is damaged: rank 0's file " in done.stderr
+
+
+def test_no_step_is_taken_for_the_newest_whole_one_while_a_newer_one_cannot_be_read(run, monkeypatch):
+    opened, newest = os.open, run / "step-00000003"
+
+    def refused(path: object, *arguments: int, **options: int) -> int:
+        if str(path).startswith(f"{newest}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    shown = printed(3, "inspect", run)
+    assert "newest whole  unknown, as step-00000003 cannot be read" in shown and "Permission denied" in shown
+    assert json.loads(printed(3, "inspect", run, "--json"))["newest_whole"] is None
+    for command in (("inspect", run, "--groups"), ("diff", run), ("stats", run), ("convert", run, run / "out")):
+        done = called(*command)
+        assert done.returncode == 3 and "step-00000003 cannot be read: " in done.stderr and not done.stdout
+    assert "newest whole  unknown" in printed(3, "verify", run)
 
 
 def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):

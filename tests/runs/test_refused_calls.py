@@ -73,10 +73,12 @@ def save(run: str) -> None:
 
 
 def verify_run(run: str) -> None:
+    """Verify the newest step, and if its disk fails the one before."""
+    kinds: set[str] = set()
     for verdict in muonckpt.verify_run(run, jobs=1):
+        assert verdict.step.step == NEWEST or kinds == {"disk"}
         kinds = {finding.kind for finding in verdict.report.findings} if verdict.report else set()
-        assert not verdict.is_damaged or "disk" in kinds, verdict.sentence
-        assert verdict.step.step == NEWEST or "disk" in kinds
+        assert not verdict.is_damaged or kinds == {"disk"}, verdict.sentence
 
 
 def verify_step(run: str) -> None:

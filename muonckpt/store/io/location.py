@@ -519,7 +519,7 @@ def unavailable(place: object, error: Exception) -> UnavailableError:
     """Return the error that says that a place cannot be looked at or read, and why."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     if getattr(error, "errno", None) == errno.EIO and not isinstance(place, Remote):
-        return DiskError(f"cannot read {place}: {reason}; its disk fails, so verify the checkpoint or move it away")
+        return DiskError(f"cannot read {place}: {reason}; a disk fails: copy the checkpoint, or move it away")
     return UnavailableError(f"cannot read {place}: {reason}; this is no damage, so try again when it can be read")
 
 

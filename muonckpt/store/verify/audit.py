@@ -134,6 +134,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
     disk_errors = dict[str, DiskError]()
     by_files = damage_of_files(checkpoint, disk_errors)
+    unopened = [Finding("disk", str(error)) for error in disk_errors.values()]
     # Read all tensors, and all items.
     with ThreadPoolExecutor(jobs) as pool:
         advance = lambda count: progress(count, total)  # noqa: E731
@@ -144,11 +145,10 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     # Compare descriptions with each other, and with files.
     if of_one_folder:
         work.findings += _against_integrity(path)
-    findings = (*_description_findings(checkpoint, work.framed, by_files.files), *work.findings)
+    findings = (*unopened, *_description_findings(checkpoint, work.framed, by_files.files), *work.findings)
     # Say what is lost, or where else it is.
     damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
-    unread = dict.fromkeys(disk_errors, "its disk fails (EIO)")
-    damage = replace(damage, files={**damage.files, **dict.fromkeys(unread)}, unopened={**damage.unopened, **unread})
+    damage = replace(damage, files={**damage.files, **dict.fromkeys(disk_errors)}, disk_files=frozenset(disk_errors))
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
     damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(
@@ -457,7 +457,7 @@ def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
             raise fault
         metadata_facts = _facts_by_key(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
         manifest_facts = _facts_by_key(checkpoint.manifest)
-    except (SourceError, LayoutError) as error:
+    except (SourceError, LayoutError, DiskError) as error:
         return [Finding("metadata", f"{file}: {error}")]
     findings = []
     for key in sorted(manifest_facts.keys() | metadata_facts.keys()):

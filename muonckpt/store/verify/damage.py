@@ -67,7 +67,8 @@ class Damage:
         chunks: for each chunk, in the order of ``manifest.columns``, whether it is lost.
         items: the keys of the items that are lost.
         files: the files that are missing (None) or shorter than was recorded (their length in bytes).
-        unopened: why files that are there cannot be opened, or read; they are among ``files``, with None.
+        unopened: why files that are there cannot be opened; they are among ``files``, with None.
+        disk_files: files that the disk cannot read; they are among ``files``, with None.
         holes: boxes of tensors, by key, that no chunk covers.
         read: whether all bytes were compared; else only the files' sizes.
         mixed_up: whether the manifest is of another save than the files.
@@ -79,6 +80,7 @@ class Damage:
     items: frozenset[str] = frozenset()
     files: Mapping[str, int | None] = field(default_factory=dict)
     unopened: Mapping[str, str] = field(default_factory=dict)
+    disk_files: frozenset[str] = frozenset()
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
     mixed_up: bool = False
@@ -268,7 +270,7 @@ class Damage:
     def _causes(self) -> Iterator[str]:
         # Files that are not there, too short, or that the system does not open.
         cut = sorted(name for name, length in self.files.items() if length is not None)
-        missing = sorted(self.files.keys() - self.unopened.keys() - {*cut})
+        missing = sorted(self.files.keys() - self.unopened.keys() - self.disk_files - {*cut})
         if missing:
             yield f"{_files(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         if len(cut) == 1:
@@ -277,6 +279,8 @@ class Damage:
             yield f"{_files(cut)} are cut short"
         for name in sorted(self.unopened)[:1]:
             yield f"{_files(sorted(self.unopened))} cannot be opened: {self.unopened[name]}"
+        if self.disk_files:
+            yield f"{_files(sorted(self.disk_files))} cannot be read, as a disk fails (EIO)"
         # Files of the right size with other bytes; in some of several chunks not one is right.
         names = np.array(self.manifest.columns.names, object)
         num_lost, num_stored = self.by_file
@@ -389,9 +393,9 @@ def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError
         if tensor.boxes.elements < box.numel:
             boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
             holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
-    unopened = {name: str(error) for name, error in (disk_errors or {}).items()}
-    unopened |= _refusals(checkpoint, files.keys() - unopened.keys())
-    damage = Damage(manifest, chunks, items, files, unopened, holes)
+    disk_files = frozenset(disk_errors or ())
+    unopened = _refusals(checkpoint, files.keys() - disk_files)
+    damage = Damage(manifest, chunks, items, files, unopened, disk_files, holes)
     return replace(damage, misplaced=misplaced_files(checkpoint, damage)) if files else damage
 
 
@@ -441,7 +445,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
     is_short = np.array([name in damage.files for name in names], np.bool_)
     numbers = np.flatnonzero((num_stored > 0) & ((num_lost == num_stored) | is_short))
     lost_names = (names[number] for number in numbers if "/" not in names[number])
-    suspects = [name for name in lost_names if name not in damage.unopened]
+    suspects = [name for name in lost_names if name not in damage.unopened.keys() | damage.disk_files]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in entries_of(checkpoint.path) if is_file(e) and e.name not in descriptions]
     if len(suspects) * len(candidates) > _MAX_PAIRS:
@@ -520,11 +524,11 @@ def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
     # A finding of these kinds is a consequence of the damage.
     kinds = set[str]()
     if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
-        kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}
+        kinds |= {"files", "disk", "missing_file", "cut_file", "metadata", "description"}
     if damage.chunks.any():
-        kinds |= {"unreadable", "disk", "crc32c", "digest", "crc32", "fingerprint"}
+        kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
     if damage.items:
-        kinds |= {"blob", "disk"}
+        kinds.add("blob")
     if damage.holes:
         kinds |= {"coverage", "hole", "fingerprint"}
     keys = {*entry_keys(damage.tensors)} | damage.items

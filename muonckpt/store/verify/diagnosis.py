@@ -215,7 +215,7 @@ def _remedies(
     # The run goes on from another step, or a copy has what is lost.
     before = whole_before(_with_name(path), damaged_steps)
     if before is not None:
-        yield _gone_back(path, before, is_automatic=has_loss)
+        yield _gone_back(path, before, is_automatic=has_loss, disk_fails=bool(damage.disk_files))
     elif has_loss or "several_saves" in kinds:
         yield _COPY
     elif "nonfinite" in kinds:
@@ -276,9 +276,11 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     return Remedy(command("reshard", path, new_path, *options), gives)
 
 
-def _gone_back(path: Location, before: RunStep, is_automatic: bool) -> Remedy:
+def _gone_back(path: Location, before: RunStep, is_automatic: bool, disk_fails: bool = False) -> Remedy:
     automatic = ""
-    if is_automatic and StepName.parsed(path.name) and StepName.parsed(before.name):
+    if disk_fails:
+        automatic = "; move this one away first, as Series.restore does not pass over it"
+    elif is_automatic and StepName.parsed(path.name) and StepName.parsed(before.name):
         automatic = "; Series.restore does so by itself"
     step = f"step {before.step} is the newest whole one besides it, by its files' sizes"
     return Remedy(command("verify", before.path), f"{step}: reads it all, then resume from that{automatic}")

@@ -139,9 +139,16 @@ class Run:
     def whole(self) -> tuple[RunStep, ...]:
         return tuple(step for step in self.steps if step.state == "whole")
 
+    @cached_property
+    def unread(self) -> tuple[RunStep, ...]:
+        """The steps after the newest whole one that cannot be read: any of them may be whole."""
+        after = self.steps.index(self.whole[-1]) + 1 if self.whole else 0
+        return tuple(step for step in self.steps[after:] if step.state == "unread")
+
     @property
     def newest_whole(self) -> RunStep | None:
-        return self.whole[-1] if self.whole else None
+        """The newest whole step; None if there is none, or if it is not known which it is."""
+        return self.whole[-1] if self.whole and not self.unread else None
 
 
 Visit = Callable[[str, OpenCheckpoint], None]

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from ...names.errors import SourceError, UnavailableError
+from ...names.errors import RemovedError, SourceError, UnavailableError
 from ...names.version import VERSION
 from ...names.wording import fields_of, listed
 from ..io.location import Location, Remote, entries_of, is_folder, is_there, local_errors, map_each
@@ -104,7 +104,7 @@ def look_at_files(place: Location) -> FilesState:
 
 @contextmanager
 def unless_removed(place: Location) -> Iterator[None]:
-    """Raise a `SourceError` that says so if a checkpoint was removed, whole or in part, while the block read it.
+    """Raise `RemovedError` if a checkpoint was removed, whole or in part, while the block read it.
 
     A removal begins with a rename, or a mark in a store; other programs delete one file after another.
     """
@@ -121,9 +121,9 @@ def _refuse_removed(place: Location, before: set[str], cause: Exception | None) 
     now = _names_at(place)
     missing = sorted(before - now)
     if "" in missing or MARK in now - before:
-        raise SourceError(f"{place} was removed while it was read") from cause
+        raise RemovedError(f"{place} was removed while it was read") from cause
     if missing:
-        raise SourceError(f"{place} lost files while it was read: {listed(missing, 3)} was removed") from cause
+        raise RemovedError(f"{place} lost files while it was read: {listed(missing, 3)} was removed") from cause
 
 
 def _names_at(place: Location) -> set[str]:

@@ -1,0 +1,248 @@
+"""A question to a file system or a store has three answers, and the third is an error: never damage, never recorded."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from support.commands import called
+
+import muonckpt
+from muonckpt import Series, SourceError, UnavailableError
+from muonckpt.names.errors import DiskError
+from muonckpt.runs.run_audit import verify_recorded
+from muonckpt.store.io import publish
+from muonckpt.store.io.location import entries_of, is_folder, is_link, is_there, kind_of, location
+from muonckpt.store.verify.verification import RECORD
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NEWEST = "step-00000002"
+
+
+def state(step: int) -> dict[str, object]:
+    return {"model": {f"w{number}": torch.full((40, 8), float(step)) for number in range(3)}, "step": step}
+
+
+def saved(run: object) -> str:
+    for step in (1, 2):
+        Series(str(run)).save(step, state(step))
+    return str(run)
+
+
+def raising(failure: Exception) -> Callable:
+    def call(*arguments: object, **options: object) -> None:
+        raise failure
+
+    return call
+
+
+def test_what_is_there_is_told_from_what_is_not(tmp_path):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for name, target in (("link", "file"), ("dangling", "nothing"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(target)
+    kinds = {entry.name: kind_of(entry) for entry in entries_of(tmp_path)}
+    assert kinds == {"file": "file", "pipe": "other", "link": "file", "dangling": None, "loop": None}
+    assert all(map(is_there, entries_of(tmp_path))) and is_link(tmp_path / "loop") and is_folder(tmp_path)
+    for nothing in ("nothing", "file/below", "a\0b"):
+        assert kind_of(tmp_path / nothing) is None and not is_there(tmp_path / nothing)
+    with pytest.raises(FileNotFoundError):
+        entries_of(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.ENAMETOOLONG, errno.EIO])
+def test_a_file_system_that_cannot_say_is_an_error(number, tmp_path, monkeypatch):
+    for name in ("stat", "scandir", "listdir"):
+        monkeypatch.setattr(os, name, raising(OSError(number, os.strerror(number))))
+    for question in (kind_of, is_there, entries_of):
+        with pytest.raises(UnavailableError, match=os.strerror(number)) as raised:
+            question(tmp_path)
+        assert isinstance(raised.value, DiskError) == (number == errno.EIO) and str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked", "passes"),
+    [
+        ([OSError(errno.EBUSY, "503 SlowDown")], 2, True),
+        ([TimeoutError(), ConnectionResetError()], 3, True),
+        ([OSError(errno.EREMOTEIO, "500")] * 3, 3, False),
+        ([PermissionError("403 Forbidden")], 1, False),
+        ([OSError(errno.EINVAL, "400 Bad Request")], 1, False),
+    ],
+)
+def test_a_store_is_asked_again_only_where_that_may_help(failures, asked, passes, monkeypatch):
+    place = location(f"memory://{uuid.uuid4().hex}")
+    (place / "object").write(b"123")
+    info, left, count = MemoryFileSystem.info, list(failures), []
+
+    def failing(fs: MemoryFileSystem, path: str, **options: object) -> object:
+        count.append(path)
+        if left:
+            raise left.pop(0)
+        return info(fs, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", failing)
+    if passes:
+        assert kind_of(place / "object") == "file"
+    else:
+        with pytest.raises(UnavailableError, match="object"):
+            kind_of(place / "object")
+    assert len(count) == asked
+    assert kind_of(place / "other") is None and kind_of(place) == "folder"
+
+
+def test_a_listing_of_a_store_leaves_nothing_out_in_silence(monkeypatch):
+    """The search of fsspec's own passes over folders that it cannot list."""
+    place, ls = location(f"memory://{uuid.uuid4().hex}"), MemoryFileSystem.ls
+    (place / "a" / "b").write(b"1")
+    assert [*place.described()] == ["a/b"]
+
+    def refused(fs: MemoryFileSystem, path: str, **options: object) -> object:
+        if path.endswith("/a"):
+            raise PermissionError("403")
+        return ls(fs, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refused)
+    with pytest.raises(UnavailableError, match="403"):
+        place.described()
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "muonckpt.json", ".metadata"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE])
+def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file, tmp_path, monkeypatch):
+    run, open_file = saved(tmp_path / "run"), os.open
+
+    def refused(path: object, *arguments: int, **options: int) -> int:
+        if str(path) == f"{run}/{NEWEST}/{file}":
+            raise OSError(number, os.strerror(number), str(path))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    for place in (run, f"{run}/{NEWEST}"):
+        done = called("verify", place)
+        assert done.returncode == 3 and os.strerror(number) in done.stdout + done.stderr
+        assert file in done.stdout + done.stderr
+    assert [(verdict.is_unread, verdict.is_damaged) for verdict in muonckpt.verify_run(run)] == [(True, False)]
+    with pytest.raises(UnavailableError, match=file):
+        Series(run).restore(state(0))
+    assert not (tmp_path / "run" / RECORD).exists()
+    monkeypatch.undo()
+    assert Series(run).restore(state(0)).step == 2
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call, tmp_path, monkeypatch):
+    run, real, broken = saved(tmp_path / "run"), getattr(os, call), f"{NEWEST}/__0_0.distcp"
+
+    def failing(file: object, *arguments: object, **options: object) -> object:
+        path = str(Path(f"/proc/self/fd/{file}").readlink()) if isinstance(file, int) else str(file)
+        if path.endswith(broken):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(os, call, failing)
+    report, note = verify_recorded(Path(run, NEWEST), muonckpt.verify)
+    assert {finding.kind for finding in report.findings} >= {"disk"} and report.verdict == "faulty"
+    assert "rank 0's file __0_0.distcp cannot be read, as a disk fails (EIO)" in report.diagnosis.sentence
+    assert "not recorded" in note and "Series.restore does not pass over it" in str(report.diagnosis)
+    assert called("verify", run).returncode == (1 if call == "preadv" else 3)  # all that tells steps apart is sizes
+    assert [*Path(run).glob(f"{RECORD}*")] == [Path(run, RECORD)] and NEWEST not in Path(run, RECORD).read_text()
+    with pytest.raises(DiskError, match=r"__0_0\.distcp: Input/output error"):
+        Series(run).restore(state(0))
+    monkeypatch.undo()
+    assert Series(run).restore(state(0)).step == 2
+
+
+def by_retention(step: Path) -> None:
+    publish.remove(step, ("muonckpt.json", ".metadata"))
+
+
+def by_rename(step: Path) -> None:
+    step.rename(step.with_name(".moved"))
+
+
+def file_by_file(step: Path) -> None:
+    (step / "__0_0.distcp").unlink()
+
+
+@pytest.mark.parametrize("remove", [by_retention, by_rename, file_by_file, shutil.rmtree])
+def test_what_is_removed_while_it_is_read_is_no_damage(remove, tmp_path, monkeypatch):
+    step = tmp_path
+
+    def go(count: int, total: int) -> None:
+        if (step / "__0_0.distcp").exists():
+            remove(step)
+
+    for name in ("verify", "diff"):
+        step = Path(saved(tmp_path / name)) / NEWEST
+        with pytest.raises(SourceError, match="while it was read"):
+            if name == "verify":
+                muonckpt.verify(step, progress=go)
+            else:
+                muonckpt.diff(step, step.with_name("step-00000001"), progress=go)
+    step = Path(saved(tmp_path / "run")) / NEWEST
+    removed, whole = muonckpt.verify_run(tmp_path / "run", progress=go)
+    assert not removed.is_damaged and removed.sentence == "it was removed while it was read" and whole.is_whole
+
+
+@pytest.mark.parametrize("remove", [by_retention, by_rename, shutil.rmtree])
+def test_inspect_tells_a_removal_from_damage(remove, tmp_path, monkeypatch):
+    """In a folder, and in that of a run, where others are looked at as well."""
+    opened = os.open
+    for place in ("step", "run"):
+        step = Path(saved(tmp_path / place)) / NEWEST
+
+        def going(path: object, *arguments: int, step: Path = step, **options: int) -> int:
+            if str(path).endswith(f"{NEWEST}/__0_0.distcp") and step.exists():
+                remove(step)
+            return opened(path, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", going)
+            if place == "step":
+                with pytest.raises(SourceError, match="was removed while it was read"):
+                    muonckpt.inspect(step)
+            else:
+                steps = muonckpt.look_at_run(tmp_path / "run").steps
+                assert [one.state for one in steps] == ["whole", "incomplete"] and steps[1].fault == "it is gone"
+
+
+TWO_ANSWERS = {"exists", "is_file", "is_dir", "is_symlink", "glob", "isfile", "isdir"}
+
+ALLOWED = {
+    ("checkpoint/loading.py", "exists"): "files of the kernel",
+    ("cli/argument_types.py", "exists"): "completion in a shell, which tells no error",
+    ("cli/argument_types.py", "is_dir"): "the same",
+    ("converters/engine/staging.py", "is_dir"): "files of this job",
+    ("lab/built.py", "is_file"): "a script of the user",
+    ("runs/step_folder.py", "exists"): "a method of ours",
+    ("store/io/location.py", "is_dir"): "an entry of a listing",
+    ("store/io/publish.py", "is_dir"): "files of this save",
+    ("store/verify/verification.py", "is_dir"): "an entry of a listing",
+    ("store/verify/verification.py", "is_file"): "the same",
+    ("store/verify/verification.py", "glob"): "drafts of this file",
+}
+
+
+def test_no_other_question_is_asked_in_two_answers():
+    """Python's own have two, and newer versions of it call more errors nothing."""
+    package, found = Path(muonckpt.__file__).parent, set()
+    for folder, _, names in os.walk(package, followlinks=True):
+        for file in (Path(folder, name) for name in names if name.endswith(".py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in TWO_ANSWERS
+                ):
+                    found.add((str(file.relative_to(package)), node.func.attr))
+    assert found == {*ALLOWED}
