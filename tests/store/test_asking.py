@@ -155,7 +155,7 @@ def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call,
     assert "rank 0's file __0_0.distcp cannot be read, as a disk fails (EIO)" in report.diagnosis.sentence
     assert "not recorded" in note and "Series.restore does not pass over it" in str(report.diagnosis)
     assert called("verify", run).returncode == (1 if call == "preadv" else 3)  # all that tells steps apart is sizes
-    assert [*Path(run).glob(f"{RECORD}*")] == [Path(run, RECORD)] and NEWEST not in Path(run, RECORD).read_text()
+    assert not Path(run, RECORD).exists() or NEWEST not in Path(run, RECORD).read_text()
     with pytest.raises(DiskError, match=r"__0_0\.distcp: Input/output error"):
         Series(run).restore(state(0))
     monkeypatch.undo()
