@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..checkpoint.bits import dtype_name
 from ..checkpoint.loading import JointLoad
 from ..checkpoint.template import Stored
-from ..names.errors import MuonckptError, TargetError
+from ..names.errors import MuonckptError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
 from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_tuples, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
@@ -197,6 +197,8 @@ def _as_load(
     joint = JointLoad(state_dict, str(opened.path), allow_extra, fresh, False, None, None)
     try:
         matching, report, refusal = joint.rehearse(opened)
+    except UnavailableError:  # is no answer
+        raise
     except MuonckptError as error:
         return _Outcome({}, LoadReport(), str(error))
     return _Outcome(matching.sources, report, refusal, matching.doubts)
