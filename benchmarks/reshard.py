@@ -220,7 +220,6 @@ def ways(folder: Path, gigabytes: float, rounds: int) -> None:
         "rows 4 -> 3": ours(four, "--mesh", "dp=3"),
         "rows 4 -> 64": ours(four, "--mesh", "dp=64"),
         "rows 4 -> 8, `--jobs 1`": ours(four, "--mesh", "dp=8", "--jobs", "1"),
-        "rows 4 -> 8, `--verify`": ours(four, "--mesh", "dp=8", "--verify"),
         "rows 4 -> flat 8": ours(four, "--mesh", "dp=8", "--layout", "flat"),
         "rows 4 -> owners 8": ours(four, "--mesh", "dp=8", "--layout", "balanced"),
         "rows 4 -> columns 8": ours(four, "--mesh", "dp=8", "--shard", "*=dp:1"),

@@ -1,8 +1,8 @@
 """The entry point: finds the command, and turns errors into one clear paragraph and an exit code.
 
 Exit codes: 0 success; 1 damage or a difference was found; 2 usage; 3 the source is unreadable, corrupt or refused; 4
-the destination or its file system failed; 5 interrupted, and can be resumed; 70 a bug in muonckpt; 130 interrupted,
-nothing to resume; 141 standard output was closed.  (70 is from BSD's sysexits; shells use 130 and 141.)
+the destination or its file system failed; 5 one of several processes was interrupted or lost; 70 a bug in
+muonckpt; 130 interrupted; 141 standard output was closed.  (70 is from BSD's sysexits; shells use 130 and 141.)
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _COMMAND = re.compile(r"\s*(\([a-z]\) )?(muonckpt|python) ")
 """The beginning of a line that is a command, perhaps one of a list."""
 
 _ARGUMENT = re.compile(r"`([a-z_]+)=([^`]*)`|`\.(?:to_)?([a-z_]+)(?:\(\))?`")
-"""An argument, or an attribute of a result, in a message of the library: ```resume=True```, ```.groups```."""
+"""An argument, or an attribute of a result, in a message of the library: ```dry_run=True```, ```.groups```."""
 
 OPTION_NAMES = {"from_dialect": "from", "to_dialect": "to", "roots": "root", "others": "from"}
 """The options that are not called as the argument is."""
@@ -38,7 +38,7 @@ OPTION_NAMES = {"from_dialect": "from", "to_dialect": "to", "roots": "root", "ot
 def with_options(text: str) -> str:
     """Name the options of the command line where a message of the library names arguments of its functions.
 
-    ```resume=True``` becomes ``--resume``, ```to_dialect="deepspeed"``` ``--to deepspeed``, ```.groups``` ``--groups``.
+    ```dry_run=True``` becomes ``--dry-run``, ```to_dialect="dion"``` ``--to dion``, ```.groups``` ``--groups``.
     """
 
     def option(match: re.Match[str]) -> str:

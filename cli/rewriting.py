@@ -182,8 +182,6 @@ _OPTIONS = {
     "tensors_only": click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
     "model_only": click.option("--model-only", is_flag=True, help="Take the model's weights alone."),
     "dry_run": click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run."),
-    "verify": click.option("--verify", is_flag=True, help="Read every file back before publishing."),
     "json": click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
     "convention": _rare(
         "--convention", type=_CONVENTIONS, metavar="ema|sum", help="SOURCE's momentum convention, if unrecorded."

@@ -116,8 +116,6 @@ class Execution:
     Attributes:
         memory: bytes of all buffers together.
         jobs: the number of threads that check and write files.
-        resume: continue an interrupted run with the same arguments.
-        verify: read everything back and compare before it is published.
         dry_run: plan only; nothing is written.
         timeout: where several processes share the work (under torchrun), seconds to wait at the beginning until all of
             them are there.
@@ -126,8 +124,6 @@ class Execution:
 
     memory: int = MEMORY
     jobs: int = THREADS
-    resume: bool = False
-    verify: bool = False
     dry_run: bool = False
     timeout: float = TIMEOUT
     progress: Progress = lambda count, total: None
@@ -142,14 +138,12 @@ class Execution:
         report = report_of(job, place, notes)
         if self.dry_run:
             return report if workers.me.coordinates else None
-        total = (job.bytes_to_check + job.payload_to_write * (1 + self.verify)) // workers.me.world
+        total = (job.bytes_to_check + job.payload_to_write) // workers.me.world
         manifest = run_job(
             job,
             place,
             memory=self.memory,
             threads=self.jobs,
-            resume=self.resume,
-            verify=self.verify,
             progress=lambda count: self.progress(count, total),
             workers=workers,
         )

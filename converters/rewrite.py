@@ -60,7 +60,7 @@ def reshard(
         select: shell patterns; tensors and items whose key matches none of them are neither read nor written.
         to_dialect: the program to write for: its keys, slots, groups and momentum convention.
         translation: names, structure and conventions, where checkpoint and program do not say them.
-        execution: memory, threads, checks, and whether to continue an interrupted run or only to plan.
+        execution: memory and threads, and whether only to plan.
 
     Returns:
         What was done, or would be.  If several processes share the work: None in all but the coordinator, rank 0.
@@ -70,7 +70,7 @@ def reshard(
         SourceError: the source is damaged or refused, or the target cannot hold all of it.
         LayoutError: a tensor has a hole or an overlap, or rules do not fit it.
         DestinationError: the destination exists, lies inside the source, or cannot be written.
-        Interrupted: the work can be resumed.
+        Interrupted: another process that shares the work was interrupted or lost.
         LaunchError: the environment contradicts itself about the processes, or they do different work.
     """
     with joined(os.environ, execution.timeout) as workers:
@@ -81,7 +81,7 @@ def reshard(
         with open(source) as opened:
             container = container_of(format or _default_format(opened, request.target), shard_size)
             _check_use(container, mesh, bool(shard), layout)
-            check_destination(opened.path, place, container)
+            check_destination(opened.path, place)
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
             # What the arguments asked for and the format has no use for is said.

@@ -21,7 +21,6 @@ from ...record.json_fields import sealed_text
 from ...record.record import Manifest
 from ...store.formats.registry import BUILT_IN, format_written_as, import_named
 from ...store.formats.torch_save.plain_item import plain_value
-from ...store.io import publish
 from ...store.io.location import Location
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
@@ -162,10 +161,6 @@ class Container(ABC):
     @abstractmethod
     def describe(self, manifest: Manifest, folder: Location) -> None:
         """Write and sync what else readers need, such as a manifest, into the finished directory."""
-
-    def staged(self, destination: Location) -> Location:
-        """Return where files are written before the destination is published."""
-        return publish.staging_place(destination)
 
 
 def extended_provenance(

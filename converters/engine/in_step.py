@@ -18,9 +18,8 @@ import numpy as np
 
 from ...record.columns import Column
 from ...store.io.new_file import Writing
-from .output_files import OutputFile, is_direct
+from .output_files import SUMS, ChunkSums, FinishedFile, OutputFile, is_direct
 from .source_rows import Unchecked
-from .staging import SUMS, ChunkSums, FinishedFile
 
 _MAX_FILES = 8
 """Files that are written in step.  If they are interrupted, they all are unfinished."""
@@ -43,7 +42,7 @@ class Draft:
 
     @property
     def finished(self) -> FinishedFile:
-        return FinishedFile(self.items, self.sums.tobytes())
+        return FinishedFile(self.items, self.sums)
 
 
 Part = list[tuple[Draft, range]]
@@ -65,13 +64,13 @@ class FilesInStep:
 
     def write(
         self, open_draft: Callable[[OutputFile], AbstractContextManager[Draft]], write_part: Callable[[Part], None]
-    ) -> list[tuple[OutputFile, FinishedFile]]:
+    ) -> list[tuple[str, FinishedFile]]:
         """Write part after part, none of which another thread gets, until none is left.
 
         The first thread that comes opens the files; the last that leaves closes them, with the error of any.
 
         Returns:
-            The files, once they are finished, for the last thread that leaves; nothing for the others.
+            The files by name, once they are finished, for the last thread that leaves; nothing for the others.
         """
         try:
             # The first thread opens the files; all take parts until there is none, or one of them has failed.
@@ -92,7 +91,7 @@ class FilesInStep:
             if is_last:
                 cause = self._error
                 self._exits.__exit__(type(cause) if cause else None, cause, cause.__traceback__ if cause else None)
-        return [(draft.file, draft.finished) for draft in self._drafts] if is_last and self._error is None else []
+        return [(draft.file.name, draft.finished) for draft in self._drafts] if is_last and self._error is None else []
 
     def _next_part(self) -> Part | None:
         with self._lock:

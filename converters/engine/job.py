@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,7 +50,6 @@ class Job:
     state: tuple[object, ...]
     target: Target
     container: Container
-    select: tuple[str, ...]
     outputs: Outputs
     arranged: Arranged
     rows: SourceRows
@@ -100,10 +99,10 @@ class Job:
     def _digest_input(self) -> Iterator[bytes]:
         """Yield the bytes that `digest` covers: all that decides what the files will be.
 
-        Workers plan a job each by itself, and ``resume`` plans it again: digests show whether the plans agree.
+        Workers plan a job each by itself: digests show whether the plans agree.
         """
         # The source as it is now, and what is asked of it.
-        task = self.state, self.target, self.container.name, self.select, self.arranged.items
+        task = self.state, self.container.name, self.arranged.items
         yield _text(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
         yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
@@ -172,16 +171,16 @@ def make_job(
     )
     arranged, rows = container.arrange(request), SourceRows(manifest)
     state = file_states(source.payloads, rows.columns, manifest.blobs)
-    return Job(source, manifest, state, target, container, tuple(select), outputs, arranged, rows)
+    return Job(source, manifest, state, target, container, outputs, arranged, rows)
 
 
-def check_destination(source: Location, destination: Location, container: Container) -> None:
+def check_destination(source: Location, destination: Location) -> None:
     """Refuse a destination that exists already, or lies inside the source.
 
     Raises:
         DestinationError: it does.
     """
-    publish.refuse_existing(destination, container.staged(destination))
+    publish.refuse_existing(destination)
     if source.resolve() in destination.resolve().parents:
         raise DestinationError(f"{destination} lies inside the source {source}; choose a place outside of it")
 
@@ -211,23 +210,18 @@ class Assignment:
     files: tuple[OutputFile, ...]
 
 
-def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assignment:
-    """Return an equal share, by bytes, of the finished files and of those that are still to be written.
+def assignment(job: Job, worker: Worker) -> Assignment:
+    """Return an equal share, by bytes, of the files.
 
     Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
     """
     unchecked = Unchecked(job.rows)
     if worker.world == 1:  # no need to visit a million chunks
         return Assignment(unchecked, job.files)
-    # Finished files only have to be read, so they are divided by themselves.
-    file_names: set[str] = set()
-    for is_finished in (True, False):
-        files = [file for file in job.files if (file.name in finished) is is_finished]
-        ends = (0, *part_ends([file.length for file in files], worker.world))
-        file_names.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
-    local_files = tuple(file for file in job.files if file.name in file_names)
-    local_sources = _sources(job, local_files)
-    remote_sources = _sources(job, (file for file in job.files if file.name not in file_names))
+    ends = (0, *part_ends([file.length for file in job.files], worker.world))
+    start, stop = ends[worker.rank], ends[worker.rank + 1]
+    local_files, remote_files = job.files[start:stop], (*job.files[:start], *job.files[stop:])
+    local_sources, remote_sources = _sources(job, local_files), _sources(job, remote_files)
     checked = local_sources | ~remote_sources if worker.coordinates else local_sources
     unchecked.restrict(checked, local_sources & remote_sources)
     return Assignment(unchecked, local_files)

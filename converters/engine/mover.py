@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -22,23 +21,32 @@ from numpy.typing import NDArray
 from ...algebra.box import Box, Index
 from ...algebra.fingerprint import box_shares
 from ...algebra.layout import Buffer
-from ...names.errors import DestinationError, Interrupted, SourceError
+from ...names.errors import Interrupted, SourceError
 from ...record.chunks import Chunks
 from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent
 from ...store.io.checksums import Sums, crc32_of, join_crc32, xxh3_128
-from ...store.io.location import Remote
-from ...store.io.new_file import Writing, draft_file
-from ...store.io.regular import READ_BYTES, open_regular
+from ...store.io.location import Location, Remote
+from ...store.io.new_file import Writing, create_file
+from ...store.io.regular import READ_BYTES
 from ...store.open_checkpoint import check_blob
 from ...store.reading.blocks import bands, join_ranges, strided_span
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from .in_step import Draft, FilesInStep, Part
-from .output_files import ChunkPlan, OutputChunk, OutputChunks, OutputFile, PlacedItem, is_direct
+from .output_files import (
+    SUMS,
+    ChunkPlan,
+    ChunkSums,
+    FinishedFile,
+    OutputChunk,
+    OutputChunks,
+    OutputFile,
+    PlacedItem,
+    is_direct,
+)
 from .outputs import OutputTensor, Words, unseen
 from .source_rows import CopiedRuns, Unchecked
-from .staging import SUMS, ChunkSums, FinishedFile, Staging
 
 SMALL_BYTES = 64 << 10
 """The most bytes of a small chunk in its file, and of the elements of chunks that it is copied from."""
@@ -49,7 +57,7 @@ _GAP = 16 << 10
 _MAX_RUN_BYTES = 1 << 20
 """Bytes of small chunks that are read at a time."""
 
-LARGEST_BAND = 2 << 20
+_LARGEST_BAND = 2 << 20
 """The most bytes of a band: it should stay in cache from the copy through the checksums to the write."""
 
 _MAX_BAND_ROWS = 1 << 16
@@ -126,23 +134,23 @@ def sums_of(plan: ChunkPlan, elements: Bytes) -> ChunkSums:
 
 
 class Mover:
-    """Checks, copies and reads back the bytes of a job; what is checked of the source is no more ``unchecked``."""
+    """Checks and copies the bytes of a job; what is checked of the source is no more ``unchecked``."""
 
     def __init__(
         self,
         payloads: Payloads,
-        staging: Staging,
+        staged: Location,
         unchecked: Unchecked,
         band_bytes: int,
         progress: Advance,
     ) -> None:
-        self._staged, self._drafts = staging.place, staging.drafts
+        self._staged = staged
         self.unchecked = unchecked
         self._payloads = payloads
         self._thread = threading.local()
         self._copied = CopiedRuns(payloads, unchecked, progress)
         payloads.window_bytes = min(band_bytes, payloads.window_bytes)
-        self._band_bytes = min(band_bytes, LARGEST_BAND)
+        self._band_bytes = min(band_bytes, _LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps hardly more
         self._stop = threading.Event()
         self._progress = progress
@@ -169,14 +177,14 @@ class Mover:
         """Whether several threads can write to a file: an object of a store is written front to back."""
         return not isinstance(self._staged, Remote)
 
-    def write(self, group: FilesInStep) -> list[tuple[OutputFile, FinishedFile]]:
+    def write(self, group: FilesInStep) -> list[tuple[str, FinishedFile]]:
         """Write files band by band in turn, so that one read serves them all, or a share of them beside other threads.
 
         A chunk of the source is checked while it is copied, or right before: if all were checked first, the disk would
         be idle meanwhile, and the source would be read from it twice.
 
         Returns:
-            The files, finished and synced, for the last thread that works on them.
+            The files by name, finished and synced, for the last thread that works on them.
         """
 
         def write_part(part: Part) -> None:
@@ -192,7 +200,7 @@ class Mover:
         self._raise_if_stopped()
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
-        with draft_file(self._staged / file.name, file.length, self._drafts) as output:
+        with create_file(self._staged / file.name, file.length) as output:
             draft = Draft(file, output)
             yield draft
             if file.header and output.rewinds:
@@ -223,38 +231,6 @@ class Mover:
                 draft.sums[window[0]] = yield from self._write_chunk(output, file.chunks[window[0]])
         if sums_of_header is not None and not np.array_equal(sums_of_header, draft.sums):
             raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
-
-    def is_finished(self, file: OutputFile, finished: FinishedFile) -> bool:
-        """Return whether a file that the journal names still holds, in every byte, what was written."""
-        if (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
-            return False
-        if not self._is_intact(file, finished):
-            return False
-        self._progress(file.payload)
-        return True
-
-    def verify(self, file: OutputFile, finished: FinishedFile) -> None:
-        """Read a written file back, from the disk where the file system can read past its cache, and compare all sums.
-
-        Raises:
-            DestinationError: it does not hold what was written.
-        """
-        self._raise_if_stopped()
-        if not self._is_intact(file, finished):
-            place = self._staged / file.name
-            raise DestinationError(f"{place} does not hold what was written to it: the disk or its driver lost data")
-        self._progress(file.payload)
-
-    def _is_intact(self, file: OutputFile, finished: FinishedFile) -> bool:
-        try:
-            with open_regular(self._staged / file.name) as content:
-                if content.size != file.length:
-                    return False
-                parts = _InOrder(content.in_order())
-                expected = expected_parts(file, finished)
-                return all(xxh3_128(parts.take(extent.length)) == digest for extent, digest in expected)
-        except SourceError:  # it is gone, too short, or not a regular file
-            return False
 
     def _write_item(self, output: Writing, item: PlacedItem) -> str:
         # An item of the source is checked before, and digested as it is copied.
@@ -404,62 +380,3 @@ class Mover:
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
             raise Interrupted("stopped")
-
-
-class _InOrder:
-    """The bytes of a file, which come in order in parts of any length."""
-
-    def __init__(self, parts: Iterator[memoryview]) -> None:
-        self._parts = parts
-        self._remainder = memoryview(b"")
-
-    def take(self, length: int) -> Iterator[memoryview]:
-        """Yield the next bytes, so many or until the last."""
-        while length:
-            self._remainder = self._remainder or next(self._parts, self._remainder)
-            if not self._remainder:
-                return
-            raw, self._remainder = self._remainder[:length], self._remainder[length:]
-            length -= len(raw)
-            yield raw
-
-
-def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
-    """Yield the parts of a written file from its first byte to its last, with the digest of each."""
-    end = 0
-    for extent, digest in _contents(file, finished):
-        yield from _zeros(file.name, end, extent.offset)
-        yield extent, digest
-        end = extent.end
-
-
-def _contents(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
-    """Yield the parts of a written file without the zeros between them."""
-
-    def part(content: bytes, offset: int) -> tuple[Extent, str]:
-        return Extent(file.name, offset, len(content)), xxh3_128([content])
-
-    # In the order of the file: header, items, chunks, footer.
-    if file.header:
-        yield part(file.header(finished.chunks), 0)
-    for item, digest in zip(file.items, finished.items, strict=True):
-        yield item.blob.item, digest
-    for chunk, (digest, checksum, _) in zip(file.chunks, finished.chunks.tolist(), strict=True):
-        frame, payload = chunk.plan.frame, chunk.payload
-        yield part(frame.head, chunk.offset)
-        yield payload, digest.hex()
-        yield part(frame.tail(checksum), payload.end)
-    footer = file.footer(finished.chunks) if file.footer else b""
-    yield part(footer, file.length - len(footer))
-
-
-@lru_cache
-def _digest_of_zeros(length: int) -> str:
-    return xxh3_128([bytes(length)])
-
-
-def _zeros(name: str, start: int, stop: int) -> Iterator[tuple[Extent, str]]:
-    """Yield the padding between items, of which all may not fit into memory."""
-    for offset in range(start, stop, LARGEST_BAND):
-        length = min(LARGEST_BAND, stop - offset)
-        yield Extent(name, offset, length), _digest_of_zeros(length)

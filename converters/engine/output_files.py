@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,20 @@ from ...store.io.checksums import Checksum, crc32_of
 from ...store.reading.dtypes import itemsize
 from .outputs import OutputItem, OutputTensor
 from .source_rows import Mask, SourceRows
-from .staging import SUMS, ChunkSums, FinishedFile
+
+SUMS = np.dtype([("digest", "V16"), ("checksum", "<u4"), ("share", "<u8")])
+"""Sums of the elements of a chunk, computed while they are written: xxh3-128, the checksum that the frame stores, and
+the share of the tensor's fingerprint."""
+
+ChunkSums = NDArray[np.void]
+"""`SUMS` of each of some chunks."""
+
+
+class FinishedFile(NamedTuple):
+    """A finished file: the digests of its items in hex, and the sums of its chunks, in the job's order."""
+
+    items: tuple[str, ...]
+    chunks: ChunkSums
 
 
 class PayloadFrame(Protocol):

@@ -11,23 +11,22 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain, repeat
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...algebra.fingerprint import as_hex
-from ...names.errors import DestinationError, Interrupted, SourceError
+from ...names.errors import DestinationError, SourceError
 from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.limits import gc_paused
-from ...store.io.location import Location, check_memory, is_there, items_beside
+from ...store.io.location import Location, check_memory, items_beside
 from ...store.io.regular import open_regular
-from .in_step import FilesInStep, in_step
+from .in_step import in_step
 from .job import Job, assignment, check_destination, file_states
 from .mover import Advance, Mover
-from .output_files import OutputFile, written_tensors
-from .staging import Coordinator, FinishedFile, Journal, Staging
+from .output_files import FinishedFile, OutputFile, written_tensors
 from .workers import LONGEST_WAIT, LaunchError, Worker, Workers
 
 MEMORY = 256 << 20
@@ -47,8 +46,6 @@ def run_job(
     *,
     memory: int = MEMORY,
     threads: int = THREADS,
-    resume: bool = False,
-    verify: bool = False,
     progress: Advance = lambda count: None,
     workers: Workers | None = None,
 ) -> Manifest | None:
@@ -56,8 +53,6 @@ def run_job(
 
     Args:
         memory: bytes of buffers, all threads together.
-        resume: continue an interrupted run of the same job, with any number of workers.
-        verify: read every file back before anything is published.
         workers: the processes that share this job (:func:`.workers.joined`); all must see its source and destination.
             None means this process alone.
 
@@ -68,64 +63,42 @@ def run_job(
         DestinationError: the destination exists, is inside the source, or cannot be written.
         SourceError: the source is damaged, or changed during the run.
         LaunchError: the workers have planned different jobs.
-        Interrupted: Ctrl-C, or a worker was lost; finished files stay beside the destination for ``resume``.
+        Interrupted: a worker was interrupted or lost.
         MuonckptError: another worker failed; the same kind of error as there.
     """
     # Refuse what cannot end well before anything is written.
     workers = workers or Workers()
-    check_destination(job.source.path, destination, job.container)
+    check_destination(job.source.path, destination)
     items = job.arranged.items
     if items:
         publish.refuse_other(items_beside(destination), items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     # Each worker has planned the job by itself.
-    place, digests = job.container.staged(destination), workers.gather(job.digest())
+    digests = workers.gather(job.digest()) if workers.me.world > 1 else []
     for rank, planned in enumerate(digests):
         if planned != digests[0]:
             raise LaunchError(
                 f"{Worker(rank, len(digests))} has planned another job than worker 0: expected the same command and "
                 "version, and a source with the same files, for all workers"
             )
-    # An error of one worker ends all of them; the coordinator comes last, and removes what is of no use.
-    digest, files_done = digests[0], dict[str, FinishedFile]()
+    # An error of one worker ends all of them; the coordinator comes last, and removes what is not published.
     with (
         _writing(destination),
-        Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext() as coordinator,
+        ExitStack() as unpublished,
         workers.together(),
         _writing(destination),  # here, too: the other workers hear which destination could not be written
-        _resumable(place, len(job.files), files_done),
     ):
-        # The coordinator tells the others where this run stages its files, and which ones earlier runs have finished.
-        run, history = workers.gather((coordinator.staging.run, coordinator.history) if coordinator else ("", {}))[0]
-        staging = Staging(place, run)
-        share = assignment(job, workers.me, history)
-        band_bytes = max(memory // (2 * threads), 1 << 16)
-        with (
-            closing(Journal(staging.journals / str(workers.me.rank), digest)) as journal,
-            job.source.payloads as payloads,
-        ):
-            mover = Mover(payloads, staging, share.chunks, band_bytes, progress)
-            for file, finished in _finished_files(mover, share.files, history, journal, threads, verify, workers):
-                files_done[file.name] = finished
+        staging = None
+        if workers.me.coordinates:
+            staging = unpublished.enter_context(closing(publish.Staging(destination, job.container.root)))
+        staged: Location = workers.gather(staging and staging.place)[0]  # type: ignore[assignment]  # the coordinator's
+        share = assignment(job, workers.me)
+        with job.source.payloads as payloads:
+            mover = Mover(payloads, staged, share.chunks, max(memory // (2 * threads), 1 << 16), progress)
+            files_done = dict(_finished_files(mover, share.files, threads, workers))
         # The sums of all files make the manifest, and show that none is missing.
         gathered = workers.gather(files_done)
-        if coordinator is None:
-            return None
-        return _publish(job, destination, coordinator, dict(ChainMap(*gathered)))
-
-
-@contextmanager
-def _resumable(place: Location, files: int, files_done: Mapping[str, FinishedFile]) -> Iterator[None]:
-    """Turn Ctrl-C into an error that says how to continue, if finished files were left."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not is_there(publish.journal(place)):
-            raise
-        raise Interrupted(
-            f"stopped with {len(files_done)} of {files} files written; run it again with `resume=True` to continue, "
-            f"or remove {place}"
-        ) from None
+        return None if staging is None else _publish(job, destination, staging, dict(ChainMap(*gathered)))
 
 
 @contextmanager
@@ -138,50 +111,19 @@ def _writing(destination: Location) -> Iterator[None]:
 
 
 def _finished_files(
-    mover: Mover,
-    files: Sequence[OutputFile],
-    history: Mapping[str, FinishedFile],
-    journal: Journal,
-    threads: int,
-    verify: bool,
-    workers: Workers,
-) -> Iterator[tuple[OutputFile, FinishedFile]]:
-    """Yield files as they are finished; then check all other chunks, and read the files back if ``verify`` is set."""
-
-    def find_intact(file: OutputFile) -> FinishedFile | None:
-        former = history.get(file.name)
-        if former is None or not mover.is_finished(file, former):
-            return None
-        journal.add(file.name, former)
-        return former
-
-    def write(group: FilesInStep) -> list[tuple[OutputFile, FinishedFile]]:
-        finished_files = mover.write(group)
-        for file, finished in finished_files:
-            journal.add(file.name, finished)
-        return finished_files
-
+    mover: Mover, files: Sequence[OutputFile], threads: int, workers: Workers
+) -> Iterator[tuple[str, FinishedFile]]:
+    """Yield files by name as they are finished; then check all other chunks."""
     with ThreadPoolExecutor(threads) as pool:
         try:
-            # Files of earlier runs count if they still hold what was written.
-            intact = {file.name: finished for file, finished in _results(pool, workers, find_intact, files) if finished}
-            files_done = dict(intact)
-            for file in files:
-                if file.name in intact:
-                    yield file, intact[file.name]
             # Each group is let go when it is done: it has the plans of all its chunks.
-            unfinished = [file for file in files if file.name not in intact]
-            groups = iter(in_step(unfinished, mover.unchecked, threads, mover.writes_in_any_order))
+            groups = iter(in_step(files, mover.unchecked, threads, mover.writes_in_any_order))
             tasks = chain.from_iterable(repeat(group, group.threads) for group in groups)
-            for _, finished_files in _results(pool, workers, write, tasks):
-                files_done.update((file.name, finished) for file, finished in finished_files)
+            for finished_files in _results(pool, workers, mover.write, tasks):
                 yield from finished_files
-            # The sources of intact files have not been read, nor those of no file.
+            # The sources of no file have not been read.
             for _ in _results(pool, workers, mover.check, mover.unchecked.split(_MAX_TASKS)):
                 pass
-            if verify:
-                for _ in _results(pool, workers, lambda file: mover.verify(file, files_done[file.name]), files):
-                    pass
         except BaseException:
             mover.stop()
             raise
@@ -193,25 +135,27 @@ R = TypeVar("R")
 
 def _results(
     pool: ThreadPoolExecutor, workers: Workers, function: Callable[[T], R], arguments: Iterable[T]
-) -> Iterator[tuple[T, R]]:
-    """Yield arguments with the results of a function, as the calls finish.
+) -> Iterator[R]:
+    """Yield the results of a function, as the calls finish.
 
     Signals, and failures of other workers, are noticed in between.
     """
     finished: SimpleQueue[Future[R]] = SimpleQueue()
-    futures = {pool.submit(function, argument): argument for argument in arguments}
-    for future in futures:
-        future.add_done_callback(finished.put)
-    while futures:
+    num_left = 0
+    for argument in arguments:
+        pool.submit(function, argument).add_done_callback(finished.put)
+        num_left += 1
+    while num_left:
         workers.check_others()
         with suppress(Empty):
-            future = finished.get(timeout=LONGEST_WAIT)
-            yield futures.pop(future), future.result()
+            result = finished.get(timeout=LONGEST_WAIT).result()
+            num_left -= 1
+            yield result
 
 
 @gc_paused()
 def _publish(
-    job: Job, destination: Location, coordinator: Coordinator, files_done: Mapping[str, FinishedFile]
+    job: Job, destination: Location, staging: publish.Staging, files_done: Mapping[str, FinishedFile]
 ) -> Manifest:
     """Write what describes the finished files, and publish them."""
     try:
@@ -221,17 +165,16 @@ def _publish(
     if not unchanged:
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
     # Workers on other machines have written to the place, too.
-    place = coordinator.staging.place
-    coordinator.remove_strays({file.name for file in job.files})
+    staged = staging.place
     for file in job.files:
-        if file.name not in files_done or _length(place / file.name) != file.length:
-            raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
+        if file.name not in files_done or _length(staged / file.name) != file.length:
+            raise DestinationError(f"{staged / file.name} is not what its worker wrote; nothing was published")
     manifest, items = _describe(job, files_done), job.arranged.items
     with ExitStack() as stack:
         if items:
-            stack.enter_context(publish.publish_first(items_beside(destination), items.data, place / "items.json"))
-        job.container.describe(manifest, place)
-        coordinator.publish(job.container.root)
+            stack.enter_context(publish.publish_first(items_beside(destination), items.data, staged / "items.json"))
+        job.container.describe(manifest, staged)
+        staging.publish()
     return manifest
 
 

@@ -26,9 +26,8 @@ from ...store.open_checkpoint import checked_blob
 from ...store.reading.dtypes import DTYPES, itemsize
 from ...store.reading.payloads import Payloads
 from .container import Arranged, Container, WriteRequest, extended_provenance
-from .output_files import ChunkPlan, Crc32Frame, OutputChunks, OutputFile, bare, chunk_plans
+from .output_files import ChunkPlan, ChunkSums, Crc32Frame, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
-from .staging import ChunkSums
 
 _VERSION = "0.19.8"
 """The version of DeepSpeed whose files these are."""

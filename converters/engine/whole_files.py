@@ -13,13 +13,11 @@ from ...algebra.box import Box
 from ...record.record import Manifest, StateRecord, by_key
 from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
-from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location
 from .container import Arranged, Container, ItemFile, WriteRequest, extended_provenance
-from .output_files import OutputChunks, OutputFile, bare, chunk_plans
+from .output_files import SUMS, ChunkSums, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
-from .staging import SUMS, ChunkSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,6 @@ class SafetensorsFile(WholeFiles):
     @property
     def root(self) -> str:
         return "model.safetensors"
-
-    def staged(self, destination: Location) -> Location:
-        return publish.staging_file(destination)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         safetensors.check_storable(_records(tensors))

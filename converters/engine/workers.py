@@ -171,7 +171,7 @@ class Workers:
             raise self._lost(error.__cause__ or error) from error
         calls = {call for call, _ in answers}
         if _STOPPED in calls:
-            raise Interrupted("another worker was interrupted; continue with the same arguments and `resume=True`")
+            raise Interrupted("another worker was interrupted; run the command again")
         if len(calls) > 1:
             raise LaunchError("the workers do not run the same command")
         self._is_over = False
@@ -184,8 +184,7 @@ class Workers:
     def _lost(self, error: BaseException) -> Interrupted:
         return Interrupted(
             f"{self.me} lost another worker, which was killed or cut off, or has not answered for "
-            f"{_LONGEST_WORK.days} days; continue with the same arguments and `resume=True` (torch says: "
-            f"{_line(error)})"
+            f"{_LONGEST_WORK.days} days; run the command again (torch says: {_line(error)})"
         )
 
 
@@ -207,7 +206,7 @@ def _raise_again(error: BaseException) -> None:
         raise DestinationError(f"{type(error).__name__}: {error}") from error
     if isinstance(error, Exception):
         raise error
-    raise Interrupted("interrupted; continue with the same arguments and `resume=True`") from error
+    raise Interrupted("interrupted; run the command again") from error
 
 
 def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> AbstractContextManager[Workers]:

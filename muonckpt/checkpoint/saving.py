@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,7 +33,7 @@ from ..record import json_fields
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
-from ..store.io import lock, publish
+from ..store.io import publish
 from ..store.io.checksums import Sums, crc32_of, xxh3_128
 from ..store.io.limits import gc_paused
 from ..store.io.location import Location, location
@@ -149,10 +148,8 @@ class JointSave:
         self._destination: Location
         self._details: Mapping[str, Any]
         """The provenance, as it will be read."""
-        self._staged: Location | None = None
-        """On the coordinator, until it is published; removed if the save fails."""
-        self._lock_descriptor: int | None = None
-        """The descriptor of its lock, which tells other saves that this one lives."""
+        self._staging: publish.Staging | None = None
+        """On the coordinator, where files are written until they are published."""
 
     @gc_paused()
     def run(self, state: Callable[[], LiveState]) -> None:
@@ -168,14 +165,10 @@ class JointSave:
                 lambda: _write_share(live, plan.share, file, self._progress),
                 lambda receipts: self._publish(plan, staged, receipts),
             )
-        except BaseException:
-            # A failed save leaves nothing behind, whatever ended it.
-            if self._staged is not None:
-                publish.discard(self._staged)
-            raise
         finally:
-            if self._lock_descriptor is not None:
-                os.close(self._lock_descriptor)
+            # A failed save leaves nothing behind, whatever ended it.
+            if self._staging is not None:
+                self._staging.close()
 
     def _agree(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
         """Return what this rank has, the plan for it, kept by all ranks or new, and where they write."""
@@ -222,21 +215,14 @@ class JointSave:
 
     def _reserve(self) -> Location:
         try:
-            # Room first: what killed saves left would otherwise stay for ever.
-            publish.remove_abandoned(self._destination)
-            self._staged = publish.reserve(self._destination)
-            # A lock that the system lifts when we die tells others whether this directory is abandoned.
-            if isinstance(self._staged, Path):
-                self._lock_descriptor = lock.lock_directory(self._staged)
-        except lock.InUse:
-            raise DestinationError(f"{self._destination} is being written by another save; choose another") from None
+            self._staging = publish.Staging(self._destination)
         except OSError as error:
             raise DestinationError(f"cannot write {self._destination}: {error}") from error
-        return self._staged
+        return self._staging.place
 
     def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
         # The description comes last, and then the one rename: a reader finds all of it or nothing.
-        assert plan.joint_plan is not None, "this is the coordinator"
+        assert plan.joint_plan is not None and self._staging is not None, "this is the coordinator"
         provenance = {
             "program": PROGRAM,
             "torch": torch.__version__,
@@ -246,8 +232,7 @@ class JointSave:
             **self._details,
         }
         native.write_native(plan.joint_plan.manifest(receipts, provenance), staged)
-        publish.publish(staged, self._destination)
-        self._staged = None  # whatever happens now, it is there
+        self._staging.publish()
 
 
 def _have_equal_objects(ranks: Sequence[Mapping[int, int]]) -> bool:

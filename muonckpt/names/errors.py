@@ -98,7 +98,7 @@ class AttestError(MuonckptError):
 
 
 class Interrupted(MuonckptError):
-    """Work stopped half-way and can be resumed."""
+    """Work stopped half-way: a process that shared it was interrupted or lost."""
 
 
 class LostRankError(Interrupted):

@@ -123,7 +123,7 @@ def test_3_is_a_source_that_cannot_be_read(case, command, checkpoint, tmp_path):
 
 def test_4_is_a_destination_that_cannot_be_written(tiny_checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
-    for more in ((), ("--dry-run",), ("--resume",)):
+    for more in ((), ("--dry-run",)):
         done = called(*arguments_of("reshard", tiny_checkpoint, tmp_path), *more)
         assert (done.returncode, done.stdout) == (4, "")
         assert "exists already" in done.stderr and is_one_paragraph(done.stderr)

@@ -51,7 +51,7 @@ def test_messages_that_name_arguments_name_the_options_of_the_command(name):
     ):
         if option.expose_value:
             assert with_options(f"leave out `{option.name}=`").removeprefix("leave out ") in option.opts
-    assert with_options('run it with `resume=True` and `to_dialect="dion"`') == "run it with --resume and --to dion"
+    assert with_options('run it with `dry_run=True` and `to_dialect="dion"`') == "run it with --dry-run and --to dion"
     assert with_options("the others are in `.groups`, `.to_json()`") == "the others are in --groups, --json"
     assert with_options("`load` takes `1e-8`") == "`load` takes `1e-8`"
 

@@ -26,11 +26,10 @@ def test_parts_follow_each_other_and_the_largest_is_as_small_as_can_be(sizes, wo
     )
 
 
-@pytest.mark.parametrize("finished", [(), ("__0_0.distcp", "__1_0.distcp", "__5_0.distcp")], ids=["fresh", "resumed"])
 @pytest.mark.parametrize("world", [1, 2, 3, 9])
-def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_from_it(world, finished):
+def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_from_it(world):
     job = plan_job(saved("own rows4"), 7)
-    parts = [assignment(job, Worker(rank, world), finished) for rank in range(world)]
+    parts = [assignment(job, Worker(rank, world)) for rank in range(world)]
     assert sorted(file.name for part in parts for file in part.files) == sorted(file.name for file in job.files)
     everything = set(np.flatnonzero(job.rows.has_elements).tolist())
 
@@ -46,8 +45,7 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
         others = set().union(*(copied(other) for other in parts if other is not part))
         assert copied(part) <= checked(part)
         assert {row for row in everything if part.chunks.is_shared(row)} == copied(part) & others
-    for these in (set(finished), {file.name for file in job.files} - set(finished)):
-        loads = [sum(file.length for file in part.files if file.name in these) for part in parts]
-        assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)
-    if world in (2, 3) and not finished:  # rows: who writes a part of the rows reads that part only
+    loads = [sum(file.length for file in part.files) for part in parts]
+    assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)
+    if world in (2, 3):  # rows: who writes a part of the rows reads that part only
         assert sum(len(part.chunks) for part in parts) < world * len(everything)

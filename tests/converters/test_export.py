@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from support.sharded import bits
 from support.trees import tree
 
 import muonckpt
-from muonckpt import DestinationError, SourceError
+from muonckpt import SourceError
 from muonckpt.converters.engine.run import run_job
 from muonckpt.record.record import Manifest
 
@@ -123,21 +122,6 @@ def test_a_type_that_the_format_lacks_is_refused_by_name_before_anything_is_writ
     export(tmp_path / "a", tmp_path / "z", "zarr")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_spoilt_on_the_way_to_the_disk_is_found(kind, own, tmp_path, monkeypatch):
-    real, written = os.pwrite, []
-
-    def spoilt(handle: int, data: bytes | memoryview, at: int) -> int:
-        elements = bytes(data[8:9]) != b"{"  # not the header of a file of safetensors
-        written.extend([at] if elements else [])
-        return real(handle, bytes(len(data)) if elements and len(written) == 1 else data, at)
-
-    monkeypatch.setattr(os, "pwrite", spoilt)
-    with pytest.raises(DestinationError, match="does not hold what was written"):
-        export(own, tmp_path / "out", kind, verify=True)
-    assert not list(tmp_path.iterdir()) and written
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -170,12 +154,12 @@ def test_neither_torch_nor_the_formats_own_libraries_are_needed(target, own, tmp
     assert out.splitlines()[-1] == "[]"
 
 
-def test_the_plan_is_what_is_written_and_the_bytes_told_are_those_checked_written_and_read_back(own, tmp_path):
+def test_the_plan_is_what_is_written_and_the_bytes_told_are_those_checked_and_written(own, tmp_path):
     for kind in KINDS:
         told: list[int] = []
         job = plan_export(own, kind)
-        run_job(job, tmp_path / kind, verify=True, progress=told.append)
-        assert sum(told) == job.bytes_to_check + 2 * job.payload_to_write
+        run_job(job, tmp_path / kind, progress=told.append)
+        assert sum(told) == job.bytes_to_check + job.payload_to_write
         sizes = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in job.manifest.tensors)
         assert job.bytes_to_check == job.payload_to_write == sizes
         described = ("zarr.json", "index.json")

@@ -83,7 +83,7 @@ def parts_of(files, threads: int) -> Counter:
     with ThreadPoolExecutor(threads) as pool:
         done = list(pool.map(lambda _: group.write(opened, written), range(threads)))
     assert sorted(closed) == sorted(file.name for file in files)
-    assert [[file for file, _ in found] for found in done if found] == [list(files)]
+    assert [[file for file, _ in found] for found in done if found] == [[file.name for file in files]]
     return seen
 
 

@@ -22,7 +22,6 @@ from muonckpt import DestinationError, SourceError
 from muonckpt.converters.engine.container import ItemFile
 from muonckpt.converters.engine.outputs import OutputItem
 from muonckpt.converters.options import grouped
-from muonckpt.names.errors import Interrupted
 from muonckpt.record.json_fields import check_seal
 from muonckpt.store.io.location import location
 from muonckpt.store.io.regular import open_regular
@@ -225,20 +224,6 @@ def test_it_goes_again_where_the_destination_cannot_appear(kind, source, tmp_pat
             source, tmp_path / "out", **grouped(**KINDS[kind], progress=lambda count, total: progress(count))
         )
     assert nothing_but(tmp_path, "out")
-
-
-def test_an_interrupted_run_goes_on_with_the_same_items(source, tmp_path):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    progress = once(interrupt)
-    with pytest.raises(Interrupted):
-        muonckpt.convert(
-            source, tmp_path / "out", **grouped(format="zarr", progress=lambda count, total: progress(count))
-        )
-    assert not (tmp_path / "out.items.json").exists()
-    muonckpt.convert(source, tmp_path / "out", **grouped(format="zarr", resume=True))
-    assert nothing_but(tmp_path, "out", "out.items.json")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,9 +37,7 @@ def source(tmp_path_factory) -> Path:
 
 def test_the_function_and_the_command_write_and_tell_the_same(source, tmp_path):
     cut = {"model.*": [("tp", 1)], "*": [("dp", 0)]}
-    report = muonckpt.reshard(
-        source, tmp_path / "a" / "out", **grouped(mesh={"dp": 2, "tp": 2}, shard=cut, verify=True)
-    )
+    report = muonckpt.reshard(source, tmp_path / "a" / "out", **grouped(mesh={"dp": 2, "tp": 2}, shard=cut))
     (tmp_path / "b").mkdir()
     line = ["--mesh", "dp=2,tp=2", "--shard", "model.*=tp:1", "--shard", "*=dp:0", "--json"]
     told = json.loads(called("reshard", source, tmp_path / "b" / "out", *line).stdout)

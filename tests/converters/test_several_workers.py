@@ -1,4 +1,4 @@
-"""One reshard done by several workers: the same files as by one, published once; or nothing, and a way to go on."""
+"""One reshard done by several workers: the same files as by one, published once; or nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
@@ -19,20 +20,20 @@ from support.commands import cli
 from support.forked import Scripts
 from support.golden import golden
 from support.launched import STRUCK, Commands, environment, free_port, together
-from support.resharded import contents, make_job, nothing_but, once, plan_job, tensors_only
+from support.resharded import contents, make_job, nothing_but, plan_job, tensors_only
 from support.sharded import edit
 from support.trees import tree
 
 import muonckpt
-from muonckpt import DestinationError, MuonckptError
+from muonckpt import MuonckptError
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.job import Job, assignment
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.workers import Worker, joined
 from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.request import unchanged
 from muonckpt.names.errors import Interrupted
 
-STAGED = ".out.reshard.tmp"
 RANKS = 10
 
 
@@ -74,7 +75,7 @@ TOGETHER = [(2, "ranks"), (3, "ranks"), (8, "ranks"), (2, "file"), (2, "shards")
 @pytest.mark.parametrize(("world", "form"), sweep(TOGETHER, *TOGETHER[1::2]))
 def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, form, source, tmp_path):
     run_job(plan(0, source, form), tmp_path / "alone")
-    told = together(world, plan, source, form, destination=tmp_path / "out", threads=1, verify=world == 3)
+    told = together(world, plan, source, form, destination=tmp_path / "out", threads=1)
     assert told == ["published", *["done"] * (world - 1)]
     assert tree(tmp_path / "out") == tree(tmp_path / "alone") and nothing_but(tmp_path, "alone", "out")
 
@@ -170,7 +171,7 @@ def failing(rank: int, world: int, how: str, failed: int) -> str:
     ("how", "error"),
     [
         ("fails", r"DestinationError: FileExistsError: broken \(rank \d\)"),
-        ("is interrupted", "Interrupted: .*resume=True"),
+        ("is interrupted", "Interrupted: .*run the command again"),
     ],
 )
 def test_a_worker_that_fails_or_is_interrupted_while_it_waits_ends_all(how, error, failed):
@@ -207,48 +208,27 @@ def test_no_worker_writes_in_vain_when_another_has_failed(source, tmp_path):
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def finished_files(staged: Path) -> dict[str, int]:
-    """The files that have their names, with what tells whether they were written again."""
-    return {file.name: file.stat().st_ino for file in staged.iterdir() if file.is_file()}
-
-
 ENDED = {"killed": (signal.SIGKILL, -9), "told to end": (signal.SIGTERM, 5)}
 
 
-@pytest.mark.parametrize(("how", "victim", "again"), [("killed", 0, 2), ("killed", 1, 1), ("told to end", 2, 1)])
-def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, victim, again, source, whole, tmp_path):
+@pytest.mark.parametrize(("how", "victim"), [("killed", 0), ("killed", 1), ("told to end", 2)])
+def test_a_lost_worker_ends_all_and_the_next_run_begins_again(how, victim, source, whole, tmp_path):
     number, code = ENDED[how]
     (tmp_path / "told").mkdir()
     port = free_port()
     variables = [environment(rank, 3, port) | {"GLOO_SOCKET_IFNAME": "lo"} for rank in range(3)]
-    arguments = (
-        STRUCK[1],
-        int(number),
-        victim,
-        "reshard",
-        source,
-        tmp_path / "out",
-        "--mesh",
-        f"dp={RANKS}",
-        "--jobs",
-        "1",
-    )
-    with Scripts(tmp_path / "told", variables, *arguments) as started:
+    arguments = ["reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1"]
+    with Scripts(tmp_path / "told", variables, STRUCK[1], int(number), victim, *arguments) as started:
         others = [rank for rank in range(3) if rank != victim]
         for left, out, told in started.ended(others):
-            assert (left, out) == (5, "") and told.count("muonckpt:") == 1 and "--resume" in told, told
+            assert (left, out) == (5, "") and told.count("muonckpt:") == 1 and "run the command again" in told, told
             [line] = [line for line in told.splitlines() if line.startswith("muonckpt:")]  # torch may log more
             assert "Traceback" not in line and "frame #" not in line
-        assert nothing_but(tmp_path, "told", STAGED)
-        before = finished_files(tmp_path / STAGED)
-        assert 0 < len(before) < RANKS
         assert started.ended([victim])[0][0] == code
-        told = together(again, plan, source, destination=tmp_path / "out", resume=True) if again > 1 else None
-        if told is None:
-            run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
-        assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
-        written = finished_files(tmp_path / "out")
-        assert {name: written[name] for name in before} == before
+    staged = [entry.name for entry in tmp_path.iterdir() if entry.name != "told"]
+    assert len(staged) == (how == "killed" and victim == 0)  # the coordinator removes what is not published
+    run_job(plan_job(source, RANKS), tmp_path / "out")
+    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
 
 
 def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path):
@@ -264,8 +244,8 @@ def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_torchrun_starts_a_killed_worker_again_and_resume_goes_on(source, whole, tmp_path):
-    arguments = ["reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1", "--resume"]
+def test_torchrun_starts_a_killed_worker_again(source, whole, tmp_path):
+    arguments = ["reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1"]
     torchrun = [
         Path(torch.distributed.__file__).with_name("run.py"),
         "--standalone",
@@ -284,61 +264,17 @@ def test_torchrun_starts_a_killed_worker_again_and_resume_goes_on(source, whole,
     assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
 
 
-# --- two runs at one destination --------------------------------------------------------------------------------------
+def test_the_same_names_made_of_other_elements_are_another_job(tmp_path):
+    def swapped(source):
+        outputs = unchanged(source)
+        one, other = outputs.tensors
+        tensors = [replace(a, layout=b.layout, sources=b.sources) for a, b in ((one, other), (other, one))]
+        return replace(outputs, tensors=tensors)
 
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_second_run_is_refused_where_the_kernel_tells_that_the_first_one_lives(resume, source, whole, tmp_path):
-    def second():
-        with pytest.raises(DestinationError, match="another process is writing"):
-            run_job(plan_job(source, RANKS), tmp_path / "out", resume=resume)
-        refused.append(True)
-
-    refused: list[bool] = []
-    run_job(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
-    assert refused and contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
-
-
-@pytest.fixture
-def no_locks(monkeypatch):
-    """A file system that has none."""
-    monkeypatch.setattr("fcntl.flock", lambda *how: (_ for _ in ()).throw(OSError("not implemented")))
-
-
-def test_without_locks_a_second_run_is_refused_unless_told_to_go_on(no_locks, source, whole, tmp_path):
-    def second():
-        with pytest.raises(DestinationError, match="resume=True"):
-            run_job(plan_job(source, RANKS), tmp_path / "out")
-        refused.append(True)
-
-    refused: list[bool] = []
-    run_job(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
-    assert refused and contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
-
-
-def test_without_locks_two_runs_of_a_job_publish_it_once_and_whole(no_locks, source, whole, tmp_path):
-    def second():
-        run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
-
-    with pytest.raises((DestinationError, Interrupted)):
-        run_job(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
-    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
-
-
-def test_without_locks_a_run_that_lost_its_lock_neither_publishes_nor_removes(no_locks, source, whole, tmp_path):
-    def second():
-        with pytest.raises(Interrupted):
-            run_job(plan_job(source, RANKS), tmp_path / "out", resume=True, threads=1, progress=once(interrupt))
-
-    with pytest.raises((DestinationError, Interrupted)):
-        run_job(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
-    assert nothing_but(tmp_path, STAGED)
-    run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
-    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
+    muonckpt.save({"q": torch.zeros(4, 3), "k": torch.ones(4, 3)}, tmp_path / "source")
+    jobs = [make_job(tmp_path / "source", Target({"dp": 2}), make_outputs=how) for how in (unchanged, swapped)]
+    again = make_job(tmp_path / "source", Target({"dp": 2}), make_outputs=swapped)
+    assert jobs[0].digest() != jobs[1].digest() == again.digest()
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero1", "deepspeed_bf16"])

@@ -195,7 +195,7 @@ def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype
         report = muonckpt.convert(
             source,
             tmp_path / way,
-            **grouped(to_dialect="muonckpt", convention="ema", weights=weights, verify=True, **more),
+            **grouped(to_dialect="muonckpt", convention="ema", weights=weights, **more),
         )
         assert COMMON_STATE in report.left_out
     kept = continued(tmp_path / "kept", torch.bfloat16, layer_wise=True)

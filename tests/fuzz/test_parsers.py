@@ -19,7 +19,7 @@ SECONDS = float(os.environ.get("MUONCKPT_FUZZ", "0"))
 """How long to try, all parsers together; 0 is the short run."""
 
 NAMES = ("manifest", "metadata", "items", "pickle", "zip", "torch_save", "safetensors", "safetensors_header", "zarr",
-         "flat_buffers", "layer_wise", "layer_wise_toml", "journal", "name_rules", "mesh_rules")  # fmt: skip
+         "flat_buffers", "layer_wise", "layer_wise_toml", "name_rules", "mesh_rules")  # fmt: skip
 
 FEW = 12
 """Inputs of a parser in the short run."""

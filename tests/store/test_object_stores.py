@@ -92,7 +92,7 @@ def is_checkpoint(place: Remote) -> bool:
 @pytest.mark.parametrize("store", ["memory", "s3"], indirect=True)
 def test_there_within_and_back_give_the_files_that_a_directory_has(source, store, tmp_path):
     cut = ["--mesh", "dp=2,tp=2", "--shard", f"{MATRIX}=tp:1,dp:0"]
-    assert called("reshard", source, store / "up", "--mesh", "dp=3", "--verify").returncode == 0
+    assert called("reshard", source, store / "up", "--mesh", "dp=3").returncode == 0
     assert called("reshard", store / "up", store / "across", *cut).returncode == 0
     assert called("reshard", store / "across", tmp_path / "down", "--mesh", "dp=3").returncode == 0
     assert called("reshard", source, tmp_path / "local", "--mesh", "dp=3").returncode == 0
@@ -100,7 +100,7 @@ def test_there_within_and_back_give_the_files_that_a_directory_has(source, store
     assert files(store / "up") == files(tmp_path / "down") == files(tmp_path / "local")
     assert files(store / "across") == files(tmp_path / "local4")
     assert elements_of(tmp_path / "down") == elements_of(source)
-    assert sorted(name.split("/")[1] for name in objects(store)).count("up") == 5  # and no journal is left
+    assert sorted(name.split("/")[1] for name in objects(store)).count("up") == 5  # and no claim is left
 
 
 @pytest.mark.parametrize("form", sorted({*FORMATS} - {"universal"}))
@@ -245,60 +245,37 @@ def test_a_destination_is_never_overwritten(source, memory):
     assert done.returncode == 4 and "inside the source" in done.stderr
 
 
-def halfway(job: Job):
-    """A progress callback that interrupts a job when half of the bytes are done."""
-    left = [(job.bytes_to_check + job.payload_to_write) // 2]
+def test_an_interrupted_run_leaves_nothing(source, store):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    def progress(count: int) -> None:
-        left[0] -= count
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    return progress
-
-
-def test_an_interrupted_run_goes_on(source, store, tmp_path):
-    with pytest.raises(muonckpt.names.errors.Interrupted, match="resume=True"):
-        reshard(source, store / "out", 4, threads=1, progress=halfway(plan_job(source, 4)))
-    assert not is_checkpoint(store / "out")
-    reshard(source, store / "out", 4, resume=True)
-    reshard(source, tmp_path / "local", 4)
-    assert files(store / "out") == files(tmp_path / "local")
-    assert len(objects(store)) == 6
+    with pytest.raises(KeyboardInterrupt):
+        reshard(source, store / "out", 4, threads=1, progress=once(interrupt))
+    assert not objects(store)
 
 
 def rows(rank: int, source: Path, ranks: int) -> Job:
     return plan_job(source, ranks)
 
 
-def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, server, tmp_path):
+def test_several_processes_write_to_a_store(source, server, tmp_path):
     place = location(f"{S3}/{uuid.uuid4().hex}") / "out"
-    job = plan_job(source, 5)
-    with pytest.raises(muonckpt.names.errors.Interrupted, match="resume=True"):
-        run_job(job, place, threads=1, progress=halfway(job))
-    begun = objects(place)
-    assert 0 < sum(name.startswith("/__") for name in begun) < 5 and not is_checkpoint(place)
-    with pytest.raises(DestinationError, match="resume=True"):
-        run_job(job, place)
-    assert objects(place) == begun
-
     store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    results = together(2, rows, source, 5, destination=place, resume=True, environment=store)
-    assert results == ["published", "done"]
+    assert together(2, rows, source, 5, destination=place, environment=store) == ["published", "done"]
     reshard(source, tmp_path / "local", 5)
     assert files(place) == files(tmp_path / "local") and is_checkpoint(place)
-    written = [r.key for r in server.requests if r.method == "PUT" and "/out/__" in r.key]
-    assert len(written) == len(set(written)), "a finished object was written again"
 
 
-def test_of_two_runs_that_work_in_a_store_at_once_one_publishes_and_nothing_else_is_left(source, store, tmp_path):
+def test_of_two_runs_that_work_in_a_store_at_once_the_second_is_refused(source, store, tmp_path):
     def second():
-        reshard(source, store / "out", 3, resume=True)
+        with pytest.raises(DestinationError, match="exists already"):
+            reshard(source, store / "out", 3)
+        refused.append(True)
 
-    with pytest.raises(muonckpt.names.errors.Interrupted, match="another run"):
-        reshard(source, store / "out", 3, threads=1, progress=once(second))
+    refused: list[bool] = []
+    reshard(source, store / "out", 3, threads=1, progress=once(second))
     reshard(source, tmp_path / "local", 3)
-    assert files(store / "out") == files(tmp_path / "local")
+    assert refused and files(store / "out") == files(tmp_path / "local")
 
 
 @pytest.mark.parametrize("store", ["memory", "s3"], indirect=True)

@@ -257,7 +257,7 @@ def test_to_look_at_the_tensors_of_a_stock_checkpoint_opens_no_item(saved, reads
 COMMANDS = {
     "inspect": ["inspect", "--tensors"],
     "verify": ["verify"],
-    "reshard": ["reshard", "--mesh", "dp=2", "--verify"],
+    "reshard": ["reshard", "--mesh", "dp=2"],
     "convert": ["convert", "--format", "zarr", "--tensors-only"],
     "plan": ["reshard", "--mesh", "dp=3", "--dry-run"],
 }

@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from support.golden import golden
 
 import muonckpt
 from muonckpt import DestinationError
@@ -70,3 +71,17 @@ def test_where_the_items_beside_a_file_cannot_be_synced_nothing_is_left(unsynced
     with pytest.raises(DestinationError, match="cannot write"):
         muonckpt.convert(tmp_path / "old", tmp_path / "run" / "new", format="safetensors")
     assert not [entry.name for entry in (tmp_path / "run").iterdir() if entry.name.startswith("new")]
+
+
+def test_every_folder_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monkeypatch):
+    honest, synced = publish.sync_directory, list[str]()
+
+    def sync_directory(path):
+        synced.append(str(path.relative_to(tmp_path)).partition(".tmp")[2])
+        assert (tmp_path / "new").exists() == (path == tmp_path)
+        honest(path)
+
+    monkeypatch.setattr(publish, "sync_directory", sync_directory)
+    muonckpt.convert(golden("deepspeed_bf16") / "global_step3", tmp_path / "new", to_dialect="deepspeed")
+    folders = [path for path in (tmp_path / "new").rglob("*") if path.is_dir()]
+    assert {*synced} == {"", *(f"/{path.relative_to(tmp_path / 'new')}" for path in folders)} and len(folders) > 5

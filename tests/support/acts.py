@@ -121,10 +121,10 @@ class Rewrite(Make):
         super().__init__(name, base)
         self.options = options
 
-    def do(self, folder: Path, rank: int, *more_options: str) -> None:
+    def do(self, folder: Path, rank: int) -> None:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = run([*self.command(), str(folder / "out"), "--jobs", "1", *self.options, *more_options])
+            code = run([*self.command(), str(folder / "out"), "--jobs", "1", *self.options])
         message = err.getvalue()
         if (
             code not in (0, 1, 3, 4, 5, 130)
@@ -139,9 +139,6 @@ class Rewrite(Make):
     def command(self) -> list[str]:
         """Its name, and the sources."""
         return ["reshard", str(self.source)]
-
-    def again(self, folder: Path) -> None:
-        self.do(folder, 0, *(("--resume",) if (folder / ".out.reshard.tmp").exists() else ()))
 
 
 class Convert(Rewrite):
@@ -185,7 +182,7 @@ class ReshardTogether(Make):
             run_job(plan_job(self.source, 3), folder / "out", workers=group, threads=1)
 
     def again(self, folder: Path) -> None:
-        run_job(plan_job(self.source, 3), folder / "out", resume=(folder / ".out.reshard.tmp").exists())
+        run_job(plan_job(self.source, 3), folder / "out")
 
 
 class Retention(Act):

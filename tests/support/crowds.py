@@ -115,30 +115,28 @@ class Crowd:
         return self.folder / f"process-{number}.err"
 
 
-def reshard(crowd: Crowd, source: Path, out: Path, *more_options: str, workers: int = 1) -> list[int]:
+def reshard(crowd: Crowd, source: Path, out: Path, workers: int = 1) -> list[int]:
     """Start it; the workers' ids."""
     port = free_port()
-    arguments = ["reshard", source, out, "--mesh", "dp=4", "--jobs", "1", "--timeout", LIMIT, *more_options]
+    arguments = ["reshard", source, out, "--mesh", "dp=4", "--jobs", "1", "--timeout", LIMIT]
     return [crowd.command(*arguments, rank=rank, world=workers, port=port) for rank in range(workers)]
 
 
 def settled(trial_folder: Path, expected_contents: Sequence[Any], codes: Sequence[int]) -> None:
     """Nothing torn is published, nothing lies beside it, and working again gives what is wanted."""
-    out, staged = trial_folder / "out", trial_folder / ".out.reshard.tmp"
+    out = trial_folder / "out"
     expect(out.exists() or 0 not in codes, "one succeeded, and there is nothing")
     if out.exists():
         expect(content(out) in expected_contents, "what was published is torn, or another one")
     names = {entry.name for entry in trial_folder.iterdir() if not entry.name.endswith(".err")}
-    allowed_names = {"out"} if out.exists() else {staged.name}
-    expect(names <= allowed_names, f"left: {names}")
+    expect(names <= {"out"}, f"left: {names}")
 
 
 def again(trial_folder: Path, source: Path) -> None:
     """As a user would."""
     if not (trial_folder / "out").exists():
         crowd = Crowd(trial_folder)
-        more_options = ("--resume",) if (trial_folder / ".out.reshard.tmp").exists() else ()
-        reshard(crowd, source, trial_folder / "out", *more_options)
+        reshard(crowd, source, trial_folder / "out")
         expect(crowd.ended() == [0], "working again failed: " + (trial_folder / "process-0.err").read_text())
         settled(trial_folder, [content(source)], [0])
 
@@ -165,7 +163,7 @@ def two_reshards(folder: Path, trial_folder: Path, dice: random.Random, span: fl
     reshard(crowd, folder / "source", trial_folder / "out")
     delay = dice.uniform(0, span)
     time.sleep(delay)
-    reshard(crowd, folder / "source", trial_folder / "out", *dice.choice([(), ("--resume",)]))
+    reshard(crowd, folder / "source", trial_folder / "out")
     codes = crowd.ended()
     settled(trial_folder, [content(folder / "source")], codes)
     expect(0 in codes, f"neither succeeded: {codes}")
@@ -246,7 +244,8 @@ def pruned(folder: Path, trial_folder: Path, dice: random.Random, span: float) -
     crowd.start(read)
     codes = crowd.ended()
     expect(codes == [0, 0], f"{codes}: {(trial_folder / 'process-1.err').read_text()}")
-    expect([entry.name for entry in run.iterdir()] == [f"step-{last:08d}"], f"left: {[*run.iterdir()]}")
+    names = {entry.name for entry in run.iterdir()}
+    expect(names == {f"step-{last:08d}", "resumes"}, f"left: {names}")
     return f"{last} steps"
 
 

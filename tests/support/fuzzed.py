@@ -25,7 +25,6 @@ import muonckpt
 from muonckpt import MuonckptError, store
 from muonckpt.cli.argument_types import ByteCountType, MeshType, ShardRuleType
 from muonckpt.cli.rewriting import RootType
-from muonckpt.converters.engine import staging
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.converters.translate.names import READY_MADE, NameRules
 from muonckpt.store.formats.layer_wise_names import read_description
@@ -197,7 +196,6 @@ def parsers(folder: Path) -> dict[str, Fuzzed]:
     array["attributes"]["muonckpt"].pop("digest")
     weights = (folder / "weights.safetensors").read_bytes()
     pickled = [pickle.dumps({"a": [1, 2.5, "x", (None, True)], 3: "y"}, protocol) for protocol in (2, 4)]
-    line = staging.sealed("job", {"file": "a", "finished": staging.FinishedFile(("0",), bytes(28)).to_json()})
 
     def file(name: str, description: str) -> Parse:
         return lambda data: _looked_at(folder / name, folder / name / description if description else None, data)
@@ -223,9 +221,6 @@ def parsers(folder: Path) -> dict[str, Fuzzed]:
         "flat_buffers": Fuzzed(file("buffers", "flat_buffers.json"), (json.dumps(index).encode(),)),
         "layer_wise": Fuzzed(_described(folder / "layer_wise", "layer_wise.json"), (json.dumps(layer_wise).encode(),)),
         "layer_wise_toml": Fuzzed(_described(folder / "toml", "layer_wise.toml"), (_LAYER_WISE_TOML,)),
-        "journal": Fuzzed(
-            lambda data: staging.finished([data, staging.sealed("job", json.loads(line[33:]))], "job"), (line,)
-        ),
         "name_rules": Fuzzed(_name_rules, tuple(table.encode() for table in READY_MADE.values())),
         "mesh_rules": Fuzzed(_mesh_rules, (b"ep=8,dp=2\n*experts*=ep:0,dp:1\n*=", b"dp=1\nw*=dp:0")),
     }

@@ -1,11 +1,11 @@
-"""A script: stops a reshard at steps that change the disk, goes on with --resume, and prints what it saw.
+"""A script: stops a reshard at each step that changes the disk, begins it again, and prints what it saw.
 
-    stopped.py kill|interrupt|error STRIDE SOURCE FOLDER OPTION...
+    stopped.py kill|interrupt|error SOURCE FOLDER OPTION...
 
-Of these steps it takes the first, and each that is so many after the one before.  The options are those of `convert`.
+The options are those of `convert`.
 
 Prints a JSON list with an entry per step: the exit status of the stopped run; whether the destination was then absent
-or whole; whether unfinished work was left; the exit code of the run with --resume (None where there was nothing to do);
+or whole; whether unfinished work was left; the exit code of the next run (None where there was nothing to do);
 whether the destination is now byte for byte that of a run that was not stopped; what the folder holds.
 """
 
@@ -45,15 +45,15 @@ class Steps:
         return step
 
 
-def main(manner: str, stride: int, source: str, folder: Path, *options: str) -> None:
-    def reshard(to: Path, *more_options: str) -> int:
-        return run(["reshard", source, str(to), "--jobs", "1", *options, *more_options])
+def main(manner: str, source: str, folder: Path, *options: str) -> None:
+    def reshard(to: Path) -> int:
+        return run(["reshard", source, str(to), "--jobs", "1", *options])
 
     steps = Steps(manner)
     os.link, os.rmdir = steps._counted(os.link), steps._counted(os.rmdir)
     assert reshard(folder / "whole") == 0
-    whole, codes, out, staged = tree(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
-    for stop_at in range(1, steps.steps_done + 1, stride):
+    whole, codes, out = tree(folder / "whole"), [], folder / "out"
+    for stop_at in range(1, steps.steps_done + 1):
         steps.steps_done, steps.stop_at = 0, stop_at
         child = os.fork()
         if not child:
@@ -61,11 +61,8 @@ def main(manner: str, stride: int, source: str, folder: Path, *options: str) -> 
             os._exit(reshard(out))
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps.stop_at = 0
-        first, unfinished, again = tree(out), staged.exists(), None
-        if unfinished:
-            assert reshard(out) == 4 and tree(out) == first  # not without --resume
-        if first is None:
-            again = reshard(out, "--resume")
+        first, unfinished = tree(out), any(folder.glob(".out.*.tmp"))
+        again = reshard(out) if first is None else None
         names_left = [entry.name for entry in folder.iterdir()]
         codes.append([status, first in (None, whole), unfinished, again, tree(out) == whole, names_left])
         for entry in set(folder.iterdir()) - {folder / "whole"}:
@@ -75,4 +72,4 @@ def main(manner: str, stride: int, source: str, folder: Path, *options: str) -> 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -2,9 +2,8 @@
 
     struck.py NUMBER RANK COMMAND...
 
-When worker RANK is about to give its second file its name in the staging directory, it gets the signal; where a
-launcher starts the workers again, only the first time.  The thread that writes goes no further than the signal allows:
-a process that is stopped or killed has not renamed the file, and one that is told to end begins no other.
+When worker RANK is about to make its second file in the staging directory, it gets the signal; where a launcher starts
+the workers again, only the first time.  The thread that writes goes no further than the signal allows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from muonckpt.cli.main import main
 
 def strike(number: int, names: list[str]) -> None:
     def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "os.rename" and ".out.reshard.tmp/__" in str(arguments[1]):
-            names.append(str(arguments[1]))
+        if event == "open" and ".tmp/__" in str(arguments[0]):
+            names.append(str(arguments[0]))
             if len(names) == 2:
                 signal.pthread_kill(threading.get_ident(), number)  # the process's others might let this one go on
                 if number in (signal.SIGINT, signal.SIGTERM):

@@ -562,7 +562,7 @@ def _export_model(
     request = Translation(model_only=True, roots={"model": ""}).request("muonckpt")
     with joined_ranks(process_group) as workers, open(source) as opened:
         container = container_of("safetensors", shard_size)
-        check_destination(opened.path, destination, container)
+        check_destination(opened.path, destination)
         try:
             job = make_job(opened, target_of({"dp": 1}, {}, ROWS), (), request.outputs, container)
         except SourceError as error:

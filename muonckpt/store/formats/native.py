@@ -136,7 +136,6 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
     from .torch_save.plain_item import plain_item
 
     if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
-        (directory / COMMON_FILE).unlink(missing_ok=True)  # left by a run that was killed right after this
         data = plain_item({})
         write_synced(directory / COMMON_FILE, data)
         common = (replace(blob, digest=xxh3_128([data])) for blob in common_file(directory))

@@ -107,9 +107,7 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
 
 
 def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
-    """Write the descriptions of groups and arrays, and wait until everything is on disk."""
-    from ..io.publish import sync_tree  # readers do not need it
-
+    """Write the descriptions of groups and arrays, and sync them."""
     # An array's description has its seal, the root's all seals: files of two saves do not pass for one.
     seals = {}
     for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
@@ -124,12 +122,10 @@ def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray
     for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
         node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else root_attributes}
         _write(directory / group, json.dumps(node, indent=1))
-    sync_tree(directory)
 
 
 def _write(folder: Location, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ZARR_FILE).unlink(missing_ok=True)  # left by a run that was killed
     write_synced(folder / ZARR_FILE, text.encode())
 
 

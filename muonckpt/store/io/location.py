@@ -434,11 +434,6 @@ class RemoteFile:
             part = buffer[start : start + self.max_bytes]
             part[:] = self.view(offset + start, len(part))
 
-    def in_order(self) -> Iterator[memoryview]:
-        """Yield all bytes from the first to the last."""
-        for start in range(0, self.size, self.max_bytes):
-            yield self.view(start, min(self.max_bytes, self.size - start))
-
 
 class Upload:
     """Writes an object."""

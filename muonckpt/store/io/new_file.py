@@ -1,15 +1,14 @@
-"""New files and appended lines, on the disk or in the store when they are done."""
+"""New files, on the disk or in the store when they are done."""
 
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import local
 
-from .location import Location, Remote, Upload, map_each
+from .location import Location, Remote, Upload
 
 _WRITEBACK_BYTES = 2 << 20
 """Bytes after which the disk is asked to write."""
@@ -22,27 +21,6 @@ memory to its host must request again: measured at 4 GB, half the time in the ke
 def create_file(file: Location, length: int) -> AbstractContextManager[Writing]:
     """Make a file of ``length`` bytes, zeros where nothing is written; it is on the disk when the block has ended."""
     return file.upload(length) if isinstance(file, Remote) else Output(file, length)
-
-
-@contextmanager
-def draft_file(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
-    """Make a file as `create_file` does, which appears when the block has succeeded, and replaces an earlier one.
-
-    Until then a local file lies in the directory ``drafts`` of the same file system.
-    """
-    if isinstance(file, Remote) or isinstance(drafts, Remote):
-        with create_file(file, length) as output:
-            yield output
-        return
-    # A rename puts it in the place of an earlier one at once.
-    draft = drafts / uuid.uuid4().hex
-    try:
-        with create_file(draft, length) as output:
-            yield output
-        draft.replace(file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def write_synced(file: Location, data: bytes) -> None:
@@ -110,49 +88,6 @@ Writing = Output | Upload
 """A file that is being written; if it ``rewinds``, bytes before the last write may still be written."""
 
 
-def open_lines(place: Location) -> LineFile | LineObjects:
-    """Open a new place for lines."""
-    return LineObjects(place) if isinstance(place, Remote) else LineFile(place)
-
-
-def read_lines(place: Location) -> list[bytes]:
-    """Read all lines, without their ends.  The last may have been cut off by a crash."""
-    if isinstance(place, Path):
-        return place.read_bytes().splitlines()
-    return map_each(place, read_object, sorted(place.iterdir(), key=lambda line: line.name))
-
-
 def read_object(place: Remote) -> bytes:
     """Read a small object; raises as `Remote.ask`."""
     return bytes(place.ask(place.fs.cat_file, place.path))
-
-
-class LineFile:
-    """Appends lines that survive a crash of the machine, by one thread: a file that is synced line by line."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream = path.open("xb")
-
-    def add(self, line: bytes) -> None:
-        """Add a line, given without its end; it is on the disk on return."""
-        self._stream.write(line + b"\n")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-class LineObjects:
-    """Appends lines in a store, where objects cannot grow: a folder with an object for each line."""
-
-    def __init__(self, place: Remote) -> None:
-        self._place = place
-        self._count = 0
-
-    def add(self, line: bytes) -> None:
-        (self._place / f"{self._count:08}").write(line)
-        self._count += 1
-
-    def close(self) -> None:
-        """Do nothing: every line is an object of its own."""

@@ -27,54 +27,108 @@ CLAIM = ".muonckpt.saving"
 STAGING = re.compile(r"\.(?P<name>.+?)\.[0-9a-f]{12}\.tmp(?P<discarded>\.[0-9a-f]{12})?")
 """Names of the staging directories of saves, and of those that `discard` is removing."""
 
-JOURNAL = ".journal"
 
+class Staging:
+    """A place for the files of one save, which no reader takes for a checkpoint before they are published.
 
-def reserve(destination: Location) -> Location:
-    """Make a place for the files of one save, which no reader takes for a checkpoint before they are published.
+    It lies beside the destination; in an object store it is the destination itself, which only one save can claim,
+    unless a single file is published.  A lock, which the system lifts when this process dies, tells other saves that a
+    directory is not abandoned.
 
-    It lies beside the destination; in an object store it is the destination itself, which only one save can claim.
+    Args:
+        file: the name of the one file of it that becomes the destination; empty if the directory does.
 
     Raises:
         DestinationError: the destination exists, or another save writes there.
         OSError: the place cannot be made.
     """
-    # On a disk a directory beside it, with a name that nobody else makes.
-    refuse_existing(destination)
-    if isinstance(destination, Path):
+
+    def __init__(self, destination: Location, file: str = "") -> None:
+        self._destination, self._file = destination, file
+        self._has_moved = False
+        self._lock: int | None = None
+        # Space first: what killed saves left would otherwise stay for ever.
+        remove_abandoned(destination)
+        refuse_existing(destination)
+        if isinstance(destination, Remote) and not file:
+            self.place: Location = destination
+            _claim(destination)
+            return
+        # A folder with a name that no other process makes.
         make_parents(destination)
-        staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
-        staged.mkdir()
-        return staged
-    # In a store the object that only one save can create.
-    conflict = DestinationError(f"{destination} is being written by another save; choose another destination")
+        self.place = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
+        self.place.mkdir()
+        if isinstance(self.place, Path):
+            try:
+                self._lock = lock_directory(self.place)
+            except InUse:
+                raise _in_use(destination) from None
+
+    def publish(self) -> None:
+        """Make the finished directory or file appear under its name: sync it, rename it, sync its parent.
+
+        In a store a single object is copied; several already have their final names, and only the claim is removed.
+
+        Raises:
+            DestinationError: the destination has appeared in the meantime, or it cannot be written.
+            UnsyncedError: it is published, but the folder in which it lies could not be synced.
+        """
+        destination = self._destination
+        if self.place == destination:
+            (destination / CLAIM).unlink(missing_ok=True)
+            self._has_moved = True
+            return
+        # One rename, or link, makes it appear; its files were synced when they were written.
+        refuse_existing(destination)
+        try:
+            if isinstance(self.place, Remote) and isinstance(destination, Remote):
+                (self.place / self._file).copy_to(destination)
+            elif isinstance(self.place, Path) and isinstance(destination, Path):
+                if self._file:  # a rename would replace a file that has appeared there meanwhile
+                    os.link(self.place / self._file, destination)
+                else:
+                    for folder, _, _ in os.walk(self.place, topdown=False):
+                        sync_directory(Path(folder))
+                    self.place.rename(destination)
+                    self._has_moved = True
+        except OSError as error:
+            raise DestinationError(f"cannot publish {destination}, so it is not there: {error}") from error
+        # The name is on the disk when the folder is synced.
+        if isinstance(destination, Path):
+            try:
+                sync_directory(destination.parent)
+            except OSError as error:
+                raise UnsyncedError(
+                    f"{destination} is published and whole, but its folder could not be synced ({error}): a crash of "
+                    "the machine before the disk has caught up may undo that. Save it once more where the disk works, "
+                    "or run sync and verify it"
+                ) from error
+
+    def close(self) -> None:
+        """Remove what is not published, and unlock the rest."""
+        if not self._has_moved:
+            discard(self.place)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _claim(destination: Remote) -> None:
+    """Claim a destination in a store, by the object that only one save can create."""
     claim = destination / CLAIM
     try:
         claim.create(b"of a save that is not finished\n")
     except FileExistsError:
-        raise conflict from None
+        raise _in_use(destination) from None
     try:
         if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
-            raise conflict
+            raise _in_use(destination)
     except BaseException:
         claim.unlink()
         raise
-    return destination
 
 
-def staging_place(destination: Location) -> Location:
-    """Return the place where files are written: beside the destination, or at it in a store."""
-    return destination if isinstance(destination, Remote) else staging_file(destination)
-
-
-def staging_file(destination: Location) -> Location:
-    """Return the place where a single file is written: beside the destination, also in a store."""
-    return destination.parent / f".{destination.name}.reshard.tmp"
-
-
-def journal(staged: Location) -> Location:
-    """Return the folder where workers record finished files."""
-    return staged / JOURNAL
+def _in_use(destination: Location) -> DestinationError:
+    return DestinationError(f"{destination} is being written by another save; choose another destination")
 
 
 def discard(staged: Location) -> None:
@@ -89,51 +143,14 @@ def discard(staged: Location) -> None:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def refuse_existing(destination: Location, staged: Location | None = None) -> None:
-    """Raise `DestinationError` if the destination exists; where files are ``staged`` there, unfinished work may."""
+def refuse_existing(destination: Location) -> None:
+    """Raise `DestinationError` if the destination exists."""
     try:
-        refused = is_there(destination) and not (staged == destination and is_there(journal(destination)))
+        refused = is_there(destination)
     except UnavailableError as error:  # such as a name that is too long
         raise DestinationError(f"cannot write {destination}: {error}") from error
     if refused:
         raise DestinationError(f"{destination} exists already, and nothing is overwritten; choose another destination")
-
-
-def publish(staged: Location, destination: Location) -> None:
-    """Make a finished directory or file appear under its name: sync it, rename it, sync its parent.
-
-    In a store a single object is copied; several already have their final names, and only the claim is removed.
-
-    Raises:
-        DestinationError: the destination has appeared in the meantime, or it cannot be written.
-        UnsyncedError: it is published, but the folder in which it lies could not be synced.
-    """
-    if staged == destination:
-        (destination / CLAIM).unlink(missing_ok=True)
-        return
-    # One rename, or link, makes it appear; its files were synced when they were written.
-    refuse_existing(destination)
-    try:
-        if isinstance(staged, Remote) and isinstance(destination, Remote):
-            staged.copy_to(destination)
-        elif isinstance(staged, Path) and isinstance(destination, Path):
-            if is_folder(staged):
-                sync_directory(staged)
-                staged.rename(destination)
-            else:
-                os.link(staged, destination)  # a rename would replace a file that has appeared there meanwhile
-    except OSError as error:
-        raise DestinationError(f"cannot publish {destination}, so it is not there: {error}") from error
-    # The name is on the disk when the folder is synced.
-    if isinstance(destination, Path):
-        try:
-            sync_directory(destination.parent)
-        except OSError as error:
-            raise UnsyncedError(
-                f"{destination} is published and whole, but its folder could not be synced ({error}): a crash of the "
-                "machine before the disk has caught up may undo that. Save it once more where the disk works, or run "
-                "sync and verify it"
-            ) from error
 
 
 def make_parents(place: Location) -> None:
@@ -145,14 +162,6 @@ def make_parents(place: Location) -> None:
             sync_directory(folder.parent)
 
 
-def sync_tree(path: Location) -> None:
-    """Sync a directory and all below it to the disk; a store has none."""
-    if isinstance(path, Path):
-        for entry in (*path.rglob("*"), path):
-            if entry.is_dir():
-                sync_directory(entry)
-
-
 def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -162,7 +171,7 @@ def sync_directory(path: Path) -> None:
 
 
 def refuse_other(place: Location, data: bytes) -> None:
-    """Raise `DestinationError` if anything is there but a file of these bytes, as an interrupted run leaves it."""
+    """Raise `DestinationError` if anything is there but a file of these bytes, as a killed run leaves it."""
     if is_there(place):
         with suppress(SourceError), open_regular(place) as file:
             if file.size == len(data) and bytes(file.read(0, file.size)) == data:
@@ -180,7 +189,7 @@ def publish_first(place: Location, data: bytes, draft: Location) -> Iterator[Non
     Raises:
         DestinationError: another file is there.
     """
-    # An interrupted run may have left the same file.
+    # A killed run may have left the same file.
     refuse_other(place, data)
     if is_there(place):
         yield
@@ -285,7 +294,7 @@ def is_stale(place: Location, folder: Location) -> bool:
     """Return whether nobody has changed unfinished files for so long, by the clock of ``folder``, that nobody will."""
     try:
         if isinstance(place, Path):
-            last_change = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
+            last_change = max(entry.lstat().st_mtime for entry in (place, *place.rglob("*")))
         else:
             last_change = max(map_each(place, _last_change, place.below()))
     except FileNotFoundError:  # it has been published, or removed, since it was listed

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import stat
 import time
@@ -26,9 +24,6 @@ READ_BYTES = 8 << 20
 
 _MAX_GAP = 64 << 10
 """Largest gap, in bytes, between two pieces of a local file that one read includes."""
-
-_IN_ORDER_BYTES = 2 << 20
-"""Bytes of a local file that are read at a time where all are read in order."""
 
 _PACED_BYTES = 1 << 20
 """Most bytes of a local file that are read without asking again, so that no burst exceeds the rate by much."""
@@ -113,38 +108,6 @@ class LocalFile:
                     f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
                 )
             filled += count
-
-    def in_order(self) -> Iterator[memoryview]:
-        """Yield all bytes from the first to the last, in memory that the next ones overwrite.
-
-        They come from the disk, past the system's cache, where the file system can do that: pages of the cache cost
-        more than to read them.  Elsewhere the system is asked to drop its pages first.
-        """
-        # Direct reads need memory that begins with a page, and pages in the cache would be read instead.
-        buffer, offset, size = memoryview(mmap.mmap(-1, _IN_ORDER_BYTES)), 0, self.size  # begins with a page
-        os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        past_cache = self._set_past_cache(True)
-        while offset < size:
-            try:
-                count = os.preadv(self._handle, (buffer,), offset)
-            except OSError as error:
-                if not past_cache or error.errno != errno.EINVAL:
-                    raise self._unreadable(error) from error
-                past_cache = not self._set_past_cache(False)  # the disk's blocks are larger than pages
-                continue
-            if not count:
-                return
-            yield buffer[:count]
-            offset += count
-
-    def _set_past_cache(self, past_cache: bool) -> bool:
-        """Let reads go past the system's cache, or through it; return whether the file system does so."""
-        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT
-        try:
-            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | (os.O_DIRECT if past_cache else 0))
-        except OSError:
-            return False
-        return True
 
     def _unreadable(self, error: OSError) -> UnavailableError:
         return unavailable(self._path, error)
