@@ -238,6 +238,7 @@ def adapters(rank: int, world: int, folder: str, resume: str | None = None) -> d
     return {"parameters": {name: whole(param) for name, param in trained.items()}, "slots": slots, "refused": refused}
 
 
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True.")  # peft, of what it saves
 def test_adapters_are_matrices_by_one_layer_of_rules_and_resume_exactly(tmp_path):
     pytest.importorskip("peft")
     result = run(1, adapters, str(tmp_path / "a"))[0]
