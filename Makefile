@@ -4,7 +4,7 @@ BIN := .venv/bin
 DEMO := .venv/.demo
 STAMP := .venv/.installed
 
-.PHONY: install locked lock demo test trust fuzz check matrix dist bench gpu docs site clean
+.PHONY: install locked lock demo test peers trust fuzz check matrix dist bench gpu docs site clean
 
 install: $(STAMP)
 
@@ -45,6 +45,22 @@ demo: $(DEMO)
 # Bytecode is kept, whatever the environment says: else each of hundreds of processes would compile the package.
 test: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(WHICH)
+
+# What `make test` skips for want of a package: Megatron, DeepSpeed, peft, and the report in Debian's chromium (with its
+# chromium-driver), in an environment of their own.  Megatron's packages ask for Python 3.12, run with 3.11 too, and bring
+# more than is needed here; DeepSpeed compiles nothing for a CPU, but asks torch when it is built.
+PEERS := .venv-peers
+peers: $(PEERS)/.installed
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PEERS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/test_deepspeed.py \
+	    tests/integrations/test_megatron.py tests/integrations/test_huggingface.py tests/layouts/test_megatron_layouts.py \
+	    tests/store/test_torch_dist.py tests/lab/test_browser.py
+
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[browser,dev]' absl-py peft
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps --ignore-requires-python emerging-optimizers megatron-core
+	DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	touch $@
 
 # Tries to make it lose something, and prints one table: some minutes; TRUST=10 takes a night, SEED=… is another one.
 TRUST ?= 1
@@ -102,4 +118,4 @@ docs: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py
 
 clean:
-	rm -rf .venv build dist *.egg-info src/*.egg-info out
+	rm -rf .venv $(PEERS) build dist *.egg-info src/*.egg-info out

@@ -71,6 +71,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test and each fixture draws the same numbers, whichever tests this process has run before."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -85,8 +85,7 @@ def test_parts_run_one_after_the_other_and_what_failed_is_said(tmp_path, capsys:
     told = capsys.readouterr().out
     assert str(tmp_path / "linked/muonckpt/optimizer") in told and told.count(str(tmp_path)) >= 2
     assert of("raise SystemExit(3)") == "exit code 3"
-    assert of("import time; print('begun'); time.sleep(60)", limit=0.5) == "longer than 0.5 s"
-    assert (tmp_path / "part.log").read_text() == "begun\n"
+    assert of("import time; time.sleep(600)", limit=0.5) == "longer than 0.5 s"
     assert {part.name for part in gpu.PARTS} >= {"tests", "products", "step", "newton_schulz", "attest"}
     assert sum(part.limit for part in gpu.PARTS) < 500
 

@@ -32,18 +32,16 @@ from muonckpt.optimizer.state import declare_boxes
 
 
 class Slow:
-    """Blobs whose pickling waits, so that a save is still running."""
+    """Blobs whose pickling waits for so many seconds, or until it may go on, so that a save is still running."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 60.0) -> None:
+        self.seconds, self.may_go_on = seconds, threading.Event()
 
     def __deepcopy__(self, memo):
         return self
 
     def __reduce__(self):
-        import time
-
-        time.sleep(self.seconds)
+        self.may_go_on.wait(self.seconds)
         return (OrderedDict, ())
 
 
@@ -52,7 +50,8 @@ def state(value: float) -> dict:
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
-    live = {**state(1.0), "slow": Slow(0.3)}
+    slow = Slow()
+    live = {**state(1.0), "slow": slow}
     kept = torch.arange(20.0)
     live["views"] = [kept[3:9], kept.view(4, 5).mT]
     saving = muonckpt.async_save(live, tmp_path / "one", provenance={"step": 1})
@@ -62,6 +61,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     live["w"].fill_(-1)
     kept.zero_()
     live["step"] = 9
+    slow.may_go_on.set()
     saving.result()
     assert saving.done() and saving.progress.written == saving.progress.total > 300 * 7 * 4
     with muonckpt.open(tmp_path / "one") as opened:
@@ -204,12 +204,14 @@ def replicas(rank: int, world: int, folder: str) -> list[str]:
     muonckpt.async_save({**tensors(3.0), "other": Broken()}, f"{folder}/again", on_error="warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        saving = muonckpt.async_save({**tensors(5.0), "slow": Slow(0.5 * rank)}, f"{folder}/last")
+        slow = Slow()
+        saving = muonckpt.async_save({**tensors(5.0), "slow": slow}, f"{folder}/last")
     said += [str(each.message) for each in caught if each.category is RuntimeWarning]
     try:
         muonckpt.async_save(tensors(6.0), f"{folder}/refused", when_busy="refuse")
     except DestinationError as error:
         said.append(str(error).replace(folder, ""))
+    slow.may_go_on.set()
     saving.result()
     failed = muonckpt.async_save(drifted, f"{folder}/asked")
     if rank == 0:

@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import muonckpt
 from muonckpt.optimizer import Muon
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install deepspeed==0.19.8")
+pytestmark = [
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed: make peers"),
+    pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run"),
+]
 
 TAG = "global_step3"
 

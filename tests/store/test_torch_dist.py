@@ -103,7 +103,7 @@ def test_megatron_loads_two_optimizers(tmp_path):
 
 
 def test_megatron_loads_lion_and_steps_as_ours(tmp_path):
-    """Muon and Lion of ours, behind its prefixes; the step of Emerging-Optimizers' Lion has the bits of ours."""
+    """Muon and Lion of ours, behind its prefixes; Emerging-Optimizers' Lion rounds the decay once more."""
     matrix, vector = torch.rand(8, 4), torch.rand(8)
     state = {
         "w": {"momentum_buffer": torch.rand(8, 4), "fp32_param": matrix},
@@ -128,7 +128,7 @@ def test_megatron_loads_lion_and_steps_as_ours(tmp_path):
     lion.state[parameter]["exp_avg"].copy_(state["norm"]["exp_avg"])
     parameter.grad = torch.linspace(-1, 1, 8)
     lion.step()
-    assert torch.equal(memory["stepped"]["norm"], parameter.detach())
+    torch.testing.assert_close(memory["stepped"]["norm"], parameter.detach(), rtol=3e-7, atol=0)
 
 
 def loaded_by_megatron(checkpoint: Path, *scalar: str) -> dict:
