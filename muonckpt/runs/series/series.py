@@ -55,6 +55,7 @@ from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import advice_where_none_is_whole, open
 from ...store.verify.run import StepName
 from ..step_folder import Newest, StepFolder
+from .beginning import begin
 from .restored import Restored
 
 _Answer = TypeVar("_Answer")
@@ -262,6 +263,8 @@ class Series:
         strict: bool = False,
         allow_extra: bool | Iterable[str] = False,
         fresh: Iterable[str] = (),
+        begin_from: str | os.PathLike[str] | None = None,
+        begin_step: int | None = None,
     ) -> int:
         """Restore the newest whole checkpoint into the objects, and prove that they are as they were saved.
 
@@ -271,6 +274,10 @@ class Series:
         Args:
             strict: what is not as it was saved is an error.
             allow_extra, fresh: as for `muonckpt.load`.
+            begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
+                `convert` reads: weights go on, and the state of parameters whose method stays.  Other state begins at
+                zero.  Options are the code's, and schedulers go on at the step of that run.
+            begin_step: the step to go on with then; None means the one behind that of the checkpoint.
 
         Returns:
             The step to go on with; 0 if no checkpoint has been saved yet.
@@ -285,7 +292,13 @@ class Series:
         state_dict = self._training.state_dict()
         restored = self.restore(state_dict, allow_extra=allow_extra, fresh=fresh)
         if restored is None:
-            return 0
+            if begin_from is None:
+                return 0
+            place, group = self._folder.place, self._group
+            beginning = begin(self._training, os.fspath(begin_from), place, fresh, begin_step, group)
+            if is_coordinator(group):
+                print(beginning, flush=True)
+            return beginning.step
         self._training.load_state_dict(state_dict)
         proof = restored.check_training(self._training)
         if not proof.equal and strict:
