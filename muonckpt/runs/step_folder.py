@@ -19,7 +19,8 @@ from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
 from ..store.verify.verification import read_verifications
 
-_DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
+DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
+"""Files without which readers see no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class StepFolder:
         if saved not in published:
             raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")
         for name in superfluous(published, saved, keep_last, keep_every, is_whole):
-            publish.remove(self.path(name), _DESCRIPTIONS)
+            publish.remove(self.path(name), DESCRIPTIONS)
         return sorted(name for name in published if name > saved)
 
     def clean(self) -> None:
@@ -159,14 +160,14 @@ class StepFolder:
             if isinstance(entry, Remote):
                 files = _files(entry) if _is_of_series(entry.name) else set()
                 half_removed = publish.MARK in files
-                abandoned = CLAIM in files and not files >= set(_DESCRIPTIONS)
+                abandoned = CLAIM in files and not files >= set(DESCRIPTIONS)
             else:
                 half_removed = _is_of_series(publish.removed_name(entry.name))
                 abandoned = _is_of_series(publish.staged_name(entry.name))
             if half_removed:
-                publish.finish_removal(entry, _DESCRIPTIONS)
+                publish.finish_removal(entry, DESCRIPTIONS)
             elif abandoned and publish.is_stale(entry, self.place):
-                publish.remove(entry, _DESCRIPTIONS)
+                publish.remove(entry, DESCRIPTIONS)
 
     def _entries(self) -> list[Location]:
         try:
@@ -186,8 +187,8 @@ class StepFolder:
 
         def files_of(name: StepName) -> tuple[StepName, set[str]]:
             files = set() if is_link(self.path(name)) else _files(self.path(name))
-            unfinished = publish.MARK in files or (CLAIM in files and not files >= set(_DESCRIPTIONS))
-            is_saved = any(file in _DESCRIPTIONS or rank_in_name(file) is not None for file in files)
+            unfinished = publish.MARK in files or (CLAIM in files and not files >= set(DESCRIPTIONS))
+            is_saved = any(file in DESCRIPTIONS or rank_in_name(file) is not None for file in files)
             return name, files if is_saved and not unfinished else set()
 
         return {name: files for name, files in map_each(self.place, files_of, names) if files}

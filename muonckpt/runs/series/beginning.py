@@ -28,11 +28,10 @@ from ...names.errors import ArgumentError, DamageError, SourceError
 from ...names.resumption import Globs
 from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
 from ...names.wording import counted
-from ...programs.signs import METADATA_FILE
-from ...record.record import MANIFEST_FILE
 from ...store.io import publish
 from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import open
+from ..step_folder import DESCRIPTIONS
 
 COPY = ".begin-from"
 """The folder beside the steps of a run that has the other checkpoint with our keys, until it has been loaded."""
@@ -237,4 +236,4 @@ def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str
 
 def _remove(copy: Location) -> None:
     if is_there(copy):
-        publish.remove(copy, (MANIFEST_FILE, METADATA_FILE))
+        publish.remove(copy, DESCRIPTIONS)
