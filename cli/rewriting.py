@@ -121,8 +121,8 @@ _LAYOUT_OPTIONS = (
         help=f"What each rank holds: {', '.join(LAYOUTS)}.",
     ),
 )
-_OPTIONS = {
-    "format": click.option(
+_OPTIONS = (
+    click.option(
         "--to-format",
         "--format",
         "format",
@@ -130,13 +130,9 @@ _OPTIONS = {
         metavar="FORMAT",
         help=f"Format to write: {', '.join(FORMATS)}.",
     ),
-    "to": click.option(
-        "--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Program to write for."
-    ),
-    "keys": _rare(
-        "--keys", type=WordType(KEY_FORMS), metavar="nested|flat", help="Form of the optimizer's keys, for --to."
-    ),
-    "root": _rare(
+    click.option("--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Program to write for."),
+    _rare("--keys", type=WordType(KEY_FORMS), metavar="nested|flat", help="Form of the optimizer's keys, for --to."),
+    _rare(
         "--root",
         "roots",
         type=RootType(),
@@ -145,21 +141,21 @@ _OPTIONS = {
         metavar="ROOT=PATH",
         help="Place of the model, optimizer or parameters.",
     ),
-    "from": click.option(
+    click.option(
         "--from",
         "from_dialect",
         type=ProgramType(list(DIALECTS)),
         metavar="PROGRAM",
         help="Program that wrote SOURCE, if unclear.",
     ),
-    "rules": click.option(
+    click.option(
         "--rules",
         type=RulesType(),
         multiple=True,
         metavar="TABLE",
         help="Table of renames and splits; repeatable.",
     ),
-    "list_rules": click.option(
+    click.option(
         "--list-rules",
         is_flag=True,
         is_eager=True,
@@ -167,7 +163,7 @@ _OPTIONS = {
         callback=_list_rules,
         help="List the ready-made tables, and exit.",
     ),
-    "show_rules": click.option(
+    click.option(
         "--show-rules",
         type=RulesType(),
         is_eager=True,
@@ -176,42 +172,38 @@ _OPTIONS = {
         metavar="TABLE",
         help="Print a table as TOML, to edit, and exit.",
     ),
-    "select": click.option(
+    click.option(
         "--select", type=KEY, multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
     ),
-    "tensors_only": click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
-    "model_only": click.option("--model-only", is_flag=True, help="Take the model's weights alone."),
-    "dry_run": click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    "json": click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-    "convention": _rare(
-        "--convention", type=_CONVENTIONS, metavar="ema|sum", help="SOURCE's momentum convention, if unrecorded."
-    ),
-    "target_convention": _rare(
+    click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
+    click.option("--model-only", is_flag=True, help="Take the model's weights alone."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
+    _rare("--convention", type=_CONVENTIONS, metavar="ema|sum", help="SOURCE's momentum convention, if unrecorded."),
+    _rare(
         "--target-convention",
         type=_CONVENTIONS,
         metavar="ema|sum",
         help="Convention to write, if --to has none.",
     ),
-    "mu": _rare(
+    _rare(
         "--mu", type=click.FloatRange(0, 1, max_open=True), metavar="NUMBER", help="Momentum coefficient, if missing."
     ),
-    "step": _rare("--step", type=click.IntRange(0), metavar="NUMBER", help="Steps taken, whatever the source says."),
-    "drop": _rare("--drop", multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."),
-    "like": _rare("--like", metavar="JSON", help="Groups to fit, from Muon.describe()."),
-    "fill_missing": _rare("--fill-missing", is_flag=True, help="Write zeros where state is missing."),
-    "weights": _rare(
+    _rare("--step", type=click.IntRange(0), metavar="NUMBER", help="Steps taken, whatever the source says."),
+    _rare("--drop", multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."),
+    _rare("--like", metavar="JSON", help="Groups to fit, from Muon.describe()."),
+    _rare("--fill-missing", is_flag=True, help="Write zeros where state is missing."),
+    _rare(
         "--weights",
         type=WordType([weights.value for weights in WeightsFrom]),
         metavar="masters|model",
         help="Make weights of these, if there are both.",
     ),
-    "state_dtype": _rare(
-        "--state-dtype", type=WordType(STATE_DTYPES), metavar="DTYPE", help="Round momentum to float32 or bfloat16."
-    ),
-    "shard_size": _rare("--shard-size", type=ByteCountType(), help="Largest file of safetensors or zarr."),
-    "memory": memory_option(MEMORY, "Memory for buffers.", cls=RareOption),
-    "jobs": jobs_option(THREADS, cls=RareOption),
-    "timeout": _rare(
+    _rare("--state-dtype", type=WordType(STATE_DTYPES), metavar="DTYPE", help="Round momentum to float32 or bfloat16."),
+    _rare("--shard-size", type=ByteCountType(), help="Largest file of safetensors or zarr."),
+    memory_option(MEMORY, "Memory for buffers.", cls=RareOption),
+    jobs_option(THREADS, cls=RareOption),
+    _rare(
         "--timeout",
         type=click.FloatRange(0, min_open=True),
         default=TIMEOUT,
@@ -219,13 +211,13 @@ _OPTIONS = {
         metavar="SECONDS",
         help="Wait for other processes to start.",
     ),
-}
+)
 
 
 @click.command("reshard", cls=RewriteCommand)
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=CHECKPOINT)
-@decorated_by(*_LAYOUT_OPTIONS, *_OPTIONS.values())
+@decorated_by(*_LAYOUT_OPTIONS, *_OPTIONS)
 def reshard_command(source: Location, **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
 
@@ -242,7 +234,7 @@ def reshard_command(source: Location, **options: Any) -> None:
 @click.command("convert", cls=RewriteCommand)
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=CHECKPOINT)
-@decorated_by(*_OPTIONS.values())
+@decorated_by(*_OPTIONS)
 def convert_command(source: Location, **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
 

@@ -21,8 +21,8 @@ from ...store.io.new_file import Writing
 from .output_files import SUMS, ChunkSums, FinishedFile, OutputFile, is_direct
 from .source_rows import Unchecked
 
-_MAX_FILES = 8
-"""Files that are written in step.  If they are interrupted, they all are unfinished."""
+_MAX_FILES = 32
+"""Files that are written in step, and so open at once."""
 
 _RANGES_PER_THREAD = 4
 """So many that all threads end at about the same time."""

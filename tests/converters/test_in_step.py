@@ -53,7 +53,7 @@ def test_threads_share_files_by_chunks_where_they_can_and_else_by_files(layers, 
     assert shared(plan_job(layers, 1), 4) == [(1, 4)]
     assert shared(columns(layers, 6), 1) == [(6, 1)]
     assert shared(columns(layers, 6), 4) == [(6, 4)]  # all of the source is read once
-    assert shared(columns(layers, 12), 4) == [(8, 2), (4, 2)]
+    assert shared(columns(layers, 12), 4) == [(12, 4)]
     assert shared(columns(layers, 6), 4, in_any_order=False) == [(2, 1)] * 3
     muonckpt.save({"w": torch.randn(64, 12)}, tmp_path / "one")
     assert shared(columns(tmp_path / "one", 6), 4) == [(2, 1)] * 3  # a chunk is one thread's
