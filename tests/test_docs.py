@@ -45,8 +45,8 @@ def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-LAUNCHES = {ROOT / "docs" / "guide" / name for name in ("reshard_many.md", "conform.md")}
-"""Start processes that import torch; `test_several_workers` and `test_conform` have their commands."""
+LAUNCHES = {ROOT / "docs" / "guide" / "conform.md"}
+"""Starts processes that import torch; `test_conform` has its commands."""
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node", "ignore:hyper-parameters are those of the saved run")
