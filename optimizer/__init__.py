@@ -13,7 +13,7 @@ from .layer_wise import LayerWise
 from .logits import MaxLogits, Projection, qk_clip
 from .methods.form import MatrixMethod, MethodSlot, Option, WholeMatrix, of_each
 from .methods.matrix import ADJUST_LR
-from .muon import Muon
+from .muon import Muon, StepExecution
 from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
 from .restoration import FreshStart
 
@@ -29,6 +29,7 @@ __all__ = [
     "Muon",
     "Option",
     "Projection",
+    "StepExecution",
     "WholeMatrix",
     "clip_grad_norm_",
     "measure",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -20,21 +21,16 @@ from ..layouts.tensors import layout_of, local_of
 from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
-from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION
+from ..names.vocabulary import FLATTEN, FUSION, MUON, MUON_CONVENTION
 from .collective import CollectiveOptimizer
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
-from .newton_schulz.costs import Cost
-from .newton_schulz.products import Choice, prefer_kernels
-from .newton_schulz.recipe import flops
 from .options import (
-    COUNT_OR_NONE,
     CYCLED_OPTIONS,
     check_group,
     check_rates,
-    check_value,
     cycled_defaults,
     options_in_code,
     params_of,
@@ -68,10 +64,17 @@ from .state import (
     refuse_meta,
 )
 from .step.agreement import Facts, plan_options
-from .step.exchange import LINKS
-from .step.planner import Planner
+from .step.planner import DEFAULT_EXECUTION, Planner, StepExecution as StepExecution
 from .step.rank_sets import RankSet, ordinals
 from .step.step import Step, Steps
+
+_IN_EXECUTION = "Muon(params, execution=StepExecution({}=...)), from muonckpt.optimizer"
+ELSEWHERE = {
+    **{option: f"[{{'params': ..., '{option}': ...}}], as it is an option of groups" for option in ("gram", *FUSION)},
+    **{field.name: _IN_EXECUTION.format(field.name) for field in fields(StepExecution)},
+    "algorithm": WITH_ALGORITHM,
+}
+"""The line to write for what is no argument of `Muon`."""
 
 
 class Muon(ForModel, CollectiveOptimizer):
@@ -80,8 +83,12 @@ class Muon(ForModel, CollectiveOptimizer):
     Each group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon", "adamuon",
     "hyperball"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on any mesh
     (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``), and the same global gradients give
-    the same bits on all of them.  A parameter of three dims is a stack of matrices (experts), unless its group says
-    ``flatten``: then it, or one of more dims, is a convolution, and one matrix.
+    the same bits on all of them.
+
+    A group of matrices may also say ``gram``, the restarts of the Gram form, and which matrices are in each parameter:
+    ``pieces=(q, k, v)``, ``columns`` and ``interleaved`` (`matrices.Fused`).  A parameter of three dims is a stack of
+    matrices (experts); with ``flatten=True`` it, or one of more dims, is a convolution: the matrix of its first dim and
+    all others, and those in ``pieces`` equal groups.
 
     Every parameter has state from construction on, so stock ``get_optimizer_state_dict`` and DCP save and load all of
     it: in its own layout ``momentum_buffer`` (``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment``
@@ -100,23 +107,11 @@ class Muon(ForModel, CollectiveOptimizer):
         ns_coefficients: the name of a set of Newton-Schulz coefficients, a `CoefficientSet`, or one or more triples.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: their dtype: "bfloat16", "float16" or "float32".
-        gram: restarts of the Gram form; None: the plain form.
         eps: the smallest norm that a matrix is divided by.
-        pieces, columns, interleaved: the matrices that are fused in each parameter of a group, such as
-            ``pieces=(q, k, v)`` (`matrices.Fused`); each is orthogonalised and scaled by itself.
-        flatten: parameters of more than two dims are the matrix of their first dim and all others: convolutions
-            ``[out, in, height, width]``, and those in ``pieces`` equal groups.  Groups that are not flattened have no
-            such option.
-        cost: cost of a matrix, to share out the work: a function of rows, columns, steps and gram, or a
-            `costs.CostTable` of measured times.  The same on every rank.
-        form: chooses kernels or torch for a matrix and, with ``gram``, the Gram form or not: a function that estimates,
-            or the ``form`` of a `costs.CostTable`.  The same on every rank.
         replicas: process group over which *plain* tensors are replicated (DDP); it shares out their matrices.  None:
             this process orthogonalises its plain tensors itself.
-        exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
-        stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers and more time.  None:
-            up to 4, depending on the bytes (`schedule.worthwhile_stages`).
         layout: returns the layout of a parameter, its state and gradients; None if mesh and placements say it.
+        execution: how the work of a step is shared out, computed and sent.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -126,7 +121,7 @@ class Muon(ForModel, CollectiveOptimizer):
     _warns = True
     """Warn of plain tensors on several ranks, and of steps without a gradient."""
 
-    @called_like(EXAMPLE_LINE, algorithm=WITH_ALGORITHM)
+    @called_like(EXAMPLE_LINE, **ELSEWHERE)
     def __init__(
         self,
         params: Any,
@@ -140,18 +135,10 @@ class Muon(ForModel, CollectiveOptimizer):
         ns_coefficients: Coefficients = MUON.ns_coefficients,
         ns_steps: int = MUON.ns_steps,
         ns_dtype: str = MUON.ns_dtype,
-        gram: tuple[int, ...] | None = MUON.gram,
         eps: float = MUON.eps,
-        pieces: tuple[int, ...] | None = MUON.pieces,
-        columns: tuple[int, ...] | None = MUON.columns,
-        interleaved: int = MUON.interleaved,
-        flatten: bool = False,
-        cost: Cost = flops,
-        form: Choice = prefer_kernels,
         replicas: dist.ProcessGroup | None = None,
-        exchange: str = "all_to_all",
-        stages: int | None = None,
         layout: Callable[[Tensor], TensorLayout | None] | None = None,
+        execution: StepExecution = DEFAULT_EXECUTION,
     ) -> None:
         refuse_no_parameters(params)
         if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
@@ -159,11 +146,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 f"replicas: expected the process group over which parameters are replicated, found {replicas!r}. Write "
                 "replicas=torch.distributed.group.WORLD, or the process_group of DDP"
             )
-        if exchange not in LINKS:
-            raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
-        check_value("stages", stages, COUNT_OR_NONE)
-        self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
-        self._cost, self._form = cost, form
+        self._replicas, self._layout, self._execution = replicas, layout, execution
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
         self._planned_options: list[dict[str, Any]] = []
         self.code_options = []
@@ -173,18 +156,15 @@ class Muon(ForModel, CollectiveOptimizer):
         self._has_history = False  # true once state may differ from fresh state
         self._rateless_algorithm: str | None = None  # of a group that does not say its rate
         self._matrix_defaults = {
+            **asdict(MUON),
             "momentum": momentum,
             "nesterov": nesterov,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
-            "gram": gram,
             "eps": eps,
-            "pieces": pieces,
-            "columns": columns,
-            "interleaved": interleaved,
-            FLATTEN: flatten,
+            FLATTEN: False,
             "convention": MUON_CONVENTION.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
@@ -289,7 +269,7 @@ class Muon(ForModel, CollectiveOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrix_defaults _replicas _exchange _stages _layout _cost _form _scales _methods "
+            "_ordinals _matrix_defaults _replicas _layout _execution _scales _methods "
             "_planned_options _group_snapshots _has_history _rateless_algorithm code_options"
         )
         attributes = {name: getattr(self, name) for name in copied.split()}
@@ -457,11 +437,8 @@ class Muon(ForModel, CollectiveOptimizer):
             warn_if_unshared(rank_set)
         planner = Planner(
             self._replicas,
-            self._exchange,
-            self._stages,
+            self._execution,
             self._layout_of,
-            self._cost,
-            self._form,
             self._scales.factor,
             self._methods,
             self._restarted.keys(),

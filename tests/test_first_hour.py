@@ -81,6 +81,8 @@ MADE = {
     "Muon([{'params': [model.up.weight]}, {'params': iter([model.up.weight])}])": "parameter 0 of group 1 is",
     "Muon([{'params': [model.up.weight], 'use_muon': True}])": "'name' for your logs. Write 'algorithm': 'muon' in its",
     "Muon([model.up.weight], algorithm='lion')": "argument 'algorithm'. Write [{'params': ..., 'algorithm': ...}], as",
+    "Muon([model.up.weight], pieces=(8, 16))": "argument 'pieces'. Write [{'params': ..., 'pieces': ...}], as it",
+    "Muon([model.up.weight], stages=2)": "Write Muon(params, execution=StepExecution(stages=...)), from muonckpt",
     "Muon([model.up.weight], replicas=2)": "found 2. Write replicas=torch.distributed.group.WORLD",
     "Muon.for_model(model.requires_grad_(False), rules=RULES, lr=0.02)": "model: expected parameters to train, found",
     "Muon([model.up.weight]).load_state_dict('run')": "expected a state dict, found str. Write weights, state = get_st",
@@ -96,7 +98,7 @@ def test_an_optimizer_that_cannot_be_made_shows_the_line_that_makes_it(script):
     names = {**NAMES, "model": Net()}
     error = run(script, names)
     assert MADE[script] in error
-    if "Write Muon" in error and "lm_head" not in error and "decisions" not in error:
+    if "Write Muon" in error and "lm_head" not in error and "decisions" not in error and "=...)" not in error:
         assert type(eval(error.rpartition("Write ")[2], names)) is Muon
     elif "selects nothing" in error:  # the rule itself is wrong
         assert "did you mean 'head.weight'" in error
@@ -216,11 +218,11 @@ SAVED = {
     "muonckpt.load('there', state)": "found str; the state dict is the first argument, and the path comes after it",
     "series.restore()": "Write weights, state = get_state_dict(model, optimizer), then series.restore({'model': ",
     "series.restore(model, optimizer)": "too many positional arguments. Write weights, state = get_state_dict(",
-    "series.save(4, model, optimizer)": "weights, state = get_state_dict(model, optimizer), then series.save(step, ",
-    "series.save(4, model=model)": "Write weights, state = get_state_dict(model, optimizer), then series.save(step",
-    "series.async_save(4)": "Write weights, state = get_state_dict(model, optimizer), then series.async_save(step",
+    "series.save(4, model, optimizer)": "Write run = muonckpt.Series(folder, model, optimizer), then run.save(step)",
+    "series.save(4, model=model)": "Write run = muonckpt.Series(folder, model, optimizer), then run.save(step)",
+    "series.async_save(4)": "expected a state dict. Write Series(folder, model, optimizer).async_save(step)",
     "series.restore(state, step=3)": "got an unexpected keyword argument 'step'",
-    "muonckpt.Series()": "Write series = muonckpt.Series('run', keep_last=3)",
+    "muonckpt.Series()": "Write run = muonckpt.Series('run', model, optimizer, keep_last=3)",
     "muonckpt.Series('there', on=15)": "on=15: expected several signals, found one. Write on=(signal.SIGTERM,)",
     "muonckpt.Series('there', keep=3)": "unexpected keyword argument 'keep'; did you mean 'keep",
     "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",

@@ -46,6 +46,7 @@ from ..step.agreement import (
     step_intent,
 )
 from ..step.exchange import GroupAgreement, Notes, gather_numbers, reduce_flags
+from ..step.planner import DEFAULT_EXECUTION
 from ..step.rank_sets import ordinals, ranks_of_group, refuse_ended_groups, unique_groups
 from .buffers import (
     Gathers,
@@ -91,7 +92,7 @@ class LayerWise(CollectiveOptimizer):
         overlap: `step` returns before gathers are done, and each module waits for its own parameters before its next
             forward.  Where a parameter is used elsewhere, call `wait` first.
         previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
-        options: of `Muon`, except those of exchange.
+        options: of `Muon`, except ``replicas``; its ``execution`` has no ``stages`` and no ``exchange``.
 
     Raises:
         ValueError: parameters that are not the model's, left out, frozen, FP8, DTensors, or taken by another optimizer
@@ -165,8 +166,9 @@ class LayerWise(CollectiveOptimizer):
 
     def _make_template(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
         """Return a `Muon` of whole parameters on the meta device, to refuse what any rank's would; copy its options."""
-        if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
-            raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
+        execution = options.get("execution", DEFAULT_EXECUTION)
+        if "replicas" in options or (execution.stages, execution.exchange) != (None, DEFAULT_EXECUTION.exchange):
+            raise ValueError("replicas, stages, exchange: owners step whole matrices, so a step exchanges nothing")
         meta_params = {}
         for param in self._members.name_of:
             meta_params[param] = torch.empty_like(param, dtype=exact_dtype(param), device="meta")

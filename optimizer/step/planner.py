@@ -14,15 +14,51 @@ from ...layouts.tensors import layout_of, local_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
-from ..newton_schulz.products import Choice, has_kernels, missing_triton
+from ..newton_schulz.products import Choice, has_kernels, missing_triton, prefer_kernels
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, CLEARED, AgreedError, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
-from .exchange import Notes, connect, link
+from .exchange import LINKS, Notes, connect, link
 from .rank_sets import RankSet, group_of, groups_of_mesh
 from .step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepExecution:
+    """How the work of a step is shared out, computed and sent; the same on every rank.
+
+    No field changes which update a parameter gets; ``form`` may change its rounding.
+
+    Raises:
+        ValueError: an unknown exchange, or a number of stages below 1.
+    """
+
+    stages: int | None = None
+    """The most rounds of exchange and compute, which overlap.  More need smaller buffers and more time.  None: up to 4,
+    depending on the bytes (`schedule.worthwhile_stages`)."""
+
+    exchange: str = "all_to_all"
+    """The collective: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes."""
+
+    cost: Cost = flops
+    """The cost of a matrix, by which owners share the work: a function of rows, columns, steps and ``gram``, or a
+    `costs.CostTable` of measured times."""
+
+    form: Choice = prefer_kernels
+    """The choice of kernels or torch for a matrix and, with ``gram``, of the Gram form or not: a function that
+    estimates, or the ``form`` of a `costs.CostTable`."""
+
+    def __post_init__(self) -> None:
+        if self.exchange not in LINKS:
+            raise ValueError(f"exchange={self.exchange!r}: expected one of {sorted(LINKS)}")
+        is_count = isinstance(self.stages, int) and not isinstance(self.stages, bool) and self.stages >= 1
+        if self.stages is not None and not is_count:
+            raise ValueError(f"stages={self.stages!r}: expected None, or a whole number of at least 1")
+
+
+DEFAULT_EXECUTION = StepExecution()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +73,8 @@ class Planner:
     """
 
     replicas: dist.ProcessGroup | None
-    exchange: str
-    stages: int | None
+    execution: StepExecution
     resting: Callable[[Tensor, Ranks], TensorLayout]
-    cost: Cost
-    form: Choice
     scale: Callable[[ParamGroup, int, int], float]
     methods: Methods
     begun_anew: Collection[Tensor]
@@ -64,7 +97,7 @@ class Planner:
             # Every rank derives the same schedule, without talking, and its own part of it.
             with paused_collector():
                 specs = self._specs(rank_set, groups, ranks)
-                schedule = make_schedule(specs, ranks, rank, self.stages)
+                schedule = make_schedule(specs, ranks, rank, self.execution.stages)
 
             # The element-wise parts run on kernels where these know all dtypes.
             weights = [local_of(param) for param in params]
@@ -81,11 +114,11 @@ class Planner:
             raise AgreedError(intent.error)
 
         # Connections are made before the first step, amid which ranks might wait for each other.
-        connect(group, device, self.exchange)
+        connect(group, device, self.execution.exchange)
         links = []
         for stage in schedule.stages:
             routes = stage.gather, stage.scatter
-            gather, scatter = (link(route, group, device, self.exchange) for route in routes)
+            gather, scatter = (link(route, group, device, self.execution.exchange) for route in routes)
             links.append((gather, scatter))
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
@@ -96,7 +129,7 @@ class Planner:
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule
     ) -> Facts:
         """Return everything that has to be the same on all ranks for their schedules to be parts of one."""
-        facts = {"exchange": self.exchange}
+        facts = {"exchange": self.execution.exchange}
         members = list(zip(rank_set.members, rank_set.labels, strict=True))
         facts[CLEARED] = ", ".join(label for member, label in members if member.param in self.begun_anew) or "none"
         for index, (member, label) in enumerate(members):
@@ -140,19 +173,19 @@ class Planner:
     def _spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
         method = self.methods[group["algorithm"]]
         steps, gram = (group["ns_steps"], group["gram"]) if method.orthogonalizes else (1, None)
-        compute = method.precision(group).compute
+        compute, cost_of = method.precision(group).compute, self.execution.cost
 
         def cost(m: int, n: int) -> int:
-            iterations = self.cost(m, n, steps, gram) if method.orthogonalizes else 0
+            iterations = cost_of(m, n, steps, gram) if method.orthogonalizes else 0
             # A measured cost is of Newton-Schulz; a method's own FLOPs take as long as those.
             method_flops = method.cost(m, n, group)
-            method_cost = round(method_flops * self.cost(m, n, 1, None) / flops(m, n, 1)) if method_flops else 0
+            method_cost = round(method_flops * cost_of(m, n, 1, None) / flops(m, n, 1)) if method_flops else 0
             return max(1, iterations + method_cost)
 
         return Spec(
             slots,
             cost,
-            lambda m, n, copies: self.form(device, compute, m, n, copies),
+            lambda m, n, copies: self.execution.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
         )
 

@@ -119,7 +119,7 @@ FORMS = {
 def stepped(seed: int) -> tuple[nn.Module, Muon]:
     """A matrix with a momentum of its own."""
     net = nn.Linear(3, 6, bias=False)
-    opt = Muon(net.parameters(), pieces=(4, 2), lr=0.1 * (1 + seed))
+    opt = Muon([{"params": [net.weight], "pieces": (4, 2)}], lr=0.1 * (1 + seed))
     net.weight.grad = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
     opt.step()
     return net, opt

@@ -26,7 +26,7 @@ from muonckpt.lab.forecasting.topologies import (
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
 from muonckpt.names.vocabulary import STATE_DTYPES
 from muonckpt.names.wording import size
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 from muonckpt.optimizer.methods.matrix import MATRICES
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec
@@ -129,7 +129,7 @@ def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int
     """Bytes that a rank sends, its matrices' FLOPs, and the most bytes of wires."""
     mesh = init_device_mesh("cpu", (world,))
     params = [nn.Parameter(distribute_tensor(torch.ones(s), mesh, [Rows(0)], src_data_rank=None)) for s in SHAPES]
-    opt = Muon([{"params": params, "algorithm": algorithm}], stages=2)
+    opt = Muon([{"params": params, "algorithm": algorithm}], execution=StepExecution(stages=2))
     for param in params:
         param.grad = torch.ones_like(param)
     opt.step()

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from muonckpt.optimizer import LayerWise, Muon, clip_grad_norm_
+from muonckpt.optimizer import LayerWise, Muon, StepExecution, clip_grad_norm_
 from muonckpt.optimizer.step import exchange as exchange_module
 from muonckpt.optimizer.step.agreement import AGREE_ON_STEP, Intent, refusal
+from muonckpt.optimizer.step.exchange import LINKS
 
 ODD = 1
 """The rank that differs from the others, or fails."""
@@ -130,9 +131,9 @@ def settings(rank: int, world: int) -> Iterator[dict[str, Any]]:
     def broken(*_: Any) -> int:
         raise OSError("the table of costs is gone")
 
-    yield {"exchange": "all_gather"} if rank == ODD else {}
-    yield {"cost": broken} if rank == ODD else {}
-    yield {"cost": (lambda m, n, steps, gram: m)} if rank == ODD else {}
+    yield {"execution": StepExecution(exchange="all_gather")} if rank == ODD else {}
+    yield {"execution": StepExecution(cost=broken)} if rank == ODD else {}
+    yield {"execution": StepExecution(cost=lambda m, n, steps, gram: m)} if rank == ODD else {}
 
 
 def differing_settings(rank: int, world: int) -> list[str]:
@@ -207,11 +208,11 @@ def test_a_gradient_that_one_rank_cannot_take_stops_every_rank() -> None:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def failing_owners(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+def failing_owners(rank: int, world: int, exchange: str) -> list[str]:
     """The products fail at once, in the middle of a step, and before its last stage; then nothing does."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     params = [rows(mesh, 16, 40) for _ in range(4 * world)]
-    opt = Muon(params, stages=3, **options)
+    opt = Muon(params, execution=StepExecution(stages=3, exchange=exchange))
     opt.step()
     for after in (0, 7, 25, 40):
         if rank != ODD:
@@ -222,9 +223,9 @@ def failing_owners(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     return [*found, raised(opt.step)]
 
 
-@pytest.mark.parametrize("options", [{}, {"exchange": "all_gather"}], ids=str)
-def test_an_owner_that_fails_is_named_on_every_rank(options: dict[str, Any]) -> None:
-    for rank, (*failed, after) in enumerate(run(3, failing_owners, options)):
+@pytest.mark.parametrize("exchange", LINKS)
+def test_an_owner_that_fails_is_named_on_every_rank(exchange: str) -> None:
+    for rank, (*failed, after) in enumerate(run(3, failing_owners, exchange)):
         wanted = "MemoryError: out of memory" if rank == ODD else f"rank {ODD}: raised MemoryError: out of memory"
         assert all(wanted in message for message in failed) and after == "no error"
 
@@ -233,7 +234,7 @@ def read_later(rank: int, world: int) -> tuple[list[str], bool]:
     """As on a GPU, where the notes after the first ones are read when the next step begins."""
     mesh = init_device_mesh("cpu", (world,))
     params = [rows(mesh, 16, 40) for _ in range(4 * world)]
-    opt = Muon(params, stages=2)
+    opt = Muon(params, execution=StepExecution(stages=2))
     opt.step()
     with patch.object(exchange_module, "is_asynchronous", lambda device: True):
         if rank == ODD:

@@ -179,11 +179,8 @@ def test_three_dims_are_a_stack_unless_the_group_says_flatten() -> None:
     assert not torch.equal(stack, matrix)
     # Two dims are what they are, and a group that is not flattened has no such option, whoever says so.
     assert torch.equal(trained((4, 6), flatten=True)[0], trained((4, 6))[0])
-    groups = Muon([nn.Parameter(torch.ones(4, 6))], flatten=False).param_groups
+    groups = Muon([{"params": [nn.Parameter(torch.ones(4, 6))], "flatten": False}]).param_groups
     assert "flatten" not in groups[0]
-    groups = Muon([{"params": [nn.Parameter(torch.ones(4, 6))], "flatten": False}], flatten=True).param_groups
-    assert "flatten" not in groups[0]
-    assert Muon([nn.Parameter(torch.ones(4, 6, 1, 1))], flatten=True).param_groups[0]["flatten"] is True
 
 
 def test_what_has_no_rows_and_columns_is_refused_with_the_cure() -> None:

@@ -19,17 +19,17 @@ from torch.profiler import ProfilerActivity, profile
 from muonckpt.lab.forecasting.models import fresh_parameter
 from muonckpt.lab.forecasting.topologies import MuonOptions, step_plan
 from muonckpt.layouts.mesh import Mesh, Shard as Rows, mesh_layout
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 from muonckpt.optimizer.ground import tensors as ground
 from muonckpt.optimizer.newton_schulz.products import CACHED_ELEMENTS
 from muonckpt.optimizer.planning.schedule import NOTE, WIRE_ALIGNMENT
 from muonckpt.optimizer.step import boxes, step as step_module
 
 
-def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:
+def on_rows(shapes: list[tuple[int, int]], world: int, stages: int) -> tuple[list[torch.Tensor], Muon]:
     mesh = init_device_mesh("cpu", (world,))
     params = [nn.Parameter(distribute_tensor(torch.randn(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
-    opt = Muon(params, **options)
+    opt = Muon(params, execution=StepExecution(stages=stages))
     for p in params:
         p.grad = torch.ones_like(p)
     return params, opt
@@ -37,7 +37,7 @@ def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[
 
 def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], stages: int) -> tuple[int, int, int, int]:
     """(all-to-alls of one step, stages, bytes that this rank sent to others, elements that the plan moves from it)."""
-    params, opt = on_rows(shapes, world, stages=stages)
+    params, opt = on_rows(shapes, world, stages)
     opt.step()  # plans and compares them; from here on only the exchange itself talks
     honest, sent = dist.all_to_all_single, []
 
@@ -87,7 +87,7 @@ def peak_of_a_step(rank: int, world: int, stages: int, together: int) -> tuple[i
         together: elements of matrices that are orthogonalised by one call.
     """
     shapes = [(256, 64)] * 24
-    _, opt = on_rows(shapes, world, stages=stages)
+    _, opt = on_rows(shapes, world, stages)
     before, step_module.MAX_STACK_ELEMENTS = step_module.MAX_STACK_ELEMENTS, together
     try:
         opt.step()
@@ -131,7 +131,7 @@ def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) ->
     params = [nn.Parameter(placed(shape)) for shape in shapes]
     groups = [{"params": params[:45]}, {"params": params[45:], "pieces": (4, 4), "nesterov": False}]
     groups[1]["params"] = [param for param in params[45:] if param.shape[-2] == 8]
-    opt = Muon(groups, lr=0.02, weight_decay=0.1, stages=stages)
+    opt = Muon(groups, lr=0.02, weight_decay=0.1, execution=StepExecution(stages=stages))
     taking_part = [param for group in groups for param in group["params"]]
     for step in range(3):
         for number, param in enumerate(taking_part):
@@ -157,7 +157,7 @@ def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dty
 )
 def test_unknown_exchanges_are_refused(option, message):
     with pytest.raises(ValueError, match=message):
-        Muon([nn.Parameter(torch.ones(2, 2))], **option)
+        StepExecution(**option)
 
 
 def test_a_step_keeps_no_gradient():

@@ -11,7 +11,7 @@ from torch import nn
 
 from muonckpt import LayoutError
 from muonckpt.layouts.buffers.records import run_buffers
-from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.optimizer import LayerWise, Muon, StepExecution
 
 
 def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS)) -> dict:
@@ -85,7 +85,7 @@ def refusals():
         return pytest.param(change, options, message, id=message)
 
     yield of(lambda net: groups(net), "expected one of padded", layout="scattered")
-    yield of(lambda net: groups(net), "nothing is exchanged", stages=2)
+    yield of(lambda net: groups(net), "exchanges nothing", execution=StepExecution(stages=2))
     yield of(lambda net: groups(net)[:-1], "in no group.*: bias")
     yield of(
         lambda net: [*groups(net), {"params": [nn.Parameter(torch.ones(2, 2))]}], "1 parameters .* not the model's"

@@ -130,7 +130,7 @@ def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
     # One parameter of three pieces.
     fused = nn.Parameter(start.clone())
     fused.grad = gradient.clone()
-    Muon([fused], pieces=(24, 8, 8)).step()
+    Muon([{"params": [fused], "pieces": (24, 8, 8)}]).step()
     # A parameter for each piece.
     parts = [nn.Parameter(part.clone()) for part in start.split((24, 8, 8))]
     for part, g in zip(parts, gradient.split((24, 8, 8)), strict=True):

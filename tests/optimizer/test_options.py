@@ -356,7 +356,7 @@ def test_a_change_that_cannot_be_followed_is_refused_and_nothing_is_stepped(befo
 def test_layer_wise_owners_follow_a_change():
     net, twin = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
     twin.load_state_dict(net.state_dict())
-    opt, fresh = LayerWise(net, net.parameters()), LayerWise(twin, twin.parameters(), pieces=(4, 8))
+    opt, fresh = LayerWise(net, net.parameters()), LayerWise(twin, [{"params": [twin.weight], "pieces": (4, 8)}])
     opt.param_groups[0]["pieces"] = (4, 8)
     for model, optimizer in ((net, opt), (twin, fresh)):
         model(normal(3, 8)).square().sum().backward()

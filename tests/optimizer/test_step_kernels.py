@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 from muonckpt.optimizer.methods.muon import MUON
 from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import Form
@@ -68,7 +68,7 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
     def trained() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
         params = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in shapes]
-        opt = Muon(params, form=by_kernels, ns_steps=1)
+        opt = Muon(params, execution=StepExecution(form=by_kernels), ns_steps=1)
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
         opt.step()
@@ -113,7 +113,7 @@ def launched(layers: int) -> list[str]:
     """Of a second step with so many layers of three shapes; sorted, as a stage has its batches in any order."""
     shapes = [(16, 48), (32, 64), (48, 16)] * layers
     params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
-    opt = Muon(params, form=by_kernels, ns_steps=1, stages=1)
+    opt = Muon(params, execution=StepExecution(form=by_kernels, stages=1), ns_steps=1)
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from muonckpt.algebra.box import row_major
 from muonckpt.algebra.layout import TensorLayout
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 from muonckpt.optimizer.step.exchange import LINKS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
@@ -74,12 +74,14 @@ FUSED = [
 ]
 
 
-def stepped(homes: Sequence[Callable[[torch.Tensor], torch.Tensor]], **options: Any) -> list[torch.Tensor]:
+def stepped(
+    homes: Sequence[Callable[[torch.Tensor], torch.Tensor]], exchange: str = "all_to_all", **options: Any
+) -> list[torch.Tensor]:
     """What rests here of matrices and their momenta after two steps."""
     values = [[torch.randn(shape, generator=torch.Generator().manual_seed(s)) for shape, _ in FUSED] for s in range(3)]
     params = [nn.Parameter(home(value)) for home, value in zip(homes, values[0], strict=True)]
     groups = [{"params": [param], "lr": 0.02, **group} for param, (_, group) in zip(params, FUSED, strict=True)]
-    opt = Muon(groups, stages=2, **options)
+    opt = Muon(groups, execution=StepExecution(stages=2, exchange=exchange), **options)
     for gradients in values[1:]:
         for param, home, gradient in zip(params, homes, gradients, strict=True):
             param.grad = home(gradient)
@@ -131,7 +133,7 @@ def hsdp_owners(rank: int, world: int) -> list[int]:
     mesh = init_device_mesh("cpu", (2, 2))
     place = [Replicate(), Shard(0)]
     params = [nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, place, src_data_rank=None)) for _ in range(8)]
-    opt = Muon(params, stages=3)
+    opt = Muon(params, execution=StepExecution(stages=3))
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()

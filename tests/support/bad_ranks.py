@@ -36,7 +36,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 import muonckpt.optimizer
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 
 warnings.filterwarnings("ignore")
 
@@ -91,7 +91,7 @@ def optimizer() -> Muon:
         params.append(nn.Parameter(value))
         params[-1].grad = torch.ones_like(value)
     adamw = {"params": params[3:], "algorithm": "adamw", "lr": 0.1}
-    return Muon([{"params": params[:3]}, adamw], stages=2)
+    return Muon([{"params": params[:3]}, adamw], execution=StepExecution(stages=2))
 
 
 def step(steps: int) -> Callable[[Path], Callable[[], None]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 
 # (shape, group options): matrices of all kinds, among them some with fewer rows than ranks, and scalar parameters.
 LONGER = {"algorithm": "normuon", "statistics": "longer"}
@@ -61,7 +61,7 @@ def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def make(params: list[torch.Tensor], **options) -> Muon:
     groups = [{"params": [p], "lr": 0.02, **group} for p, (_, group) in zip(params, TENSORS, strict=True)]
-    return Muon(groups, stages=3, **options)
+    return Muon(groups, execution=StepExecution(stages=3), **options)
 
 
 def train(params: list[torch.Tensor], opt: Muon, place, dtype: torch.dtype, steps: int = STEPS) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from muonckpt.layouts.boxed_tensor import parts_of
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, StepExecution
 
 NAMES = "abc"
 """Of mesh axes: nothing depends on them."""
@@ -124,7 +124,7 @@ def make(homes: Sequence[Home], places: Sequence[Place], replicas: dist.ProcessG
         {"params": [nn.Parameter(place(values(home, index)))], "lr": 0.02, **MATRICES[home.kind][1]}
         for index, (home, place) in enumerate(zip(homes, places, strict=True))
     ]
-    return Muon(groups, replicas=replicas, stages=3)
+    return Muon(groups, replicas=replicas, execution=StepExecution(stages=3))
 
 
 def trained(opt: Muon, homes: Sequence[Home], places: Sequence[Place], steps: int = 4) -> list[torch.Tensor]:
