@@ -105,9 +105,6 @@ class Remote:
     def absolute(self) -> Remote:
         return self
 
-    def is_symlink(self) -> bool:
-        return False
-
     def ask(self, question: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Return the answer of the store's library, asking again where an error may pass.
 
