@@ -228,7 +228,7 @@ def reshard_command(source: Location, **options: Any) -> None:
     muonckpt reshard step-1000 on-64 --mesh dp=64 --dry-run
     muonckpt reshard step-1000 moe --mesh ep=8,dp=8 --shard '*experts*=ep:0,dp:1'
     """
-    _rewrite(reshard, "reshard", source=newest_checkpoint(source), **options)
+    _rewrite(reshard, source=newest_checkpoint(source), **options)
 
 
 @click.command("convert", cls=RewriteCommand)
@@ -245,16 +245,16 @@ def convert_command(source: Location, **options: Any) -> None:
     muonckpt convert dion-run/step-1000 ours --to muonckpt
     muonckpt convert run/step-00001000 model.safetensors --to-format safetensors --select 'model.*'
     """
-    _rewrite(convert, "convert", source=newest_checkpoint(source), **options)
+    _rewrite(convert, source=newest_checkpoint(source), **options)
 
 
 _MAX_ROWS = 12
 
 
-def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
+def _rewrite(function: Callable[..., Report | None], *, as_json: bool, **options: Any) -> None:
     try:
         worker = worker_of(os.environ)
-        with progress(f"{label if worker.world == 1 else worker}, checked and written") as advance:
+        with progress(f"{function.__name__ if worker.world == 1 else worker}, checked and written") as advance:
             report = function(**grouped(**options, progress=advance))
     except LaunchError as error:  # a mistake in how the command was launched
         raise click.UsageError(str(error)) from error

@@ -23,7 +23,7 @@ from .engine.job import check_destination, make_job
 from .engine.workers import joined
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .report import Report
-from .target.topology import ROWS, AxisCut, ShardRule, Target
+from .target.topology import ROWS, AxisCut, Target
 
 _ONE_RANK = MappingProxyType({"dp": 1})
 
@@ -76,7 +76,7 @@ def reshard(
     with joined(os.environ, execution.timeout) as workers:
         # Arguments are checked against each other before anything is read.
         request = translation.request(to_dialect)
-        target = target_of(mesh or _ONE_RANK, shard, layout)
+        target = Target.of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
         with open(source) as opened:
             container = container_of(format or _default_format(opened, request.target), shard_size)
@@ -110,15 +110,6 @@ def convert(*places: Any, **options: Any) -> Report | None:
     The arguments, the result and the errors are those of `reshard`; only ``mesh`` is ``{"dp": 1}`` unless it is given.
     """
     return reshard(*places, **{"mesh": _ONE_RANK, **options})
-
-
-def target_of(mesh: Mapping[str, int], shard: Mapping[str, Sequence[AxisCut]], layout: str) -> Target:
-    """Return the target that these arguments of `reshard` describe.
-
-    Raises:
-        TargetError: they contradict each other.
-    """
-    return Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout)
 
 
 def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:

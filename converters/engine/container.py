@@ -139,15 +139,12 @@ class Container(ABC):
     Attributes:
         name: the name of the format.
         of_ranks: whether each rank of a mesh has a file of its own; otherwise tensors are written whole.
+        root: the name of the file that becomes the destination; empty if that is the directory of all files.
     """
 
     name: str
     of_ranks: bool
-
-    @property
-    def root(self) -> str:
-        """The name of the file that becomes the destination; empty if the destination is the directory of all files."""
-        return ""
+    root: str = ""
 
     @abstractmethod
     def arrange(self, request: WriteRequest) -> Arranged:

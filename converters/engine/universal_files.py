@@ -25,7 +25,7 @@ from ...store.io.location import Location
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.dtypes import DTYPES, itemsize
 from ...store.reading.payloads import Payloads
-from .container import Arranged, Container, WriteRequest, extended_provenance
+from .container import Arranged, Container, WriteRequest
 from .output_files import ChunkPlan, ChunkSums, Crc32Frame, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
 
@@ -83,7 +83,7 @@ class UniversalFiles(Container):
         }
         files.append(_archive("mp_rank_00_model_states.pt", model, [*others.values()]))
         layouts = dict.fromkeys(entry_keys(request.outputs.tensors))
-        return Arranged(tuple(files), layouts, extended_provenance(request, "resharded", {}, [], ()))
+        return Arranged(tuple(files), layouts, {})
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         """Nothing: the files describe themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,16 @@ from .output_files import SUMS, ChunkSums, OutputChunks, OutputFile, bare, chunk
 from .outputs import OutputTensor
 
 
-@dataclass(frozen=True, slots=True)
 class WholeFiles(Container):
     """Whole tensors, with non-tensor items in a file beside the destination.
 
     A file has at most ``shard_bytes`` of elements; None means the format's default.
     """
 
-    shard_bytes: int | None = None
     of_ranks = False
+
+    def __init__(self, shard_bytes: int | None = None) -> None:
+        self.shard_bytes = shard_bytes
 
     def arrange(self, request: WriteRequest) -> Arranged:
         outputs = request.outputs
@@ -51,48 +52,28 @@ class WholeFiles(Container):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile(WholeFiles):
-    """One file.  In an object store, too, it appears under its name only when it is complete."""
+class SafetensorsFiles(WholeFiles):
+    """One file, which appears under its name only when it is complete; or a folder of shards, and an index."""
 
     name = "safetensors"
 
-    @property
-    def root(self) -> str:
-        return "model.safetensors"
+    def __init__(self, shard_bytes: int | None = None) -> None:
+        super().__init__(shard_bytes)
+        self.root = safetensors.FILE if shard_bytes is None else ""
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        safetensors.check_storable(_records(tensors))
-        return [_file(self.root, tensors, recorded)]
-
-    def describe(self, manifest: Manifest, folder: Location) -> None:
-        """Nothing: the header describes the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsFolder(WholeFiles):
-    """A folder of files of at most ``shard_bytes`` of elements, and an index."""
-
-    shard_bytes: int
-    name = "safetensors"
-
-    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        records = _records(tensors)
+        records, outputs = _records(tensors), by_key(tensors)
         safetensors.check_storable(records)
-        outputs_by_key = by_key(tensors)
         files = []
         for name, shard in safetensors.shards(records, self.shard_bytes):
-            files.append(_file(name, [outputs_by_key[record.key] for record in shard], recorded))
+            files.append(_file(name, [outputs[record.key] for record in shard], recorded))
         return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]
-        safetensors.write_shard_index(manifest, names, folder)
-
-
-def safetensors_files(shard_bytes: int | None = None) -> WholeFiles:
-    """Return the container of one file, or of files of at most ``shard_bytes`` of elements."""
-    return SafetensorsFile() if shard_bytes is None else SafetensorsFolder(shard_bytes)
+        """Write the index of shards; the header of a single file describes it."""
+        if self.shard_bytes is not None:
+            names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]
+            safetensors.write_shard_index(manifest, names, folder)
 
 
 def _records(tensors: Sequence[OutputTensor]) -> list[StateRecord]:
@@ -115,25 +96,20 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
     return OutputFile(name, (), chunks, chunks.end if outputs else start, header)
 
 
-@dataclass(frozen=True, slots=True)
 class ZarrFiles(WholeFiles):
-    """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
+    """A zarr hierarchy of chunks and shards."""
 
-    chunk_bytes: int = zarr_writer.CHUNK_BYTES
     name = "zarr"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        arrays = self._arrays(_records(tensors))
+        arrays = zarr_writer.arrays(_records(tensors), self.shard_bytes)
         files: list[OutputFile] = []
         for output, array in zip(tensors, arrays, strict=True):
             files += _array_files(output, array)
         return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        zarr_writer.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
-
-    def _arrays(self, tensors: Sequence[StateRecord]) -> list[ZarrArray]:
-        return zarr_writer.arrays(tensors, self.shard_bytes, self.chunk_bytes)
+        zarr_writer.write_descriptions(manifest, zarr_writer.arrays(manifest.tensors, self.shard_bytes), folder)
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:

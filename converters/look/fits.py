@@ -31,7 +31,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files, open_damaged
 from ...store.verify.verification import last_verification, unless_removed
 from ..engine.rank_files import lay_out
-from ..target.topology import ROWS, AxisCut, ShardRule, Target
+from ..target.topology import ROWS, AxisCut, Target
 from .contents import FirstLook, first_look
 from .holders import balance_of
 
@@ -178,7 +178,7 @@ def fits(
     """
     place = location(path, SourceError)
     with unless_removed(place), open_damaged(place) as opened:
-        return fit_of(opened, Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout))
+        return fit_of(opened, Target.of(mesh, shard, layout))
 
 
 @gc_paused()

@@ -84,6 +84,11 @@ class Target:
             if min((dim for _, dim in rule.cuts), default=0) < 0:
                 raise TargetError(f"rule {rule}: dims are counted from 0")
 
+    @classmethod
+    def of(cls, mesh: Mapping[str, int], shard: Mapping[str, Sequence[AxisCut]], layout: str) -> Target:
+        """Return the target that these arguments of `reshard` describe; raises as the constructor."""
+        return cls(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout)
+
     @property
     def ranks(self) -> int:
         return math.prod(self.mesh.values())

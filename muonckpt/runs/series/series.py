@@ -34,8 +34,7 @@ from ...converters.engine.container import container_of
 from ...converters.engine.job import check_destination, make_job
 from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
-from ...converters.rewrite import target_of
-from ...converters.target.topology import ROWS
+from ...converters.target.topology import Target
 from ...names.errors import (
     ArgumentError,
     AttestError,
@@ -577,7 +576,7 @@ def _export_model(
         container = container_of("safetensors", shard_size)
         check_destination(opened.path, destination)
         try:
-            job = make_job(opened, target_of({"dp": 1}, {}, ROWS), (), request.outputs, container)
+            job = make_job(opened, Target({"dp": 1}), (), request.outputs, container)
         except SourceError as error:
             roots = {tensor.path[0] for tensor in opened.manifest.tensors}
             if isinstance(error, DamageError) or "model" in roots:

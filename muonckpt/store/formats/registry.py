@@ -148,7 +148,7 @@ SAFETENSORS = Format(  # of several files of weights those count that transforme
     ("model.safetensors", "model.safetensors.index.json"),
     weaker_signs=(("*.safetensors", "*.safetensors.index*.json"),),
     written_as="safetensors",
-    writer=f"{_WRITERS}.whole_files:safetensors_files",
+    writer=f"{_WRITERS}.whole_files:SafetensorsFiles",
     remains=f"{_FORMATS}.safetensors:remains",
 )
 ZERO = Format(

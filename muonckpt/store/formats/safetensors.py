@@ -227,8 +227,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 HeaderOf = Callable[[File], tuple[Header, int, str]]
 """Reads the header of an open file, as `read_header` does."""
 
-INDEX_FILE = "model.safetensors.index.json"
-"""The index of a sharded checkpoint, as we write it."""
+FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+"""The only file of a checkpoint in the staging directory, and the index of several."""
 
 _DATA = "data"
 """The file in our manifest's extents, which count from the data section: the header's length must not matter."""
@@ -385,11 +385,14 @@ def encode_front(
     return head
 
 
-def shards(tensors: Sequence[StateRecord], max_bytes: int) -> list[tuple[str, list[StateRecord]]]:
+def shards(tensors: Sequence[StateRecord], max_bytes: int | None) -> list[tuple[str, list[StateRecord]]]:
     """Distribute tensors over files in order; return each file's name and tensors.
 
-    A file has at most ``max_bytes`` of elements, or one tensor.  Without tensors there is one empty file.
+    A file has at most ``max_bytes`` of elements, or one tensor; None means one file.  Without tensors there is one
+    empty file.
     """
+    if max_bytes is None:
+        return [(FILE, list(tensors))]
     contents: list[list[StateRecord]] = [[]]
     length = 0
     for tensor in tensors:
