@@ -22,8 +22,7 @@ from ...converters.engine.container import container_of
 from ...converters.engine.job import make_job
 from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
-from ...converters.rewrite import target_of
-from ...converters.target.topology import ROWS
+from ...converters.target.topology import Target
 from ...names.errors import ArgumentError, DamageError, SourceError
 from ...names.resumption import Globs
 from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
@@ -186,7 +185,7 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> in
     broadcast_from_first(group, lambda: _remove(copy))
     with joined_ranks(group) as workers, open(location(source, SourceError)) as opened:
         container = container_of("dcp", None)
-        target = target_of({"dp": 1}, {}, ROWS)
+        target = Target({"dp": 1})
         try:
             request = Translation().request("muonckpt")
             job = make_job(opened, target, (), request.outputs, container)
