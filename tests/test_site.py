@@ -39,4 +39,4 @@ def test_the_site_builds_without_a_broken_link_and_fetches_nothing(tmp_path):
     api, commands = (re.sub("<[^>]*>", "", (tmp_path / page).read_text()) for page in pages)
     assert "a directory that all ranks see or in an object store" in api, "the first line of save's docstring"
     assert "muonckpt diff run-on-8 run-on-64 --summary" in commands, "an example of its help"
-    assert "limits.html" in (tmp_path / "guide/reliability.html").read_text()
+    assert "long_runs.html" in (tmp_path / "guide/reliability.html").read_text()

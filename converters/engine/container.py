@@ -1,8 +1,7 @@
 """A kind of destination: its files, the places of tensors and items in them, and the files that describe the others.
 
-Non-tensor items of a destination that holds tensors only are beside it, in ``NAME.items.json`` (docs/formats/items.md):
-plain data as JSON, decoded without running anything, and the others listed with the reason, so that none is dropped
-silently.
+Non-tensor items of a destination that holds tensors only are beside it, in ``NAME.items.json``: plain data as JSON,
+decoded without running anything, and the others listed with the reason (docs/formats/safetensors.md).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def attest(
     """Prove that the tensors of a state dict are those of a checkpoint, or of another process.  Collective.
 
     Keys, shapes, dtypes and fingerprints have to be equal, and replicas have to agree; other objects are not compared.
-    docs/guide/attest.md says what this costs and what it does not prove.
+    docs/guide/live_state.md says what this costs and what it does not prove.
 
     Args:
         state_dict: nested as for `save`.

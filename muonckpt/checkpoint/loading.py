@@ -638,7 +638,7 @@ def load(
             those of their group.  A weight of such a name, which is the last part of its path, is loaded where both
             sides have it and keeps its values where the checkpoint has none.  What only the checkpoint has is dropped.
         attest: at the end compare fingerprints of the tensors in memory with those of the checkpoint
-            (docs/guide/attest.md).
+            (docs/guide/live_state.md).
         check: ``"before"``: no rank touches a tensor unless what all of them load is whole.  ``"while"``: each chunk is
             checked when it is read; the error that reports damage says that the state dict is unusable.  None:
             ``"before"``, or ``"while"`` for an object store from which bytes would be read twice.

@@ -46,7 +46,7 @@ HOPS: dict[str, dict[str, Any]] = {
 
 
 TENSORS_ONLY = {name for name, how in HOPS.items() if how["format"] in ("safetensors", "zarr")}
-"""Formats that leave what is no tensor in a file for people beside them (docs/formats/items.md)."""
+"""Formats that leave what is no tensor in a file for people beside them (docs/formats/safetensors.md)."""
 
 
 def came_home_otherwise(source: Path, folder: Path, seed: str, with_items: bool, length: int = 20) -> str | None:

@@ -68,7 +68,7 @@ def check_limit(size: int, limit: int, noun: str) -> None:
     if size > limit and os.environ.get(SWITCH) != "off":
         raise LimitError(
             f"expected at most {limit} {noun}, found {size}; if you trust this checkpoint, set {SWITCH}=off in the "
-            "environment, which lifts the limits on what a file may cost (docs/guide/limits.md)"
+            "environment, which lifts the limits on what a file may cost (docs/guide/reliability.md)"
         )
 
 

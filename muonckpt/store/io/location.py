@@ -378,7 +378,7 @@ def folders_with(path: Location, name: str) -> list[str]:
 
 
 def items_beside(checkpoint: Location) -> Location:
-    """Return the place of the file of items of a checkpoint that holds tensors only: docs/formats/items.md."""
+    """Return the place of the file of items of a checkpoint that holds tensors only: docs/formats/safetensors.md."""
     return checkpoint.parent / f"{checkpoint.name}.items.json"
 
 
