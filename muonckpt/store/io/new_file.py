@@ -86,8 +86,3 @@ class Output:
 
 Writing = Output | Upload
 """A file that is being written; if it ``rewinds``, bytes before the last write may still be written."""
-
-
-def read_object(place: Remote) -> bytes:
-    """Read a small object; raises as `Remote.ask`."""
-    return bytes(place.ask(place.fs.cat_file, place.path))

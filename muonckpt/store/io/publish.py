@@ -6,18 +6,18 @@ that a checkpoint is being removed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from ...names.errors import DestinationError, SourceError, UnavailableError, UnsyncedError
 from .location import Location, Remote, is_folder, is_there, map_each
-from .lock import InUse, lock_directory
 from .new_file import write_synced
 from .regular import open_regular
 
@@ -60,8 +60,8 @@ class Staging:
         self.place.mkdir()
         if isinstance(self.place, Path):
             try:
-                self._lock = lock_directory(self.place)
-            except InUse:
+                self._lock = _lock_directory(self.place)
+            except _InUse:
                 raise _in_use(destination) from None
 
     def publish(self) -> None:
@@ -110,6 +110,31 @@ class Staging:
             discard(self.place)
         if self._lock is not None:
             os.close(self._lock)
+
+
+class _InUse(Exception):
+    """A living process has locked a directory, or has just renamed it."""
+
+
+def _lock_directory(folder: Path) -> int | None:
+    """Lock a directory until the returned handle is closed; None where there are no such locks."""
+    with ExitStack() as stack:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, handle)
+        is_locked = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _InUse from None
+        except OSError:
+            is_locked = False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), folder.stat()):
+                if not is_locked:
+                    return None
+                stack.pop_all()
+                return handle
+    raise _InUse
 
 
 def _claim(destination: Remote) -> None:
@@ -281,8 +306,8 @@ def remove_abandoned(destination: Location) -> None:
     for entry in destination.parent.iterdir():
         match = STAGING.fullmatch(entry.name)
         if match and match["name"] == destination.name:
-            with suppress(InUse, FileNotFoundError):  # somebody writes there, or removes it as well
-                lock = lock_directory(entry)
+            with suppress(_InUse, FileNotFoundError):  # somebody writes there, or removes it as well
+                lock = _lock_directory(entry)
                 if lock is not None:
                     discard(entry)
                     os.close(lock)

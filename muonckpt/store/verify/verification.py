@@ -6,6 +6,7 @@ that is changed, copied or restored has other files, and no entry.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -23,8 +24,7 @@ from ...names.errors import RemovedError, SourceError, UnavailableError
 from ...names.version import VERSION
 from ...names.wording import fields_of, listed
 from ..io.location import Location, Remote, entries_of, is_folder, is_there, local_errors, map_each
-from ..io.lock import wait_for_lock
-from ..io.new_file import read_object, write_synced
+from ..io.new_file import write_synced
 from ..io.publish import MARK
 from ..io.regular import open_regular
 
@@ -192,7 +192,7 @@ def read_verifications(folder: Location) -> Mapping[str, Verification]:
         place = folder / RECORD
         try:
             objects = list(place.iterdir())
-            parts = map_each(place, read_object, objects)
+            parts = map_each(place, lambda entry: bytes(entry.ask(entry.fs.cat_file, entry.path)), objects)
         except FileNotFoundError:
             return {}
         return _valid_entries({entry.name: _parse(part) for entry, part in zip(objects, parts, strict=True)})
@@ -249,11 +249,23 @@ def record_verification(checkpoint: Location, verdict: str, sentence: str, has_l
     return ""
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a directory during the block, once no other process does; where there are no such locks do without."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _add_entry(folder: Location, name: str, entry: Verification) -> None:
     if isinstance(folder, Remote):
         (folder / RECORD / name).write(json.dumps(fields_of(entry)).encode())
         return
-    with wait_for_lock(folder):
+    with _locked(folder):
         # Checkpoints that are gone leave the record.
         entries = {key: value for key, value in read_verifications(folder).items() if is_there(folder / key)}
         entries[name] = entry

@@ -466,7 +466,7 @@ def _add_state(contents: _Contents, layout: BufferLayout, optimizers: Mapping[in
                     contents.tensors.append(whole_record((*root, slot), part.dtype, part.chunk))
             # Momenta that each rank holds whole, or the partitions' elements.
             elif slot == MOMENTUM and _is_whole(parts, layout, touched, optimizers):
-                _add_whole(contents, slot, touched, parts)
+                _add_whole(contents, touched, parts)
             else:
                 _check_sizes(_per_rank(parts, lambda part: part.chunk.box.numel), layout)
                 contents.add_parts(("optimizer", STATE), (slot,), layout, parts)
@@ -504,9 +504,9 @@ def _is_whole(
 
 
 def _add_whole(
-    contents: _Contents, slot: str, touched: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, PlainTensor]
+    contents: _Contents, touched: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, PlainTensor]
 ) -> None:
-    """Add parameters whose state each rank that has a part of them holds whole."""
+    """Add momenta that each rank with a part of them holds whole."""
     dtype = same_on_ranks("dtype", _per_rank(parts, lambda part: part.dtype))
     copies: dict[str, list[tuple[int, Chunk]]] = {}
     shapes: dict[str, Index] = {}
@@ -518,7 +518,7 @@ def _add_whole(
                 chunk = _chunk(Box.of(parameter.parameter.shape), parameter.start, parts[rank])
                 copies[parameter.name].append((rank, chunk))
     for name, places in copies.items():
-        path = ("optimizer", STATE, name, slot)
+        path = ("optimizer", STATE, name, MOMENTUM)
         chunks = [chunk for _, chunk in places[:1]]
         # One copy is read, and compared with the others when it is checked.
         if len(places) > 1 and (payload := chunks[0].payload):
