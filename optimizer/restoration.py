@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 
 from ..names.errors import warn_on_rank
 from ..names.resumption import (
-    IN_A_TRAINER,
     Globs,
     LoadReport,
     ParameterMatcher,
     ParameterState,
+    advise_on_state,
     as_tuples,
     describe_differences,
-    explain_differences,
     scheduler_misfit,
     with_flatten,
 )
@@ -36,11 +35,6 @@ RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", *sorted(S
 Misfit = Callable[[Tensor, Any], str | None]
 """Returns why a slot's tensor cannot be replaced by a loaded one, in words that follow the slot, or None."""
 
-
-_CURE = (
-    "muonckpt.load(..., {0}) from a checkpoint, or Muon.load_state_dict(..., {0}) if both optimizers were made of "
-    f"named parameters{IN_A_TRAINER}"
-)
 
 _BY_NUMBER = (
     "parameters without names of their own are matched by their numbers: build the groups of the saved run, or make "
@@ -114,10 +108,11 @@ def fit_state_dict(
     all_names = {*live, *saved}
     if differences:
         if _names_of(optimizer.param_groups) is None and _names_of(saved_groups) is None:
-            explanation = f"{describe_differences(differences, all_names)}. Here {_BY_NUMBER}"
+            step = f"Here {_BY_NUMBER}"
         else:
-            explanation = explain_differences(differences, all_names, _CURE)
-        raise ValueError(f"the state does not fit, training would go on wrongly. {explanation}")
+            step = advise_on_state(differences, all_names, "Muon.load_state_dict")
+        differing = describe_differences(differences, all_names)
+        raise ValueError(f"the state does not fit, training would go on wrongly: {differing}. {step}")
     if unmatched := globs.unmatched(all_names):
         raise ValueError(f"fresh={unmatched!r} match no parameter of the optimizer or of the state")
     if faults:

@@ -143,7 +143,7 @@ def fingerprints(state_dict: Mapping[str, Any], *, process_group: dist.ProcessGr
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
     """
     refuse_mixed_calls(process_group, "fingerprints")
-    return _attested(state_dict, lambda live: ({}, {}), "", process_group).fingerprints
+    return _attested(lambda: _live(state_dict), lambda live: ({}, {}), "", process_group).fingerprints
 
 
 def attest(
@@ -169,20 +169,23 @@ def attest(
     """
     refuse_mixed_calls(process_group, "attest")
     if isinstance(other, Fingerprints):
-        return _attested(
-            state_dict, lambda live: (live, other.tensors), " is not what the fingerprints say", process_group
-        )
+        unequal = " is not what the fingerprints say"
+        return _attested(lambda: _live(state_dict), lambda live: (live, other.tensors), unequal, process_group)
     place = location(other, SourceError)
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
         with open(place) as checkpoint:
             return live, {key: _recorded(checkpoint, key) for key in checkpoint.tensors}
 
-    return _attested(state_dict, recorded, f" is not that of {place}", process_group)
+    return _attested(lambda: _live(state_dict), recorded, f" is not that of {place}", process_group)
+
+
+def _live(state_dict: Mapping[str, Any]) -> LiveState:
+    return LiveState.of(state_dict, "to attest")
 
 
 def attest_loaded(
-    state_dict: Mapping[str, Any],
+    live: LiveState,
     checkpoint: OpenCheckpoint,
     sources: Mapping[str, str],
     process_group: dist.ProcessGroup | None,
@@ -205,18 +208,17 @@ def attest_loaded(
                     loaded[key] = live[key]
         return loaded, expected
 
-    return _attested(
-        state_dict, recorded, f" is not that of {checkpoint.path}, from which it was loaded", process_group
-    )
+    unequal = f" is not that of {checkpoint.path}, from which it was loaded"
+    return _attested(lambda: live, recorded, unequal, process_group)
 
 
 def _attested(
-    state_dict: Mapping[str, Any], compared: Compared, unequal: str, process_group: dist.ProcessGroup | None
+    take_live: Callable[[], LiveState], compared: Compared, unequal: str, process_group: dist.ProcessGroup | None
 ) -> Attestation:
     """Compare what ranks hold with each other and with what they should; ``unequal`` begins the error."""
 
     def shares() -> SharesOfRank:
-        live = LiveState.of(state_dict, "to attest")
+        live = take_live()
         for key, value in live.flat.items():
             if isinstance(value, Tensor):
                 refuse_unwritable(key, value)

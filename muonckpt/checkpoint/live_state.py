@@ -190,6 +190,7 @@ class LiveState:
         state_dict: the user's; ``nested`` has the state of its objects in their place.
         flat, paths: by key.
         optimizers: those whose parameters have names.
+        rows: of some tensors, how many of the first rows this is about, by key.
     """
 
     state_dict: Mapping[str, Any]
@@ -197,6 +198,7 @@ class LiveState:
     flat: Mapping[str, Any]
     paths: Mapping[str, KeyPath] = field(repr=False)
     optimizers: tuple[NamedOptimizer, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], purpose: str) -> LiveState:
@@ -242,7 +244,7 @@ class LiveState:
                 if isinstance(value, Tensor):
                     if value.is_meta:
                         raise LayoutError("it is on the meta device and has no elements: materialise it")
-                    parts[key] = parts_of(value)
+                    parts[key] = _parts_within(parts_of(value), 0, self.rows.get(key))
         except MuonckptError:
             with about(f"tensor {key!r}"):
                 raise
@@ -265,6 +267,8 @@ class LiveState:
             local_boxes = tuple([(lo, part.shape, part.dtype) for lo, part in parts.items()])
             # Tensors share annotations and mostly layouts, which are known by their identity.
             layout, shape = placement_json(value), whole_shape(value)
+            if key in self.rows:
+                layout, shape = None, (self.rows[key], *shape[1:])
             number = kinds.setdefault((value.dtype, shape, local_boxes, id(note), id(layout)), len(kinds))
             # A kind that is new: its boxes are checked once for all tensors that have them.
             if number == len(distinct):
@@ -333,6 +337,18 @@ class LiveState:
             for part in self.parts.get(key, {}).values():
                 part.zero_()
 
+    def cut_to(self, rows: Mapping[str, int]) -> LiveState:
+        """Return the same with the first rows alone of some tensors."""
+        return replace(self, rows=rows) if rows else self
+
+    @torch.no_grad()
+    def zero_new_rows(self) -> None:
+        """Set the state that is in no row of this to zeros; weights stay as they are."""
+        for key, rows in self.rows.items():
+            if self.paths[key] in self.slots:
+                for part in _parts_within(parts_of(self.flat[key]), rows, None).values():
+                    part.zero_()
+
     @torch.no_grad()
     def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:
         """Set values by key, and added ones by path, in the state dict that was given; its objects load them."""
@@ -357,6 +373,19 @@ class LiveState:
                 value.load_state_dict(_copy_containers(self.nested[key]))  # some take parts out, as CyclicLR
             elif isinstance(self.state_dict, dict):
                 self.state_dict[key] = self.nested[key]
+
+
+def _parts_within(parts: Parts, start: int, stop: int | None) -> Parts:
+    """Return what parts of a tensor have in these rows, as views."""
+    if start == 0 and stop is None:
+        return parts
+    within = {}
+    for lo, part in parts.items():
+        first = max(start, lo[0])
+        last = lo[0] + part.shape[0] if stop is None else min(stop, lo[0] + part.shape[0])
+        if first < last:
+            within[first, *lo[1:]] = part.narrow(0, first - lo[0], last - first)
+    return within
 
 
 def _copy_containers(value: Any) -> Any:

@@ -27,17 +27,8 @@ from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..names.keys import key_of
-from ..names.resumption import (
-    CAST_ADVICE,
-    IN_A_TRAINER,
-    LOAD_LINES,
-    NAMES_OF_GROUPS,
-    Globs,
-    LoadReport,
-    LoadTraffic,
-)
-from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
-from ..programs.detection import detect, with_slots
+from ..names.resumption import LOAD_LINES, NAMES_OF_GROUPS, Choices, LoadReport, LoadTraffic
+from ..names.vocabulary import HISTORY_OPTIONS
 from ..record.columns import UNKNOWN
 from ..record.record import Extent, Manifest, StateRecord
 from ..store.io.limits import gc_paused
@@ -57,12 +48,12 @@ from .all_ranks import (
     wire_device,
 )
 from .attestation import TensorPrint, attest_loaded
-from .bits import dtype_name
 from .chunk_reader import ChunkReader, PartialSum, ReadMemory, RoundElements, judge_sums, whole_chunks
 from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
-from .matching import RankRequest, judge, match, selection
+from .matching import RankRequest, judge, match
 from .optimizer_matching import dropped_by_torch
 from .reading_plan import JointRequest, ReadingPlan, ReadingRound
+from .refusal import LOAD, Refusal
 from .resume_proof import LoadedState
 from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
@@ -135,15 +126,20 @@ class _Checked:
 
 @dataclass(eq=False)
 class JointLoad:
-    """One load, with the arguments of `load`."""
+    """One load, with the arguments of `load`.
+
+    Attributes:
+        choices: the arguments of `Choices`, which are checked where an error reaches all ranks.
+        call: what the user has called, for errors.
+    """
 
     state_dict: dict[str, Any]
     path: str | os.PathLike[str]
-    allow_extra: bool | Iterable[str]
-    fresh: Iterable[str]
-    attest: bool
-    check: WhenChecked | None
-    group: dist.ProcessGroup | None
+    choices: Mapping[str, Any]
+    call: str = LOAD
+    attest: bool = False
+    check: WhenChecked | None = None
+    group: dist.ProcessGroup | None = None
     memory: int | None = None
 
     def __post_init__(self) -> None:
@@ -162,23 +158,26 @@ class JointLoad:
         """Keys of tensors of the checkpoint by those that all ranks know them under; on the coordinator alone."""
         self._unloaded_keys: Sequence[str] = ()
         """Keys of the checkpoint that ``allow_extra`` leaves there; on the coordinator alone."""
+        self._initialised_keys: Sequence[str] = ()
+        self._grown_keys: Sequence[str] = ()
+        """Keys of weights that the checkpoint lacks, and of tensors of which it lacks rows; likewise."""
 
     def _check_arguments(self) -> None:
         refuse_no_state_dict(self.state_dict, "to load into")
-        _ = self._place, self._selection
+        _ = self._place, self._choices
 
     @cached_property
     def _place(self) -> Location:
         return location(self.path, SourceError)
 
     @cached_property
-    def _selection(self) -> tuple[Globs, Globs]:
+    def _choices(self) -> Choices:
         """The checked arguments; made once, as globs may come from an iterator."""
         if self.check not in (None, "before", "while"):
             raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
         if self.memory is not None and (type(self.memory) is not int or self.memory < 1):
             raise ArgumentError(f"memory is a number of bytes, at least 1, or None; got {self.memory!r}")
-        return selection(self.allow_extra, self.fresh)
+        return Choices.of(**self.choices)
 
     def run(self) -> LoadReport:
         """Load in place, or fail on all ranks with one error; tell of doubts."""
@@ -221,14 +220,14 @@ class JointLoad:
             bytes_read = decide_on_first(self.group, SourceError, lambda: self._finish(inbox, failure), self._judge)
         if self.attest:
             with unusable():
-                attest_loaded(self.state_dict, self._checkpoint, self._sources, self.group)
+                attest_loaded(self._live, self._checkpoint, self._sources, self.group)
         self._checkpoint.close()
         return replace(agreement.report, traffic=LoadTraffic(bytes_read, self._plan.bytes_sent, self._passes))
 
     def rehearse(self, checkpoint: OpenCheckpoint) -> tuple[Matching, LoadReport, str]:
         """Match as a load does, on this rank alone, and return the error that a load would raise, or ""."""
         question = self._ask(checkpoint, "")
-        matching, report = judge([question.request], self._stored, self._selection[0])
+        matching, report = judge([question.request], self._stored, self._choices)
         return matching, report, "" if matching.fits else self._refusal(matching)
 
     @property
@@ -239,11 +238,13 @@ class JointLoad:
         prints = {
             key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint)
             for key, tensor in stored.items()
-            if tensor.fingerprint is not None
+            if tensor.fingerprint is not None and key not in self._grown_keys
         }
         loaded_keys = [*self._matching.sources, *map(key_of, self._matching.added)]
         provenance = self._checkpoint.outline.provenance
-        return LoadedState.of(self._live, loaded_keys, prints, provenance, self._unloaded_keys)
+        return LoadedState.of(
+            self._live, loaded_keys, prints, provenance, self._unloaded_keys, self._initialised_keys, self._grown_keys
+        )
 
     def _open_once(self) -> Callable[[], tuple[OpenCheckpoint, str]]:
         """Open the checkpoint on the first rank, and send it to the others where they can use it.
@@ -284,7 +285,7 @@ class JointLoad:
     def _ask(self, checkpoint: OpenCheckpoint, outline_digest: str) -> _Question:
         """Match this rank's state dict with the checkpoint."""
         self._check_arguments()
-        extra, globs = self._selection
+        choices = self._choices
         live = self._live = LiveState.of(self.state_dict, "to load into")
         columns = checkpoint.outline.columns
         self._checkpoint, self._whole_chunks = checkpoint, whole_chunks(checkpoint, columns)
@@ -296,16 +297,16 @@ class JointLoad:
                 tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
                 proved.add(geometry)
         self._stored = Stored.of(checkpoint, place_in(self.group))
-        template = LoadTemplate.of(live, extra.matches_all)
-        matching = self._matching = match(template, self._stored, globs)
+        template = LoadTemplate.of(live, choices.allow_extra.matches_all)
+        matching = self._matching = match(template, self._stored, choices)
+        # From here on tensors that have grown are their first rows, as the checkpoint has them.
+        self._live = live = live.cut_to(matching.rows)
         asked = RankState((), (), ())
         if matching.fits:
             asked = live.described.boxes({*matching.sources, *matching.zeros})
             self._refuse_overwriting(tied_origins(live, matching.sources, matching.zeros))
-        arguments = {
-            "path": str(self._place), "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
-        }  # fmt: skip
-        request = RankRequest(matching, template.optimizers, globs)
+        arguments = {"path": str(self._place), **choices.as_arguments(), "attest": self.attest, "check": self.check}
+        request = RankRequest(matching, template.optimizers)
         memory = self.memory
         if memory is None:  # a part of what there is, shared with the other ranks of this machine
             memory = min(KEPT_BYTES, available_memory() // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -322,16 +323,18 @@ class JointLoad:
                     "tensors, chunks or files, or the same in another order. Put the same files there on all nodes; if "
                     "a plug-in reads it, let it list tensors in one order"
                 )
-        extra, _ = self._selection
-        matching, report = judge([question.request for question in ranks], self._stored, extra)
+        matching, report = judge([question.request for question in ranks], self._stored, self._choices)
         if not matching.fits:
             raise SourceError(self._refusal(matching))
         claimed = matching.covered_keys.union(*(question.request.matching.sources.values() for question in ranks))
         self._unloaded_keys = sorted(
             key
             for key, entry in self._stored.entries.items()
-            if key not in claimed and extra.match(key) and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
+            if key not in claimed
+            and self._choices.allow_extra.match(key)
+            and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
         )
+        self._initialised_keys, self._grown_keys = report.kept, sorted(matching.rows)
         self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
         asked = ((question.asked, question.placed) for question in ranks)
         prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)), self.attest)
@@ -486,6 +489,7 @@ class JointLoad:
             for key, item in zip(lengths, torch.split(raw_items.cpu(), [*lengths.values()]), strict=True):
                 self._raw_items[key] = item.numpy().tobytes()
         self._live.zero(self._matching.zeros)
+        self._live.zero_new_rows()
         raw = {key: self._raw_items.get(source) for key, source in self._matching.sources.items()}
         values = {
             key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None
@@ -494,49 +498,7 @@ class JointLoad:
         return _Checked(self._reader.sums, self._reader.bytes_read)
 
     def _refusal(self, matching: Matching) -> str:
-        begin, cure = f"{self._place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
-        translated = self._translation()
-        other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
-        if not other_keys or not translated:
-            return f"{begin}: {matching.misfit(cure, cast=self._cast(matching))}"
-        return f"{begin}: {matching.misfit(cure, translated)}{'' if matching.differences else f'. {translated}'}"
-
-    def _translation(self) -> str:
-        """Return how state of another program becomes that of our optimizer; empty where that is not what it needs."""
-        place, manifest, program = self._place, self._checkpoint.outline, ""
-        if self._stored.translated or not has_our_options(self._live.flat):
-            return ""
-        try:
-            detect(manifest)
-        except SourceError:
-            program = " --from PROGRAM"
-        if not any(tensor.slot is not None for tensor in with_slots(manifest).tensors):
-            return ""  # weights alone
-        return (
-            "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
-            f"convert {place} NEW --to muonckpt{program} (muonckpt inspect {place} says whose keys these are)"
-        )
-
-    def _cast(self, matching: Matching) -> str:
-        """Return how state of another dtype is loaded: with weights that fit, it alone has to be cast."""
-        entries, live = self._stored.entries, self._live
-        prefixes = tuple(optimizer.state for optimizer in live.optimizers)
-        tensors = {key: dtype_name(value.dtype) for key, value in live.flat.items() if isinstance(value, Tensor)}
-        has_weights = any(not key.startswith(prefixes) for key in tensors.keys() & matching.sources.keys())
-        state = {key: entry for key, entry in entries.items() if key in tensors and key.startswith(prefixes)}
-        dtypes = {tensors[key] for key, entry in state.items() if getattr(entry, "dtype", tensors[key]) != tensors[key]}
-        if not has_weights or len(dtypes) != 1 or not dtypes <= {*_STATE_DTYPES}:
-            return CAST_ADVICE
-        [dtype] = dtypes
-        line = f"muonckpt convert {self._place} NEW --state-dtype {dtype}"
-        return f"The weights fit, and state alone is cast: {line} ({_STATE_DTYPES[dtype]})"
-
-
-_STATE_DTYPES = {
-    "float32": "exactly, as float32 has all values of bfloat16",
-    "bfloat16": "rounded; to keep all bits, leave momentum_dtype= and state_dtype= out of groups with float32 weights",
-}
-"""The effect of writing state in these dtypes, as ``--state-dtype`` does."""
+        return str(Refusal(matching, self._stored, self._live, self._checkpoint, self.call))
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -615,6 +577,8 @@ def load(
     *,
     allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
+    grow: Iterable[str] = (),
+    ungrouped: Iterable[str] = (),
     attest: bool = False,
     check: WhenChecked | None = None,
     memory: int | None = None,
@@ -637,6 +601,11 @@ def load(
             every rank.  The state of these parameters becomes zeros, the number of their steps too; their options are
             those of their group.  A weight of such a name, which is the last part of its path, is loaded where both
             sides have it and keeps its values where the checkpoint has none.  What only the checkpoint has is dropped.
+        grow: globs of names, such as ``["embed.weight", "lm_head.weight"]``, of parameters that have more rows, which
+            is their first dim, than the checkpoint, as after a vocabulary has grown.  The saved rows and their state
+            are loaded; the new ones keep their values, and their state becomes zeros.
+        ungrouped: globs of names of parameters that are in no parameter group of the checkpoint, as where stock DCP
+            has kept the groups of one pipeline stage.  Their state is loaded; their options are those of their group.
         attest: at the end compare fingerprints of the tensors in memory with those of the checkpoint
             (docs/guide/live_state.md).
         check: ``"before"``: no rank touches a tensor unless what all of them load is whole.  ``"while"``: each chunk is
@@ -657,18 +626,24 @@ def load(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
-    return JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group, memory).run()
+    choices = {"allow_extra": allow_extra, "fresh": fresh, "grow": grow, "ungrouped": ungrouped}
+    return JointLoad(state_dict, path, choices, LOAD, attest, check, process_group, memory).run()
 
 
-def load_to_prove(
+def load_for(
+    call: str,
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
+    choices: Mapping[str, Any],
     *,
-    allow_extra: bool | Iterable[str],
-    fresh: Iterable[str],
-    attest: bool,
-    process_group: dist.ProcessGroup | None,
+    attest: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> tuple[LoadReport, LoadedState]:
-    """Load as `load` does, and return besides what a proof of the resume is compared with."""
-    joint = JointLoad(state_dict, path, allow_extra, fresh, attest, None, process_group)
+    """Load as `load` does, for another call of the user, and return besides what a proof is compared with.
+
+    Args:
+        call: its name, for errors.
+        choices: arguments of `Choices`.
+    """
+    joint = JointLoad(state_dict, path, choices, call, attest, None, process_group)
     return joint.run(), joint.loaded_state

@@ -5,76 +5,73 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from glob import escape
 from itertools import chain, repeat
-from typing import Any
 
 import torch
 
-from ..names.errors import ArgumentError
 from ..names.keys import PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of
 from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
+    Choices,
     Globs,
     LoadReport,
-    describe_wrappers,
     match_subtrees,
 )
 from ..names.vocabulary import BY_RANK, KeyPath
 from ..names.wording import listed
 from ..record.record import StateRecord
+from .bits import dtype_name
 from .optimizer_matching import CODE_OPTIONS, match_optimizer
-from .template import LoadTemplate, Matching, OptimizerParameter, Stored
-
-
-def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Globs, Globs]:
-    """Return what a user has given as ``allow_extra=`` and ``fresh=``.
-
-    Raises:
-        ArgumentError: one of them is something else.
-    """
-    try:
-        return Globs.of_extra(allow_extra), Globs.of(fresh)
-    except TypeError as error:
-        raise ArgumentError(str(error)) from error
-
+from .template import LoadTemplate, Matching, MissingTensor, OptimizerParameter, Stored
 
 # --- One rank ---------------------------------------------------------------------------------------------------------
 
 
-def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
+def match(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
     """Decide what a rank's template takes from a checkpoint."""
     # What is wrong as a whole is told alone: each key by itself would be missing or extra.
     if faults := [*_find_other_forms(template, stored)] or _find_moved_subtrees(template, stored):
         return Matching(covered_keys=frozenset(stored.entries), faults=tuple(faults))
-    # Optimizers go by the names of parameters, everything else by its key.
-    for key in template.numbered if globs.patterns else ():
+    matching = _match_parts(template, stored, choices)
+    if matching.fits:
+        return matching
+    # What the cures depend on: the tensors that have no counterpart, and whether more rows are all that is new.
+    grown = _match_parts(template, stored, replace(choices, grow=Globs(("*",))))
+    growable = frozenset() if grown.misfits else frozenset(grown.grown.values()) - grown.differences.keys()
+    missing = {}
+    for key, value in template.values.items():
+        if isinstance(value, torch.Tensor) and key not in stored.entries:
+            name, note = template.live.slots.get(template.paths[key], (str(template.paths[key][-1]), None))
+            slot = note.slot or "" if note else ""
+            missing[key] = MissingTensor(name, slot, tuple(value.shape), dtype_name(value.dtype))
+    return replace(matching, missing_tensors=missing, growable=growable)
+
+
+def _match_parts(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
+    """Match optimizers by the names of their parameters, and everything else by its key."""
+    faults = []
+    for key in template.numbered if choices.fresh.patterns else ():
         faults.append(
-            f"the parameters of {key!r} have numbers, so fresh={list(globs.patterns)!r} cannot name them: save and "
-            "load get_optimizer_state_dict(model, optimizer), which has names"
+            f"the parameters of {key!r} have numbers, so fresh={list(choices.fresh.patterns)!r} cannot name them: save "
+            "and load get_optimizer_state_dict(model, optimizer), which has names"
         )
-    matchings = [match_optimizer(optimizer, template, stored, globs) for optimizer in template.optimizers]
-    return Matching.joined([Matching(faults=tuple(faults)), _match_by_key(template, stored, globs), *matchings])
+    matchings = [match_optimizer(optimizer, template, stored, choices) for optimizer in template.optimizers]
+    return Matching.joined([Matching(faults=tuple(faults)), _match_by_key(template, stored, choices), *matchings])
 
 
-_FORM_CODE = {
-    StateForm.NUMBERED: "optimizer",
-    StateForm.NESTED: "get_optimizer_state_dict(model, optimizer)",
+_FORMS = {
+    StateForm.NUMBERED: ("optimizer.state_dict(), by number", "optimizer"),
+    StateForm.NESTED: ("get_optimizer_state_dict, by name", "get_optimizer_state_dict(model, optimizer)"),
     StateForm.FLAT: (
-        "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))"
+        "a flattened get_optimizer_state_dict, by name",
+        "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))",
     ),
 }
-"""The code of the values that users save and load, by the form of these."""
-
-_FORM_PHRASES = {
-    StateForm.NUMBERED: "the optimizer itself, or optimizer.state_dict(), whose parameters have numbers",
-    StateForm.NESTED: f"{_FORM_CODE[StateForm.NESTED]}, whose parameters have names",
-    StateForm.FLAT: f"{_FORM_CODE[StateForm.FLAT]}, whose parameters have names",
-}
+"""What users save and load as an optimizer, in words and as code, by its form."""
 
 
 def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
@@ -85,14 +82,10 @@ def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
     for key, form in (*forms, *zip(template.numbered, repeat(StateForm.NUMBERED), strict=False)):
         saved_form = stored.form(key)
         if saved_form not in (None, form):
-            next_line = "which load then sets itself, without set_optimizer_state_dict"
-            if saved_form is not StateForm.NUMBERED:
-                next_line = f"and then set_optimizer_state_dict(model, optimizer, optim_state_dict=state_dict[{key!r}])"
+            saved, code = _FORMS[saved_form]
             yield (
-                f"{key!r} was saved from {_FORM_PHRASES[saved_form]}, and is to be loaded into {_FORM_PHRASES[form]}. "
-                "To keep all of "
-                f"its state, load it into what it was saved from. Write {key!r}: {_FORM_CODE[saved_form]} in the state "
-                f"dict, {next_line}"
+                f"{key!r} was saved from {saved}, and is to be loaded into {_FORMS[form][0]}. To keep all of its "
+                f"state, give what it was saved from, {key!r}: {code}"
             )
 
 
@@ -103,47 +96,29 @@ def _find_moved_subtrees(template: LoadTemplate, stored: Stored) -> list[str]:
     subtrees = match_subtrees(template_paths, stored_paths)
     if not subtrees:
         return []
-    # The parts that stand elsewhere, in words, and the code that gives them at the place of the checkpoint.
-    sentences, moved_paths, code_by_path = [], set[KeyPath](), dict[KeyPath, str]()
+    sentences, moved_paths = [], set[KeyPath]()
     for place, stored_place in subtrees:
         sentences.append(f"the checkpoint has at {_label(stored_place)} what the state dict has at {_label(place)}")
         moved_paths |= {path for path in template_paths if path[: len(place)] == place}
-        code_by_path[stored_place] = _code_of(place)
-    # The code gives all else where it is; what the checkpoint lacks as well is told.
-    for path in template.paths.values():
-        if path not in template_paths:
-            code_by_path[path[:1]] = _code_of(path[:1])
-    missing_roots = dict.fromkeys(repr(path[0]) for path in sorted(template_paths - moved_paths, key=str))
-    if missing_roots:
+    if missing_roots := dict.fromkeys(repr(path[0]) for path in sorted(template_paths - moved_paths, key=str)):
         sentences.append(f"it has no {', '.join(missing_roots)}")
-    return [f"{'; '.join(sentences)}. Write state_dict = {code_by_path.get(()) or _nested_code(code_by_path)}"]
+    return [f"{'; '.join(sentences)}. Give each in the state dict where the checkpoint has it"]
 
 
 def _label(path: KeyPath) -> str:
     return repr(key_of(path)) if path else "its top"
 
 
-def _code_of(path: KeyPath) -> str:
-    """Return the code of the part of the state dict at a path."""
-    return f"state_dict{''.join(f'[{part!r}]' for part in path)}"
-
-
-def _nested_code(values: Mapping[KeyPath, str]) -> str:
-    """Return the code of a nested state dict, from the code of values by their paths."""
-    parts: defaultdict[Any, dict[KeyPath, str]] = defaultdict(dict)
-    for (root, *path), code in values.items():
-        parts[root][tuple(path)] = code
-    return f"{{{', '.join(f'{root!r}: {part.get(()) or _nested_code(part)}' for root, part in parts.items())}}}"
-
-
-def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
+def _match_by_key(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
     """Match by their keys the values that are in no optimizer with names.
 
-    Weights that the checkpoint lacks keep their values if ``fresh=`` names them.
+    Weights that the checkpoint lacks keep their values if ``fresh=`` names them, and rows that it lacks if ``grow=``
+    does.
     """
     prefixes = _prefixes(template.optimizers)
-    sources, kept_weights = dict[str, str](), dict[str, str]()
-    missing_keys, faults, keys_of_other_ranks = list[str](), list[str](), list[str]()
+    sources, kept_weights, misfits = dict[str, str](), dict[str, str](), dict[str, str]()
+    grown, rows = dict[str, str](), dict[str, int]()
+    missing_keys, keys_of_other_ranks = list[str](), list[str]()
     # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.  Where ranks
     # saved values of their own under a key, this rank's is its origin; it is a fault if only other ranks have one.
     for key in sorted(key for key in template.values if not key.startswith(prefixes)):
@@ -153,10 +128,13 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
             if origin is None:
                 keys_of_other_ranks.append(key)
                 continue
-            sources[key] = origin
-            for fault in template.misfits(key, stored.entries[origin]):
-                faults.append(f"{key!r} {fault}")
-        elif isinstance(template.values[key], torch.Tensor) and globs.match(str(path[-1])):
+            sources[key], entry = origin, stored.entries[origin]
+            saved_rows = template.saved_rows(key, entry)
+            if saved_rows is not None and choices.grow.match(str(path[-1])) and not any(OptimizerKey.of_slot(path)):
+                grown[key], rows[key] = str(path[-1]), saved_rows
+            if faults := template.misfits(key, entry, key in grown):
+                misfits[key] = " and ".join(faults)
+        elif isinstance(template.values[key], torch.Tensor) and choices.fresh.match(str(path[-1])):
             kept_weights[key] = str(path[-1])
         elif not (PARAM_GROUPS in path[:-1] and path[-1] in CODE_OPTIONS):
             missing_keys.append(key)
@@ -164,8 +142,6 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
     if missing_keys:
         tied_keys = template.tied_keys(sources)
         missing_keys = [key for key in missing_keys if key not in tied_keys]
-    missing_faults = [*_describe_wrapped_names(missing_keys, template, stored)]
-    missing_faults += _describe_missing_keys(missing_keys, template, stored)
     # 3. Options that only the checkpoint has come into the groups whose other options are loaded.
     options = [key for key, entry in stored.entries.items() if entry.path[-1] in CODE_OPTIONS]
     added_keys, added_options = list[str](), {}
@@ -181,34 +157,23 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
     covered_keys.update(keys_of_other_ranks, added_keys)
     for key in keys_of_other_ranks:
         covered_keys |= {*stored.by_rank[key].values()}
-    faults += _describe_values_of_other_ranks(keys_of_other_ranks, template, stored)
     return Matching(
         sources,
         frozenset(covered_keys),
+        grown=grown,
+        rows=rows,
         loaded=frozenset(_numbered_parameters(template, sources)),
         kept_weights=kept_weights,
         added=added_options,
-        faults=(*missing_faults, *faults),
+        misfits=misfits,
+        missing_keys=tuple(missing_keys),
+        faults=tuple(_describe_values_of_other_ranks(keys_of_other_ranks, template, stored)),
     )
 
 
 def _prefixes(optimizers: Iterable[NamedOptimizer]) -> tuple[str, ...]:
     """Return the beginnings of all keys of these optimizers."""
     return tuple(chain.from_iterable((optimizer.state, optimizer.options) for optimizer in optimizers))
-
-
-def _describe_wrapped_names(missing_keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
-    """Yield the cure for each place at which a wrapper of the model changes all names in the same way."""
-    missing_names, extra_names = defaultdict[KeyPath, set[str]](set), defaultdict[KeyPath, set[str]](set)
-    for key in missing_keys:
-        path = template.paths[key]
-        missing_names[path[:-1]].add(str(path[-1]))
-    for key, entry in stored.entries.items() if missing_keys else ():
-        if key not in template.values:
-            extra_names[entry.path[:-1]].add(str(entry.path[-1]))
-    for parents, names in missing_names.items():
-        if fault := describe_wrappers(names, extra_names[parents]):
-            yield fault
 
 
 def _describe_values_of_other_ranks(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
@@ -226,17 +191,17 @@ def _describe_values_of_other_ranks(keys: Sequence[str], template: LoadTemplate,
         if path not in absent_paths:
             other_prefixes |= {path[:end] for end in range(1, len(path))}
     # The largest parts of the state dict that hold nothing else are left out.
-    lines, globs = dict[str, None](), dict[str, None]()
+    parts, globs = dict[str, None](), dict[str, None]()
     for path in sorted(absent_paths, key=str):
         end = 1
         while path[:end] in other_prefixes:
             end += 1
-        lines[f"del {_code_of(path[:end])}"] = None
+        parts[repr(key_of(path[:end]))] = None
         globs[escape(key_of(path[:end])) + ".*" * (path[:end] not in absent_paths)] = None
     yield (
         f"{listed(map(repr, keys), 1)} differ from rank to rank: {saved_ranks} ranks saved a "
-        f"value each, and {stored.place[1]} load, some without one. To go on without: {'; '.join(lines)}, with "
-        f"allow_extra={[*globs, f'{BY_RANK}.*']!r}; muonckpt.open(...).items has all values"
+        f"value each, and {stored.place[1]} load, some without one. To go on without, leave {', '.join(parts)} out of "
+        f"the state dict, with allow_extra={[*globs, f'{BY_RANK}.*']!r}; muonckpt.open(...).items has all values"
     )
 
 
@@ -248,27 +213,6 @@ def _numbered_parameters(template: LoadTemplate, keys: Iterable[str]) -> Iterato
                 yield optimizer, f"{optimizer}#{reading.name}"
 
 
-def _describe_missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
-    """Yield what only the state dict has; what holds no tensors, and the checkpoint has nothing of, as one."""
-    if not keys:
-        return
-    shared_roots = {entry.path[0] for entry in stored.entries.values()}
-    for key, value in template.values.items():
-        if isinstance(value, torch.Tensor):
-            shared_roots.add(template.paths[key][0])
-    # Where neither side has tensors in common a part is no model or optimizer: it can be left out as one.
-    roots: defaultdict[Any, list[str]] = defaultdict(list)
-    for key in keys:
-        root = template.paths[key][0]
-        if root in shared_roots:
-            yield f"missing key {key!r}"
-        else:
-            roots[root].append(key)
-    for root, missing in roots.items():
-        advice = f"the checkpoint has nothing of it; to load the rest: state_dict.pop({root!r})"
-        yield f"missing key {listed(map(repr, missing), 1)} ({advice})"
-
-
 # --- All ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -278,23 +222,14 @@ class RankRequest:
 
     matching: Matching
     optimizers: tuple[NamedOptimizer, ...]
-    globs: Globs
 
 
-def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tuple[Matching, LoadReport]:
-    """Decide what all ranks together take, with all that does not fit.
-
-    Args:
-        extra: what the checkpoint may hold besides what the templates ask for.
-    """
+def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> tuple[Matching, LoadReport]:
+    """Decide what all ranks together take, with all that does not fit."""
     # 1. What one rank leaves another may take, so only what all of them leave is left.
-    globs, joint = requests[0].globs, Matching.joined([request.matching for request in requests])
+    extra, fresh, joint = choices.allow_extra, choices.fresh, Matching.joined([r.matching for r in requests])
     claimed_keys, optimizers = set(joint.covered_keys), dict[str, NamedOptimizer]()
     for request in requests:
-        if request.globs != globs:
-            patterns, other_patterns = list(globs.patterns), list(request.globs.patterns)
-            fault = f"ranks were given different fresh={patterns!r} and {other_patterns!r}"
-            return Matching(faults=(fault,)), LoadReport()
         claimed_keys.update(request.matching.sources.values())
         for optimizer in request.optimizers:
             optimizers[optimizer.key] = optimizer
@@ -306,7 +241,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
         unclaimed_state = optimizer.state_of_names(unclaimed_keys, parameter_names | stored.names(optimizer))
         for name, keys in unclaimed_state.items():
             explained_keys.update(keys.values())
-            if name not in parameter_names and globs.match(name):
+            if name not in parameter_names and fresh.match(name):
                 dropped_names.add(name)
             elif name not in parameter_names and not all(map(extra.match, keys.values())):
                 differences[name] = GONE
@@ -318,12 +253,12 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
         name = str(entry.path[-1])
         if key in explained_keys:
             continue
-        if isinstance(entry, StateRecord) and entry.slot is None and globs.match(name):
+        if isinstance(entry, StateRecord) and entry.slot is None and fresh.match(name):
             dropped_weights[key] = name
         elif not extra.match(key):
             extra_keys.append(key)
-    faults = _describe_extra_keys(extra_keys, joint.sources)
     # 4. A glob that no rank had a use for is a mistake.
+    faults = []
     matched_names = (
         *joint.names,
         *dropped_names,
@@ -331,39 +266,29 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
         *joint.kept_weights.values(),
         *dropped_weights.values(),
     )
-    for pattern in globs.unmatched(matched_names):
+    for pattern in fresh.unmatched(matched_names):
         faults.append(f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has")
+    grown_names = {*joint.grown.values()}
+    for pattern in choices.grow.unmatched(grown_names):
+        faults.append(f"grow={pattern!r} matches no tensor that has the shape of the saved one but for more rows")
+    for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped):
+        faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
     report = LoadReport(
         _sorted_names(joint.loaded),
         _sorted_names(joint.fresh),
         tuple(sorted(joint.discarded)),
         tuple(sorted({*dropped_names, *dropped_weights})),
         tuple(sorted(joint.kept_weights)),
+        tuple(sorted(grown_names)),
         joint.own_options,
     )
-    prefixes = _prefixes(optimizers.values())
-    extra_state = tuple(key for key in extra_keys if key.startswith(prefixes))
-    misfit = Matching(differences=differences, extra_state=extra_state, faults=tuple(faults))
+    misfit = Matching(differences=differences, extra_keys=tuple(extra_keys), faults=tuple(faults))
     return Matching.joined([joint, misfit]), report
 
 
 def _sorted_names(parameters: Iterable[OptimizerParameter]) -> tuple[str, ...]:
     """Return the names of parameters, whichever optimizers have them."""
     return tuple(sorted({name for _, name in parameters}))
-
-
-def _describe_extra_keys(keys: Sequence[str], template: Iterable[str]) -> list[str]:
-    """Return what only the checkpoint has, by roots where these are its own, and how to leave it."""
-    template_roots = {key.partition(".")[0] for key in template}
-    keys_by_glob: defaultdict[str, list[str]] = defaultdict(list)
-    for key in keys:
-        root, dot, _ = key.partition(".")
-        keys_by_glob[escape(key) if root in template_roots or not dot else f"{escape(root)}.*"].append(key)
-    faults = [f"extra key {listed(map(repr, members), 1)}" for members in keys_by_glob.values()]
-    if faults:
-        globs = list(keys_by_glob)[:12]
-        faults[0] += f" (to load them, give them in the state dict; allow_extra={globs!r} loses them)"
-    return faults
 
 
 def _superfluous_options(

@@ -14,8 +14,7 @@ import torch
 from ..names.keys import NamedOptimizer
 from ..names.resumption import (
     NAMES_OF_GROUPS,
-    UNGROUPED,
-    Globs,
+    Choices,
     LoadReport,
     ParameterMatcher,
     ParameterState,
@@ -24,6 +23,7 @@ from ..names.resumption import (
     scheduler_misfit,
 )
 from ..names.vocabulary import FLATTEN, FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
+from ..names.wording import listed
 from .template import LoadTemplate, Matching, OptimizerParameter, Stored
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
@@ -52,8 +52,9 @@ class _OptimizerMatch:
     options: Mapping[str, _Keys]
     saved_options: Mapping[str, _Keys]
 
-    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
-        self.optimizer, self.template, self.stored = optimizer, template, stored
+    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
+        self.optimizer, self.template, self.stored, self.choices = optimizer, template, stored, choices
+        self._growing_keys = set[str]()
 
     def saved_groups_of(self, name: str) -> Sequence[int] | None:
         """Return the numbers of a parameter's groups in the checkpoint; None if options are by parameter."""
@@ -67,7 +68,7 @@ class _OptimizerMatch:
         """Decide which options are taken, after the state; ``origins`` has the saved group of each group."""
         raise NotImplementedError
 
-    def match(self, globs: Globs) -> Matching:
+    def match(self) -> Matching:
         """Decide what the optimizer takes: the state of each parameter by its name, then options by groups."""
         # Fitting state is loaded, other state begins anew or is refused.
         live_states, saved_states = self._states()
@@ -75,23 +76,32 @@ class _OptimizerMatch:
         matcher = ParameterMatcher(
             live_states, saved_states, groups, cache(self.group_options), self._slot_fault, self._is_zeroed, partial
         )
-        report, differences, faults, origins = matcher.match(globs)
+        report, differences, faults, origins = matcher.match(self.choices.fresh, self.choices.ungrouped)
         # Its outcome by keys, and by parameters of this optimizer, as others may have some of equal names.
-        loaded_keys, fresh_keys = list[str](), list[str]()
+        loaded_keys, fresh_keys, unknown_rows = list[str](), list[str](), list[str]()
+        grown, rows = dict[str, str](), dict[str, int]()
         for name in report.loaded:
-            loaded_keys += live_states[name].slots.values()
+            for slot, key in live_states[name].slots.items():
+                loaded_keys.append(key)
+                if (saved_rows := self.template.saved_rows(key, self.stored.entries[key])) is not None:
+                    grown[key], rows[key] = name, saved_rows
+                    if not self._is_zeroed(live_states[name], slot):
+                        unknown_rows.append(f"{name!r} cannot grow: it is not known how new rows of its {slot} begin")
         for name in report.fresh:
             fresh_keys += live_states[name].slots.values()
         loaded, fresh, parameters = map(self._parameters, (report.loaded, report.fresh, live_states))
         state = Matching(
             dict(zip(loaded_keys, loaded_keys, strict=True)),
             zeros=tuple(fresh_keys),
+            grown=grown,
+            rows=rows,
             loaded=loaded,
             fresh=fresh,
             discarded=frozenset(report.discarded),
+            ungrouped=self._parameters(name for name in report.loaded if _is_homeless(saved_states[name])),
             parameters=parameters,
-            differences={name: self._with_cure(reason) for name, reason in differences.items()},
-            faults=faults,
+            differences=differences,
+            faults=(*faults, *unknown_rows),
         )
         return Matching.joined([state, self.match_options(report, origins)])
 
@@ -108,6 +118,8 @@ class _OptimizerMatch:
             slots, saved_slots = keys.get(name, _NONE), saved_keys.get(name, _NONE)
             if saved_slots and not slots:  # as if only the checkpoint had it
                 continue
+            if self.choices.grow.match(name):
+                self._growing_keys.update(slots.values())
             option_keys, saved_option_keys = self.options.get(name, _NONE), self.saved_options.get(name, _NONE)
             group = id(option_keys)
             if group not in live_options:
@@ -122,7 +134,9 @@ class _OptimizerMatch:
         return live_states, saved_states
 
     def _slot_fault(self, key: str, saved_key: str) -> str | None:
-        return next(iter(self.template.misfits(key, self.stored.entries[saved_key])), None)
+        entry = self.stored.entries[saved_key]
+        grows = key in self._growing_keys and self.template.saved_rows(key, entry) is not None
+        return next(iter(self.template.misfits(key, entry, grows)), None)
 
     def _is_zeroed(self, state: ParameterState, slot: str) -> bool:
         is_tensor = isinstance(self.template.values[state.slots[slot]], torch.Tensor)
@@ -130,18 +144,6 @@ class _OptimizerMatch:
 
     def _parameters(self, names: Iterable[str]) -> frozenset[OptimizerParameter]:
         return frozenset(zip(repeat(self.optimizer.key), names, strict=False))
-
-    def _with_cure(self, reason: str) -> str:
-        """Return why a parameter differs, with what loads it where it is in no saved group."""
-        if reason != UNGROUPED:
-            return reason
-        place = "state_dict"
-        for part in self.optimizer.key.split("."):
-            place += f"[{part}]" if part.isdecimal() else f"[{part!r}]"
-        return (
-            f"{reason} (write {place} = {{'state': {place}['state']}}, with "
-            f"allow_extra=[{f'{self.optimizer.options}*'!r}], to load all state and keep the options of the code)"
-        )
 
     def take_options(self, keys: _Keys, saved_keys: _Keys, origin: str, owner: str) -> Matching:
         """Take options; those that only one side has stay as they are, or are added.
@@ -188,8 +190,8 @@ class _GroupedMatch(_OptimizerMatch):
         homes: the numbers of each parameter's groups in the checkpoint.
     """
 
-    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
-        super().__init__(optimizer, template, stored)
+    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
+        super().__init__(optimizer, template, stored, choices)
         self.groups = optimizer.options_of_groups(template.values)
         self.saved_groups = optimizer.options_of_groups(stored.entries)
         # Parameters are in the groups that list them, on both sides.
@@ -223,6 +225,11 @@ class _GroupedMatch(_OptimizerMatch):
         for number in superfluous_numbers.difference(origins):
             superfluous_keys += self.saved_groups[number].values()
         matchings = [Matching(covered_keys=frozenset(superfluous_keys)), self._scheduler_misfit(origins)]
+        homeless = {name for name in report.loaded if not self.saved_groups_of(name)}
+        for number, names in enumerate(self.optimizer.groups or ()):
+            if ungrouped := [name for name in names if name in homeless]:
+                text = f"all of {listed(ungrouped, 3)}, which has those of group {number} here"
+                matchings.append(Matching(own_options=(text,)))
         # A group of which all starts fresh keeps the options that it has, and each its name and its parameters.
         for number, keys in self.groups.items():
             origin = origins[number]
@@ -308,8 +315,8 @@ class _GroupedMatch(_OptimizerMatch):
 class _UngroupedMatch(_OptimizerMatch):
     """An optimizer in the flat form, whose parameters have options each."""
 
-    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
-        super().__init__(optimizer, template, stored)
+    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
+        super().__init__(optimizer, template, stored, choices)
         self.options = optimizer.options_of_names(template.values)
         self.saved_options = optimizer.options_of_names(stored.entries)
 
@@ -355,10 +362,15 @@ class _UngroupedMatch(_OptimizerMatch):
         return None
 
 
-def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
+def _is_homeless(saved: ParameterState) -> bool:
+    """Return whether a saved parameter is in no group, in a form that has groups."""
+    return saved.groups is not None and not saved.groups
+
+
+def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
     """Decide what an optimizer of the template takes from a checkpoint."""
     kind = _UngroupedMatch if optimizer.groups is None else _GroupedMatch
-    return kind(optimizer, template, stored).match(globs)
+    return kind(optimizer, template, stored, choices).match()
 
 
 def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ..algebra.box import Box
 from ..algebra.fingerprint import as_hex, combine
 from ..names.errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
 from ..names.keys import is_of_optimizer, optimizers_of, rank_key
-from ..names.resumption import Globs, LoadReport
+from ..names.resumption import Choices, LoadReport
 from ..names.vocabulary import KeyPath
 from ..names.wording import listed
 from ..record.record import Blob, Extent, StateRecord
@@ -45,8 +45,9 @@ from .live_state import (
     refuse_other_groups,
     with_joint_groups,
 )
-from .matching import RankRequest, judge, match, selection
+from .matching import RankRequest, judge, match
 from .reading_plan import AskedTensor, JointRequest
+from .refusal import REDISTRIBUTE, Refusal
 from .shared_memory import check_apart, differing_ties, tied_origins
 from .template import LoadTemplate, Stored
 from .transfer import Transfer, views
@@ -132,15 +133,15 @@ def redistribute(
     moves: list[Move]
     stages: list[Stage]
     transfer: Transfer
-    chosen: tuple[Globs, Globs]
+    chosen: Choices
 
     def offer() -> _Offer:
         nonlocal source, chosen
         if memory < 1:
             raise TargetError(f"expected memory of at least 1 byte, found {memory}")
-        chosen = selection(allow_extra, fresh)
+        chosen = Choices.of(allow_extra, fresh)
         source = LiveState.of(source_state_dict, "to redistribute from")
-        return _Offer.of(source, {"allow_extra": chosen[0].patterns, "attest": attest})
+        return _Offer.of(source, {**chosen.as_arguments(), "attest": attest})
 
     def ask() -> _Request:
         nonlocal source, target, offers, items, stored
@@ -148,16 +149,15 @@ def redistribute(
         items, stored = _stored_of(ranks, offers, place_in(group))
         source = source.known_as(offers[place].state)
         target = LiveState.of(target_state_dict, "to redistribute into")
-        return _ask(source, target, stored, *chosen, memory)
+        return _ask(source, target, stored, chosen, memory)
 
     # 1. All ranks hear what each has, and match their targets with it.
     offers = gather_on_all(group, SourceError, offer)
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
     requests = gather_on_all(group, SourceError, ask)
-    matching, report = judge([request.rank for request in requests], stored, chosen[0])
+    matching, report = judge([request.rank for request in requests], stored, chosen)
     if not matching.fits:
-        cure = "muonckpt.redistribute(..., {})"
-        raise SourceError(f"the source does not fit the target: {matching.misfit(cure)}")
+        raise SourceError(str(Refusal(matching, stored, target, None, REDISTRIBUTE)))
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}
@@ -197,14 +197,14 @@ def redistribute(
     )
 
 
-def _ask(source: LiveState, target: LiveState, stored: Stored, extra: Globs, globs: Globs, memory: int) -> _Request:
+def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices, memory: int) -> _Request:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
-    template = LoadTemplate.of(target, extra.matches_all)
-    matching = match(template, stored, globs)
+    template = LoadTemplate.of(target, choices.allow_extra.matches_all)
+    matching = match(template, stored, choices)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
-    request = RankRequest(matching, template.optimizers, globs)
+    request = RankRequest(matching, template.optimizers)
     return _Request(request, target.described.boxes(keys), target.devices, memory, tied)
 
 

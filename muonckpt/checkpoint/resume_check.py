@@ -155,7 +155,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
         if live != saved and (live is not ABSENT or key in covered_keys or key not in template_keys):
             differences.setdefault(key, ResumeDifference(key, saved, live))
     # Tensors that were not loaded: they began anew, or are of no state that was restored.
-    new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys()
+    new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys() - {*loaded.initialised}
     for key in new_keys - template_keys:
         differences[key] = ResumeDifference(key, ABSENT, live_tensors.tensors[key])
     # Buffers that nothing saved: ranks hold the same, or they differ.
@@ -166,7 +166,10 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     unchecked = sorted(unchecked_parts)
     if names := sorted(live_buffers.tensors.keys() - differences.keys()):
         unchecked.append(f"{in_short(names)}, which no state dict has")
-    if new_items := sorted((new_keys & template_keys) | (unloaded_items - differences.keys())):
+    grown = new_keys & {*loaded.grown}
+    if grown:
+        unchecked.append(f"{in_short(sorted(grown))}, which have grown")
+    if new_items := sorted((new_keys & template_keys - grown) | (unloaded_items - differences.keys())):
         unchecked.append(f"{in_short(new_items)}, which began anew, or have no recorded fingerprint")
     if unrestored_names:
         unchecked.append(f"{in_short(sorted(unrestored_names))}, which the checkpoint does not have")
@@ -177,7 +180,14 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     equal_items = max(answer.equal_items for answer in answers)
     all_differences = tuple(map(differences.__getitem__, sorted(differences)))
     return ResumeProof(
-        step, len(equal_tensors), equal_items, all_differences, tuple(unchecked), loaded.world_size, len(ranks)
+        step,
+        len(equal_tensors),
+        equal_items,
+        all_differences,
+        tuple(unchecked),
+        loaded.world_size,
+        len(ranks),
+        loaded.initialised,
     )
 
 

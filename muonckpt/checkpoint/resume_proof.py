@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from math import copysign
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ..names.keys import PARAM_GROUPS, key_of
-from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, in_short
+from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, as_initialised, in_short
 from ..names.vocabulary import KeyPath
 from ..names.wording import counted, listed
 from .attestation import TensorPrint
@@ -49,6 +50,8 @@ class LoadedState:
             rank's count.
         world_size: how many processes wrote the checkpoint; None if that is not recorded.
         unloaded_keys: of the checkpoint, those that ``allow_extra`` left there; the first rank's count.
+        grown: keys of tensors that have more rows here, of which no fingerprint was taken; likewise.
+        initialised: keys of weights that ``fresh`` left as they were initialised.
         frozen: names of the model's parameters that did not require gradients; None if that is not recorded.
         origins: by key, the key that it had before `by_parameter`.
     """
@@ -59,6 +62,8 @@ class LoadedState:
     world_size: int | None
     unloaded_keys: tuple[str, ...]
     frozen: frozenset[str] | None
+    grown: tuple[str, ...] = ()
+    initialised: tuple[str, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -69,6 +74,8 @@ class LoadedState:
         prints: Mapping[str, TensorPrint],
         provenance: Mapping[str, Any],
         unloaded_keys: Sequence[str],
+        initialised: Sequence[str],
+        grown: Sequence[str],
     ) -> LoadedState:
         """Describe a load that has just put values into a template.
 
@@ -89,7 +96,8 @@ class LoadedState:
         world = provenance.get("world")
         is_original = isinstance(world, int) and not provenance.get("resharded")
         frozen = frozenset(provenance["frozen"]) if "frozen" in provenance else None
-        return cls(paths, items, prints, world if is_original else None, tuple(unloaded_keys), frozen)
+        world_size = world if is_original else None
+        return cls(paths, items, prints, world_size, tuple(unloaded_keys), frozen, tuple(grown), tuple(initialised))
 
     def by_parameter(self, by_name: bool) -> LoadedState:
         """Return the same with the keys of `ParameterKeys`."""
@@ -104,7 +112,8 @@ class LoadedState:
         for key, tensor_print in self.prints.items():
             others = [] if key.startswith(groups) else [key]
             prints |= dict.fromkeys(new_keys.get(key, others), tensor_print)
-        return replace(self, paths=keys.paths, items=items, prints=prints, origins=keys.origins)
+        grown = tuple(chain.from_iterable(new_keys.get(key, [key]) for key in self.grown))
+        return replace(self, paths=keys.paths, items=items, prints=prints, grown=grown, origins=keys.origins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +205,7 @@ class ResumeProof:
         differences: what is not, by key.
         unchecked: what was restored and not given to the check, and what cannot be compared, as it began anew.
         ranks_saved, ranks: how many processes wrote the checkpoint, None if that is not recorded, and how many run now.
+        initialised: keys of weights that were not loaded, as the checkpoint lacks them and ``fresh`` names them.
     """
 
     step: int
@@ -205,6 +215,7 @@ class ResumeProof:
     unchecked: tuple[str, ...] = ()
     ranks_saved: int | None = None
     ranks: int = 1
+    initialised: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -240,7 +251,8 @@ class ResumeProof:
         unchecked = f"; not checked: {', '.join(self.unchecked)}" if self.unchecked else ""
         equal = f"{counted(self.tensors, 'tensor')} and {counted(self.items, 'other value')} are as they were saved"
         ranks = "" if self.ranks_saved is None else f"saved on {counted(self.ranks_saved, 'rank')}, now {self.ranks}, "
-        resumed = f"resumed from step {self.step}, {ranks}"
+        initialised = f"{as_initialised(self.initialised)} ({in_short(self.initialised)}); " if self.initialised else ""
+        resumed = f"{initialised}resumed from step {self.step}, {ranks}"
         if self.equal and not self.tensors and self.unchecked:
             return f"{resumed}with nothing to prove: no tensor that runs now was loaded{unchecked}"
         if self.equal:
@@ -254,6 +266,7 @@ class ResumeProof:
             "items": self.items,
             "differences": [*self.lines],
             "unchecked": [*self.unchecked],
+            "initialised": [*self.initialised],
         }
 
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..algebra.box import Index
 from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
-from ..names.resumption import (
-    CAST_ADVICE,
-    KEEP_ADVICE,
-    NO_CAST,
-    as_tuples,
-    describe_differences,
-    explain_differences,
-    option_difference,
-)
+from ..names.resumption import as_tuples, option_difference
 from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
-from ..names.wording import listed
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
@@ -74,18 +66,31 @@ class LoadTemplate:
         memory = set(map(places, self.live.parts.keys() & keys))
         return {key for key in self.live.parts if places(key) in memory}
 
-    def misfits(self, key: str, entry: StateRecord | Blob) -> list[str]:
-        """Return why an entry cannot be loaded at a key, in words that follow the key."""
+    def saved_rows(self, key: str, entry: StateRecord | Blob) -> int | None:
+        """Return how many rows an entry has, if a tensor has its shape but for more rows."""
+        value = self.values[key]
+        if not isinstance(value, torch.Tensor) or not isinstance(entry, StateRecord) or not entry.shape:
+            return None
+        rows, *others = entry.shape
+        is_longer = value.ndim > 0 and tuple(value.shape[1:]) == tuple(others) and rows < value.shape[0]
+        return rows if is_longer else None
+
+    def misfits(self, key: str, entry: StateRecord | Blob, grows: bool = False) -> list[str]:
+        """Return why an entry cannot be loaded at a key, in words that follow the key.
+
+        Args:
+            grows: it has fewer rows, as is meant.
+        """
         # A tensor has a shape and dtype to compare; where one side has none, that is all there is to say.
         value, faults = self.values[key], list[str]()
         if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
             stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
             return [f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"]
         if isinstance(entry, StateRecord):
-            if entry.shape != value.shape:
+            if entry.shape != value.shape and not grows:
                 faults.append(f"has shape {entry.shape}, expected {tuple(value.shape)}")
             if entry.dtype != dtype_name(value.dtype):
-                faults.append(f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({NO_CAST})")
+                faults.append(f"is {entry.dtype}, expected {dtype_name(value.dtype)}")
             convention = self.live.convention(self.paths[key]) if entry.convention else None
             if convention and entry.convention != convention:
                 faults.append("is " + option_difference(CONVENTION, entry.convention, convention))
@@ -117,6 +122,10 @@ class Stored:
     @classmethod
     def of(cls, checkpoint: OpenCheckpoint, place: tuple[int, int]) -> Stored:
         return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read, place)
+
+    @property
+    def tensors(self) -> Iterator[StateRecord]:
+        return (entry for entry in self.entries.values() if isinstance(entry, StateRecord))
 
     def origin(self, key: str) -> str | None:
         """Return the key of the value that this rank takes of an item; None if only other ranks have one."""
@@ -172,6 +181,20 @@ class Stored:
         return set(chain.from_iterable(self.groups(optimizer)))
 
 
+class MissingTensor(NamedTuple):
+    """A tensor that a template asks for and a checkpoint lacks.
+
+    Attributes:
+        name: of a weight, or of the parameter whose state it is.
+        slot: of state; empty for a weight.
+    """
+
+    name: str
+    slot: str
+    shape: Index
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class Matching:
     """The outcome for one rank's template, or a part of it: what it takes from a checkpoint, and what does not fit.
@@ -180,34 +203,47 @@ class Matching:
         sources: keys of the checkpoint, by keys of the template.
         covered_keys: keys of the checkpoint that are not extra although no key of the template is read from them.
         zeros: keys of the template, of state that starts fresh.
+        grown: names of parameters that have more rows here, by key of the template.
+        rows: how many rows of these the checkpoint has, by key.
         loaded, fresh, discarded, own_options: as in a `LoadReport`.
+        ungrouped: parameters that were loaded and are in no group of the checkpoint.
         kept_weights: names of weights that keep their values, by key.
         parameters: all that optimizers have.
         added: options that only the checkpoint has and that the state dict gets, by path.
         differences: why the state of a parameter cannot be loaded, by name.
-        extra_state: keys that only the checkpoint has, of an optimizer that the template has.
-        faults: what else does not fit.
+        misfits: why what is in no optimizer cannot be loaded, by key.
+        missing_keys, extra_keys: keys of this kind that only the template has; and all that only the checkpoint has.
+        faults: what else does not fit, each with its cure.
+        missing_tensors: those of any kind, by key, if something does not fit.
+        growable: names of parameters that ``grow`` would load.
         doubts: what fits and is probably not meant.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
     covered_keys: frozenset[str] = frozenset()
     zeros: tuple[str, ...] = ()
+    grown: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
     loaded: frozenset[OptimizerParameter] = frozenset()
     fresh: frozenset[OptimizerParameter] = frozenset()
     discarded: frozenset[str] = frozenset()
+    ungrouped: frozenset[OptimizerParameter] = frozenset()
     kept_weights: Mapping[str, str] = field(default_factory=dict)
     parameters: frozenset[OptimizerParameter] = frozenset()
     own_options: tuple[str, ...] = ()
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
     differences: Mapping[str, str] = field(default_factory=dict)
-    extra_state: tuple[str, ...] = ()
+    misfits: Mapping[str, str] = field(default_factory=dict)
+    missing_keys: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    missing_tensors: Mapping[str, MissingTensor] = field(default_factory=dict)
+    growable: frozenset[str] = frozenset()
 
     @property
     def fits(self) -> bool:
-        return not self.differences and not self.faults
+        return not (self.differences or self.misfits or self.missing_keys or self.extra_keys or self.faults)
 
     @property
     def names(self) -> set[str]:
@@ -218,23 +254,6 @@ class Matching:
     def joined(cls, parts: Sequence[Matching]) -> Matching:
         """Join what several parts of a template, or several ranks, take."""
         return cls(*[_join([getattr(part, name) for part in parts]) for name in cls.__slots__])
-
-    def misfit(self, cure: str, keep_advice: str = KEEP_ADVICE, cast: str = CAST_ADVICE) -> str:
-        """Return all that does not fit, in one sentence.
-
-        Args:
-            cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-            keep_advice: what keeps the state of parameters that differ.
-            cast: how state of another dtype is loaded.
-        """
-        # Where dtypes are all that is wrong, one advice on casting is enough for all of them.
-        if self.faults and all(NO_CAST in fault for fault in (*self.faults, *self.differences.values())):
-            sentence = describe_differences(self.differences, self.names) if self.differences else ""
-            return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), sentence)))}. {CAST_ADVICE}"
-        differences = (
-            explain_differences(self.differences, self.names, cure, keep_advice, cast) if self.differences else ""
-        )
-        return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 
 
 def _join(values: Sequence[Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..checkpoint.async_saving import AsyncSave, async_save
-from ..checkpoint.loading import load
+from ..checkpoint.loading import load_for
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
 from ..names.errors import warn_on_rank
@@ -146,7 +146,8 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         if not stock:
             state[TRAINER] = b""
-        report = load(state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ())
+        choices = {"allow_extra": not self.optimizers, "fresh": self._fresh if self.optimizers else ()}
+        report, _ = load_for("MuonckptStrategy", state, path, choices)
         if self._fresh and self.is_global_zero:
             warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{report}")
         set_model_state_dict(self.model, state["state_dict"])

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from ..checkpoint.async_saving import async_save
-from ..checkpoint.loading import load
+from ..checkpoint.loading import load_for
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
 from ..optimizer import Muon
@@ -192,7 +192,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         everything = self.states.keys() - {MODEL} <= state_dict.keys()
-        report = load(state_dict, checkpoint_id, allow_extra=not everything, fresh=self._fresh)
+        choices = {"allow_extra": not everything, "fresh": self._fresh}
+        report, _ = load_for("MuonckptManager.Config", state_dict, checkpoint_id, choices)
         logger.info(str(report))
         self.states[MODEL].load_state_dict(state_dict)
 

@@ -194,7 +194,7 @@ def _as_load(
     opened: OpenCheckpoint, state_dict: dict[str, Any], allow_extra: bool | Iterable[str], fresh: Iterable[str]
 ) -> _Outcome:
     """Ask `load` itself, up to where it would begin to read."""
-    joint = JointLoad(state_dict, str(opened.path), allow_extra, fresh, False, None, None)
+    joint = JointLoad(state_dict, str(opened.path), {"allow_extra": allow_extra, "fresh": fresh})
     try:
         matching, report, refusal = joint.rehearse(opened)
     except UnavailableError:  # is no answer

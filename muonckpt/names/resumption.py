@@ -11,19 +11,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import chain
 from typing import Any, NamedTuple
 
+from .errors import ArgumentError
 from .vocabulary import ALGORITHM, CONVENTION, EIGHT_BIT_SLOTS, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
-from .wording import listed, unnumbered
+from .wording import counted, listed, unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """Keys of a parameter group that are not options: its parameters and its name."""
 
 NEW = "new, without state in the checkpoint"
 GONE = "only in the checkpoint"
-UNGROUPED = "in no parameter group of the checkpoint, so that nothing says their rates and decay"
-
+UNGROUPED = "in no parameter group of the checkpoint, which has their state without options"
+OTHER_CONVENTION = "of momentum convention"
+"""The beginning of the reason where momentum accumulates otherwise."""
 
 _MEANING = (ALGORITHM, CONVENTION)
 _FUSED_MEANING = (*_MEANING, *FUSION)
@@ -47,24 +48,13 @@ class Globs:
     patterns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, fresh: Iterable[str]) -> Globs:
-        """Read a user's ``fresh=``, the names of parameters that start fresh.
+    def of(cls, value: Iterable[str], argument: str = "fresh") -> Globs:
+        """Read the value of a user's argument.
 
         Raises:
-            TypeError: it is not a list of strings; a string is not one either.
+            ArgumentError: it is not a list of strings; a string is not one either.
         """
-        return cls(_patterns("fresh", fresh, "a list of globs"))
-
-    @classmethod
-    def of_extra(cls, allow_extra: bool | Iterable[str]) -> Globs:
-        """Read a user's ``allow_extra=``, the keys that a checkpoint may have besides those asked for.
-
-        Raises:
-            TypeError: it is neither a bool nor a list of strings.
-        """
-        if isinstance(allow_extra, bool):
-            return cls(("*",) if allow_extra else ())
-        return cls(_patterns("allow_extra", allow_extra, "True or a list of globs", "lr_scheduler.*"))
+        return cls(_patterns(argument, value, "a list of globs"))
 
     @property
     def matches_all(self) -> bool:
@@ -86,8 +76,44 @@ def _patterns(argument: str, value: Iterable[str], expected: str, example: str =
     patterns = (value,) if isinstance(value, str) else tuple(value)
     if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in patterns):
         example = example or str(patterns[0])
-        raise TypeError(f"{argument}={value!r}: expected {expected}, such as {argument}=[{example!r}]")
+        raise ArgumentError(f"{argument}={value!r}: expected {expected}, such as {argument}=[{example!r}]")
     return patterns
+
+
+NO_GLOBS = Globs()
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a user has said of parts that do not fit, as globs; `load` says what each argument does."""
+
+    allow_extra: Globs
+    fresh: Globs
+    grow: Globs
+    ungrouped: Globs
+
+    @classmethod
+    def of(
+        cls,
+        allow_extra: bool | Iterable[str] = False,
+        fresh: Iterable[str] = (),
+        grow: Iterable[str] = (),
+        ungrouped: Iterable[str] = (),
+    ) -> Choices:
+        """Read the arguments.
+
+        Raises:
+            ArgumentError: ``allow_extra`` is neither a bool nor a list of strings, or another one is no such list.
+        """
+        if isinstance(allow_extra, bool):
+            extra = Globs(("*",) if allow_extra else ())
+        else:
+            extra = Globs(_patterns("allow_extra", allow_extra, "True or a list of globs", "lr_scheduler.*"))
+        return cls(extra, Globs.of(fresh), Globs.of(grow, "grow"), Globs.of(ungrouped, "ungrouped"))
+
+    def as_arguments(self) -> dict[str, tuple[str, ...]]:
+        """Return the globs by argument."""
+        return {name: getattr(self, name).patterns for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +143,7 @@ class LoadReport:
         discarded: the fresh ones whose state in the checkpoint would have fitted.
         dropped: parameters and weights that only the checkpoint has; nothing takes them.
         kept: keys of weights that the checkpoint lacks; they keep the values that they had.
+        grown: names of parameters that have more rows here; the new ones keep their values, with state of zeros.
         own_options: options that the checkpoint lacks and that stay as the running optimizer has them, as text.
         traffic: the bytes that were read and sent; None if nothing was read.
     """
@@ -126,6 +153,7 @@ class LoadReport:
     discarded: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    grown: tuple[str, ...] = ()
     own_options: tuple[str, ...] = ()
     traffic: LoadTraffic | None = field(default=None, compare=False, kw_only=True)
 
@@ -133,18 +161,24 @@ class LoadReport:
         rows = {
             "state starts fresh": self.fresh,
             "of these, would have fitted": self.discarded,
+            "grown, new rows begin": self.grown,
             "dropped, only in the checkpoint": self.dropped,
-            "weights kept, not in the checkpoint": self.kept,
         }
-        # Only lists with something in them; globs may not match parameters of other lists.
+        # Weights that were not loaded come first, as they cost most.  Globs may not match parameters of other lists.
         parameters = {*self.loaded, *self.fresh}
-        lines = [f"state loaded: {len(self.loaded)}"]
+        lines = [f"{as_initialised(self.kept)}: {', '.join(in_globs(self.kept, ()))}"] if self.kept else []
+        lines.append(f"state loaded: {len(self.loaded)}")
         for title, names in rows.items():
             if names:
                 lines.append(f"{title}: {len(names)} ({', '.join(in_globs(names, parameters - {*names}))})")
         if self.own_options:
             lines.append(f"options of the running optimizer, not in the checkpoint: {'; '.join(self.own_options)}")
         return "\n".join(lines)
+
+
+def as_initialised(weights: Collection[str]) -> str:
+    """Return how many weights a resume has left as the program initialised them, in words."""
+    return f"{counted(len(weights), 'weight')} {'stays' if len(weights) == 1 else 'stay'} as initialised"
 
 
 def in_globs(names: Collection[str], other_names: Iterable[str]) -> list[str]:
@@ -171,69 +205,52 @@ def in_short(names: Sequence[str]) -> str:
     return f"{listed(globs, MAX_GLOBS)}{f' ({len(names)})' if len(names) > len(globs) else ''}"
 
 
-NO_CAST = "nothing is cast silently"
-CAST_ADVICE = (
-    "Write model.to(...) of the dtype of the checkpoint, load, and cast the model then: its state follows, and nothing "
-    "is lost"
-)
-"""How weights and state of another dtype are loaded."""
-
-KEEP_ADVICE = "Their state is kept where names, groups and rules are those of the saved run"
+_MAX_REASONS = 4
+"""Reasons for differences that a message lists."""
 
 
 def describe_differences(differences: Mapping[str, str], names: Collection[str]) -> str:
-    """Return a message that lists what differs, by reason and name; arguments as `explain_differences`."""
-    parts = []
-    for reason, members in _by_reason(differences).items():
-        parts.append(f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}")
-    parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
-    return f"{parameters}: {'; '.join(parts)}"
-
-
-def _by_reason(differences: Mapping[str, str]) -> defaultdict[str, list[str]]:
-    names_by_reason: defaultdict[str, list[str]] = defaultdict(list)
-    for name, reason in differences.items():
-        names_by_reason[reason].append(name)
-    return names_by_reason
-
-
-def explain_differences(
-    differences: Mapping[str, str],
-    names: Collection[str],
-    cure: str,
-    keep_advice: str = KEEP_ADVICE,
-    cast_advice: str = CAST_ADVICE,
-) -> str:
-    """Return a message that lists what differs, by reason and name, and says what to do.
+    """Return a phrase that lists what differs, by reason and name.
 
     Args:
         differences: the reason, by parameter.
         names: all parameters on both sides.
-        cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-        keep_advice: how parameters keep their state.
-        cast_advice: how state of another dtype is loaded.
     """
-    names_by_reason = _by_reason(differences)
-    wrappers = describe_wrappers(names_by_reason[NEW], names_by_reason[GONE])
-    message = describe_differences(differences, names) + (f". {wrappers}" if wrappers else "")
-    # State that only has another dtype is kept by a cast: nothing has to start fresh.
-    if all(NO_CAST in reason for reason in differences.values()):
-        return f"{message}. {cast_advice}"
-    if keep_advice == KEEP_ADVICE and {*differences.values()} == {NEW} and not wrappers:
-        keep_advice = "It has none to lose"
-    # Parameters whose algorithm has changed keep their state by a rule that restores it.
-    for family, kind in (("adamw", "other"), ("muon", "matrix")):
-        reason = option_difference(ALGORITHM, family, "muon" if family == "adamw" else "adamw")
-        if members := names_by_reason.get(reason):
-            rule = f"Rule({kind!r}, {tuple(in_globs(members, set(names) - {*members}))!r})"
-            keep_advice += f", as by rules=[[{rule}], RULES] where RULES are those given now"
-    if names_by_reason[NEW] and names_by_reason[GONE] and not wrappers:
-        keep_advice += (
-            "; if they were only renamed, muonckpt convert OLD NEW --to-format dcp --rules FILE gives them their new "
-            "names, with [[rule]] from = 'old.{a*}', to = 'new.{a*}' for each"
-        )
-    globs = in_globs(differences, set(names) - differences.keys())
-    return f"{message}. {keep_advice}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
+    names_by_reason: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in differences.items():
+        names_by_reason[reason].append(name)
+    phrases = []
+    for reason, members in names_by_reason.items():
+        phrases.append(f"{reason}: {listed(in_globs(members, set(names) - {*members}), MAX_GLOBS)}")
+    parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
+    return f"{parameters}: {listed(phrases, _MAX_REASONS, '; ')}"
+
+
+def advise_on_state(differences: Mapping[str, str], names: Collection[str], call: str) -> str:
+    """Return the next step where the state of parameters cannot be loaded, and their weights can.
+
+    Args:
+        differences, names: as in `describe_differences`.
+        call: what takes ``fresh``, such as ``"muonckpt.load"``.
+    """
+    reasons = {*differences.values()}
+    if {NEW, GONE} <= reasons:
+        new, gone = ([name for name in differences if differences[name] == reason] for reason in (NEW, GONE))
+        return two_lists(new, gone)
+    if all(OTHER_CONVENTION in reason for reason in reasons):
+        return "Convert it first: m_ema = (1 - momentum) * m_sum"
+    arguments = f"{call}(..., fresh={in_globs(differences, set(names) - differences.keys())!r})"
+    if reasons == {NEW}:
+        return f"They have no state to lose; to begin it: {arguments}"
+    if reasons == {GONE}:
+        return f"To leave them there: {arguments}"
+    return f"To keep their state, group them as in the saved run; to discard it: {arguments}"
+
+
+def two_lists(live_names: Sequence[str], saved_names: Sequence[str]) -> str:
+    """Return a sentence with names that one side alone has, where no rule leads from the ones to the others."""
+    lists = f"here {listed(live_names, 5)}; there {listed(saved_names, 5)}"
+    return f"If parameters were renamed, it cannot be told which is which: {lists}"
 
 
 STATE_LINE = "weights, state = get_state_dict(model, optimizer)"
@@ -241,47 +258,6 @@ STATE_DICT = "{'model': weights, 'optimizer': state}"
 SET_LINE = "set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)"
 LOAD_LINES = f"{STATE_LINE}, then muonckpt.load({STATE_DICT}, path), then {SET_LINE}"
 """Lines to write, for errors, with the names of torch.distributed.checkpoint.state_dict."""
-
-IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptManager.Config(...))"
-"""Where ``fresh`` is given to what loads without being asked by the user."""
-
-
-def describe_wrappers(live_names: Collection[str], saved_names: Collection[str]) -> str | None:
-    """Describe what wrappers have put into the names of one side, with the cure; None if that is not why they differ.
-
-    Args:
-        live_names, saved_names: names that only the program has, and only the checkpoint.
-    """
-    for longer, shorter, side in ((saved_names, live_names, "checkpoint"), (live_names, saved_names, "program")):
-        if insertion := _find_insertion({*longer}, {*shorter}):
-            # The rule that renames the saved names, for a conversion.
-            prefix, part = insertion
-            long, short = (f"{prefix}{{p*}}", "{p*}") if prefix else (f"{{a*}}.{part}.{{b*}}", "{a*}.{b*}")
-            difference = f"begin with {prefix!r}" if prefix else f"contain {f'{part}.'!r}"
-            old, new = (long, short) if longer is saved_names else (short, long)
-            rule = f"muonckpt convert OLD NEW --to-format dcp --rules FILE, with [[rule]] from = {old!r}, to = {new!r}"
-            # Torch's functions leave a wrapper out of the program's names; in a checkpoint only a rule does.
-            unwrapped = "get_state_dict, and the names of the model without its wrapper, do not have it"
-            cure = f"{unwrapped}; or {rule}" if prefix else unwrapped
-            return f"names in the {side} {difference}, the others do not: {rule if side == 'checkpoint' else cure}"
-    return None
-
-
-def _find_insertion(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
-    """Return the prefix, or else the part inside, without which the longer names are all of the shorter ones."""
-    example = min(shorter, default=None)
-    if example is None:
-        return None
-    # A prefix before all names, as DDP's.
-    for prefix in sorted(name.removesuffix(example) for name in longer if name.endswith(f".{example}")):
-        if all(f"{prefix}{name}" in longer for name in shorter):
-            return prefix, ""
-    # A part inside names, as a compiler's or a checkpoint wrapper's.
-    parts = {*chain.from_iterable(name.split(".") for name in longer)}
-    for part in sorted(parts.difference(*(name.split(".") for name in shorter))):
-        if {".".join(filter(part.__ne__, name.split("."))) for name in longer} >= shorter:
-            return "", part
-    return None
 
 
 def match_subtrees(
@@ -327,7 +303,7 @@ def option_difference(option: str, saved: Any, live: Any) -> str:
     if option == ALGORITHM:
         return f"moved from {saved!r} to {live!r}"
     if option == CONVENTION:
-        return f"of momentum convention {saved}, expected {live} (convert it first: m_ema = (1 - momentum) * m_sum)"
+        return f"{OTHER_CONVENTION} {saved}, expected {live}"
     return f"{option}={saved!r} in the checkpoint, {live!r} now"
 
 
@@ -393,13 +369,13 @@ class ParameterMatcher:
     is_zeroed: Callable[[ParameterState, str], bool]
     partial: bool = False
 
-    def match(self, fresh_globs: Globs) -> Continuation:
+    def match(self, fresh_globs: Globs, ungrouped_globs: Globs = NO_GLOBS) -> Continuation:
         """Decide how each parameter goes on, and which saved group each of the live groups takes."""
         loaded, fresh, discarded, faults = [], [], [], []
         differences: dict[str, str] = {}
         # Each live parameter starts fresh if the user says so, and is otherwise loaded if it fits.
         for name, parameter in self.live.items():
-            reason = self._difference(parameter, self.saved.get(name))
+            reason = self._difference(parameter, self.saved.get(name), ungrouped_globs.match(name))
             if fresh_globs.match(name):
                 fresh.append(name)
                 discarded += [name] if parameter.slots and not reason else []
@@ -433,12 +409,12 @@ class ParameterMatcher:
         report = LoadReport(*map(tuple, (loaded, fresh, discarded, dropped)))
         return Continuation(report, differences, tuple(faults), tuple(origins))
 
-    def _difference(self, live: ParameterState, saved: ParameterState | None) -> str | None:
+    def _difference(self, live: ParameterState, saved: ParameterState | None, may_be_ungrouped: bool) -> str | None:
         """Return why a parameter's saved state cannot be loaded, or None."""
         # Its groups: one, or several with the same options.
         if saved is None or (live.slots and not saved.slots):
             return NEW
-        if saved.groups is not None and not saved.groups:
+        if saved.groups is not None and not saved.groups and not may_be_ungrouped:
             return UNGROUPED
         origin, *numbers = saved.groups or (0,)
         if numbers and any(self._option_differences(origin, number) for number in numbers):

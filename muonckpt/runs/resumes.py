@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..names.errors import SourceError
+from ..names.resumption import as_initialised
 from ..names.wording import counted, moment
 from ..store.io.location import Location, Remote, entries_of, is_link, map_each
 from ..store.io.regular import open_regular
@@ -57,9 +58,11 @@ class Resume:
             return "not checked"
         unchecked = self.proof["unchecked"]
         suffix = f"; not checked: {', '.join(unchecked)}" if unchecked else ""
+        weights = self.proof.get("initialised", ())
+        prefix = f"{as_initialised(weights)}; " if weights else ""
         if self.proof["equal"]:
-            return f"proved: {counted(self.proof['tensors'], 'tensor')} as they were saved{suffix}"
-        return f"not as it was saved: {'; '.join(self.proof['differences'])}{suffix}"
+            return f"{prefix}proved: {counted(self.proof['tensors'], 'tensor')} as they were saved{suffix}"
+        return f"{prefix}not as it was saved: {'; '.join(self.proof['differences'])}{suffix}"
 
     @property
     def sentence(self) -> str:

@@ -224,7 +224,7 @@ def test_momentum_of_the_other_convention_starts_fresh_or_is_converted():
     state = named().state_dict()
     group, momentum = state["param_groups"][0], torch.randn(4, 3)
     group["convention"], state["state"][0]["momentum_buffer"] = "sum", momentum
-    with pytest.raises(ValueError, match=r"sum, expected ema \(convert it first: m_ema = \(1 - momentum\) \* m_sum\)"):
+    with pytest.raises(ValueError, match=r"sum, expected ema: w. Convert it first: m_ema = \(1 - momentum\) \* m_sum$"):
         named().load_state_dict(state)
     assert named().load_state_dict(state, fresh=["w"]).fresh == ("w",)
     opt = named()

@@ -26,7 +26,8 @@ from ...checkpoint.all_ranks import (
 )
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.live_parts import frozen_parameters
-from ...checkpoint.loading import load_to_prove
+from ...checkpoint.loading import load_for
+from ...checkpoint.refusal import RESTORE
 from ...checkpoint.saving import refuse_lone_process, save
 from ...checkpoint.signals import On, Signals, Then
 from ...checkpoint.training import Training
@@ -47,7 +48,7 @@ from ...names.errors import (
     called_like,
     warn_on_rank,
 )
-from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Globs
+from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
 from ...names.wording import listed
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
@@ -392,6 +393,8 @@ class Series:
         required: bool = False,
         allow_extra: bool | Iterable[str] = False,
         fresh: Iterable[str] = (),
+        grow: Iterable[str] = (),
+        ungrouped: Iterable[str] = (),
         attest: bool = False,
     ) -> Restored | None:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
@@ -403,7 +406,7 @@ class Series:
         Args:
             state_dict: the template, as for `muonckpt.load`.
             required: an empty series is an error.
-            allow_extra, fresh, attest: as for `muonckpt.load`.
+            allow_extra, fresh, grow, ungrouped, attest: as for `muonckpt.load`.
 
         Returns:
             What was loaded; None if no checkpoint has been saved yet.
@@ -415,7 +418,7 @@ class Series:
             DestinationError: torchrun started several processes, and this one has no process group.
         """
         refuse_lone_process(str(self._folder.place))
-        patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
+        choices = Choices.of(allow_extra, fresh, grow, ungrouped).as_arguments()
         refuse_mixed_calls(self._group, "Series.restore")
         while True:
             # The newest checkpoint, and all that are newer and not whole.
@@ -426,9 +429,7 @@ class Series:
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead")
             try:
-                loaded = load_to_prove(
-                    state_dict, saved.path, allow_extra=extra, fresh=patterns, attest=attest, process_group=self._group
-                )
+                loaded = load_for(RESTORE, state_dict, saved.path, choices, attest=attest, process_group=self._group)
             except SourceError as error:
                 if not self._ask_first(partial(self._folder.exists, newest.name)):
                     continue  # it was removed while we read

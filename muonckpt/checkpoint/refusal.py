@@ -1,0 +1,271 @@
+"""The error where a state dict and a checkpoint do not fit each other: the facts, and one next step.
+
+Every step keeps all that can be kept.  A test follows each of them to the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from glob import escape
+
+from torch import Tensor
+
+from ..names.errors import SourceError
+from ..names.renaming import as_toml, find_rules
+from ..names.resumption import (
+    OTHER_CONVENTION,
+    UNGROUPED,
+    advise_on_state,
+    describe_differences,
+    in_globs,
+    two_lists,
+)
+from ..names.vocabulary import has_our_options
+from ..names.wording import listed
+from ..programs.detection import detect, with_slots
+from ..programs.quantised import describe_quantised, scales_of_quantised
+from ..record.record import StateRecord
+from ..store.open_checkpoint import OpenCheckpoint
+from .bits import dtype_name
+from .live_state import LiveState
+from .template import Matching, Stored
+
+_MAX_KEYS = 2
+"""Keys of one kind that the error lists."""
+
+_MAX_PHRASES = 4
+
+LOAD, RESTORE, REDISTRIBUTE = "muonckpt.load", "Series.restore", "muonckpt.redistribute"
+"""The calls that take ``allow_extra``; those that read a checkpoint take all of `Choices`; trainers take ``fresh``."""
+
+_WIDER = {
+    "float64": {"float32", "float16", "bfloat16"},
+    "float32": {"float16", "bfloat16"},
+}
+"""The dtypes all of whose values a dtype has."""
+
+
+_Forms = Mapping[str, Hashable]
+"""Shapes and dtypes of the weight and the state, by parameter."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A state dict that does not fit, and what it was to be filled from.
+
+    Attributes:
+        matching: of all ranks.
+        live: this rank's state dict.
+        checkpoint: None if the source is in memory.
+        call: what the user has called.
+    """
+
+    matching: Matching
+    stored: Stored
+    live: LiveState
+    checkpoint: OpenCheckpoint | None
+    call: str
+
+    def __str__(self) -> str:
+        sides = ("the source", "the target") if self.checkpoint is None else (self.checkpoint.path, "the state dict")
+        step = self._translation() or self._dequantisation()
+        renaming = "" if step else self._renaming()
+        facts = f"{sides[0]} does not fit {sides[1]}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
+        return ". ".join(filter(None, (facts, step or renaming or self._cure())))
+
+    def _phrases(self, is_renamed: bool) -> Iterator[str]:
+        """Yield what does not fit; names that are only other ones, as a whole."""
+        matching = self.matching
+        yield from matching.faults
+        if is_renamed:
+            names = listed(map(repr, sorted(self._names[0])), _MAX_KEYS)
+            yield f"it has no {names}, and the same shapes under other names"
+        if matching.missing_keys and not is_renamed:
+            yield f"missing key {listed(map(repr, matching.missing_keys), _MAX_KEYS)}"
+        if matching.extra_keys and not is_renamed:
+            yield f"extra key {listed(map(repr, matching.extra_keys), _MAX_KEYS)}"
+        if matching.misfits:
+            yield listed((f"{key!r} {fault}" for key, fault in matching.misfits.items()), _MAX_KEYS, "; ")
+        if matching.differences and not is_renamed:
+            yield describe_differences(matching.differences, matching.names)
+
+    def _cure(self) -> str:
+        """Return the next step where names are those of the checkpoint; empty if the phrases have it."""
+        matching, call = self.matching, self.call
+        # 1. What is not there.
+        if matching.missing_keys:
+            return self._advice_on_missing()
+        # 2. Dtypes and shapes.
+        if step := self._cast():
+            return step
+        if matching.growable and call in (LOAD, RESTORE):
+            globs = in_globs(sorted(matching.growable), matching.names - matching.growable)
+            return f"If the new rows are meant: {call}(..., grow={globs!r})"
+        if matching.misfits or matching.faults:
+            return ""
+        # 3. State of parameters whose weights fit.
+        if self.checkpoint and any(OTHER_CONVENTION in reason for reason in matching.differences.values()):
+            return f"Convert it first: muonckpt convert {self.checkpoint.path} NEW --to muonckpt"
+        ungrouped = [name for name, reason in matching.differences.items() if reason == UNGROUPED]
+        if ungrouped and call in (LOAD, RESTORE):
+            globs = in_globs(ungrouped, matching.names - {*ungrouped})
+            return f"To load it with the options of their groups here: {call}(..., ungrouped={globs!r})"
+        if matching.differences:
+            return advise_on_state(matching.differences, matching.names, call)
+        # 4. What only the checkpoint has.
+        if call not in (LOAD, RESTORE, REDISTRIBUTE):
+            return ""
+        globs = [*_globs_of_extra(matching.extra_keys, matching.sources)]
+        return f"To leave it there: {call}(..., allow_extra={globs!r}); to load it, give it in the state dict"
+
+    # Names and programs: each name by itself would be missing or extra.
+
+    def _translation(self) -> str:
+        """Return how state of another program becomes that of our optimizer; empty where that is not what it needs."""
+        prefixes = tuple(prefix for each in self.live.optimizers for prefix in (each.state, each.options))
+        is_extra = any(key.startswith(prefixes) for key in self.matching.extra_keys)
+        if self.checkpoint is None or not (self.matching.differences or self.matching.missing_keys or is_extra):
+            return ""
+        if self.stored.translated or not has_our_options(self.live.flat):
+            return ""
+        place, manifest = self.checkpoint.path, self.checkpoint.outline
+        program = "" if _is_known(self.checkpoint) else " --from PROGRAM"
+        if not any(tensor.slot is not None for tensor in with_slots(manifest).tensors):
+            return ""  # weights alone
+        return (
+            "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
+            f"convert {place} NEW --to muonckpt{program} (muonckpt inspect {place} says whose keys these are)"
+        )
+
+    def _dequantisation(self) -> str:
+        """Return what to do about quantised weights that something else is expected for."""
+        matching = self.matching
+        records = {record.key: record for record in self.stored.tensors}
+        quantised: dict[str, str] = {}
+        for key, scales in scales_of_quantised(records.values()).items():
+            has_other_dtype = f"is {records[key].dtype}, expected" in matching.misfits.get(key, "")
+            if has_other_dtype or (matching.missing_keys and key not in matching.sources):
+                quantised[key] = scales
+        if not quantised:
+            return ""
+        text = describe_quantised(quantised, (records[key].dtype for key in quantised))
+        return f"It has {text}: dequantise them with the program that wrote it; a cast would lose the scales"
+
+    def _renaming(self) -> str:
+        """Return the rules that give parameters the names that they have here; empty if that cannot be told exactly."""
+        if self.checkpoint is None or not self.matching.missing_tensors or not _is_known(self.checkpoint):
+            return ""
+        live, saved, kept_names = self._names
+        kept = dict.fromkeys(kept_names, frozenset[object]())
+        if not live or not (rules := find_rules({**saved, **kept}, {**live, **kept})):
+            return ""
+        command = f"muonckpt convert {self.checkpoint.path} NEW --rules FILE"
+        return f"If they were renamed: {command}, with FILE:\n{as_toml(rules)}"
+
+    @cached_property
+    def _names(self) -> tuple[_Forms, _Forms, set[str]]:
+        """The parameters that the state dict alone has, those that the checkpoint alone has, and names of both."""
+        matching, live = self.matching, self.live
+        claimed_keys = {*matching.sources.values(), *matching.covered_keys, *live.flat}
+        # State counts where the state dict asks for some, and weights where it has some.
+        parents = {live.paths[key][:-1] for key, value in live.flat.items() if isinstance(value, Tensor)}
+        saved_forms: defaultdict[str, set[object]] = defaultdict(set)
+        kept_names = set[str]()
+        manifest = with_slots(self.checkpoint.outline) if self.checkpoint else None
+        for record in manifest.tensors if manifest else self.stored.tensors:
+            name = str(record.path[-1]) if record.slot is None else str(record.name)
+            if record.key in claimed_keys:
+                kept_names.add(name)
+            elif live.optimizers if record.slot is not None else record.path[:-1] in parents:
+                saved_forms[name].add((record.slot or "", record.shape, record.dtype))
+        live_forms: defaultdict[str, set[object]] = defaultdict(set)
+        for tensor in matching.missing_tensors.values():
+            live_forms[tensor.name].add((tensor.slot, tensor.shape, tensor.dtype))
+        return (
+            {name: frozenset(forms) for name, forms in live_forms.items() if name not in kept_names},
+            {name: frozenset(forms) for name, forms in saved_forms.items() if name not in kept_names},
+            kept_names,
+        )
+
+    # What is not there.
+
+    def _advice_on_missing(self) -> str:
+        """Return what to do about keys that only the state dict has."""
+        # What holds no tensors, and the checkpoint has nothing of, is no model or optimizer: it can be left out as one.
+        roots = {entry.path[0] for entry in self.stored.entries.values()}
+        roots.update(self.live.paths[key][0] for key, value in self.live.flat.items() if isinstance(value, Tensor))
+        absent = {self.live.paths[key][0] for key in self.matching.missing_keys if key in self.live.paths} - roots
+        if absent:
+            names = ", ".join(sorted(map(repr, absent)))
+            return f"The checkpoint has nothing of {names}: to load the rest, leave it out of the state dict"
+        here, there, _ = self._names
+        if here and there:
+            return two_lists(sorted(here), sorted(there))
+        inspect = f" (muonckpt inspect {self.checkpoint.path} --tree shows what it has)" if self.checkpoint else ""
+        return f"Build the model of the saved run{inspect}"
+
+    # Dtypes.
+
+    def _cast(self) -> str:
+        """Return how tensors of another dtype are loaded exactly, if that is all that is wrong."""
+        matching, live = self.matching, self.live
+        names = set[str]()
+        pairs = set[tuple[str, str]]()
+        is_of_state = set[bool]()
+        for key, value in live.flat.items():
+            entry = self.stored.entries.get(matching.sources.get(key, key))
+            name = live.slots[live.paths[key]][0] if live.paths[key] in live.slots else None
+            is_asked = key in matching.misfits or name in matching.differences
+            if not is_asked or not isinstance(value, Tensor) or not isinstance(entry, StateRecord):
+                continue
+            if entry.shape != value.shape:
+                return ""
+            if entry.dtype != dtype_name(value.dtype):
+                pairs.add((entry.dtype, dtype_name(value.dtype)))
+                names.add(name or key)
+                is_of_state.add(name is not None)
+        if not pairs or not names >= matching.misfits.keys() | matching.differences.keys():
+            return ""
+        [(saved, dtype), *others] = pairs
+        if others or saved not in _FLOATS or dtype not in _FLOATS:
+            return "Give each tensor the dtype that it has in the checkpoint"
+        is_exact = saved in _WIDER.get(dtype, ())
+        if is_of_state == {True} and self._has_weights and self.checkpoint:
+            if is_exact and dtype == "float32":
+                return f"State alone is cast exactly: muonckpt convert {self.checkpoint.path} NEW --state-dtype {dtype}"
+            if saved == "float32" and has_our_options(live.flat):
+                return "To keep all bits, give groups momentum_dtype='float32', those of AdamW state_dtype='float32'"
+        if is_exact:
+            return f"Exact: model.to(torch.{saved}), load, then model.to(torch.{dtype}), which the state follows"
+        return f"To keep all bits, build the model in {saved}"
+
+    @property
+    def _has_weights(self) -> bool:
+        prefixes = tuple(optimizer.state for optimizer in self.live.optimizers)
+        tensors = (key for key in self.matching.sources if isinstance(self.live.flat.get(key), Tensor))
+        return any(not key.startswith(prefixes) for key in tensors)
+
+
+def _is_known(checkpoint: OpenCheckpoint) -> bool:
+    """Return whether its keys tell which program wrote it."""
+    try:
+        detect(checkpoint.outline)
+    except SourceError:
+        return False
+    return True
+
+
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def _globs_of_extra(keys: Iterable[str], asked_keys: Collection[str]) -> Iterator[str]:
+    """Yield globs for what only the checkpoint has: the roots that the state dict has nothing of, or keys."""
+    roots = {key.partition(".")[0] for key in asked_keys}
+    globs: dict[str, None] = {}
+    for key in keys:
+        root, dot, _ = key.partition(".")
+        globs[escape(key) if root in roots or not dot else f"{escape(root)}.*"] = None
+    yield from [*globs][:12]
