@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     help="The program that will load it.",
 )
 @click.option("--fresh", multiple=True, metavar="GLOB", help="Parameters that are to begin anew; repeatable.")
+@click.option("--grow", multiple=True, metavar="GLOB", help="Parameters that have more rows now; repeatable.")
+@click.option("--ungrouped", multiple=True, metavar="GLOB", help="Parameters in no group of CHECKPOINT; repeatable.")
 @click.option("--allow-extra", multiple=True, metavar="GLOB", help="Keys that may stay unread; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def preflight_command(
@@ -39,9 +41,8 @@ def preflight_command(
     mesh: Mapping[str, int] | None,
     rank: int,
     loader: str,
-    fresh: Sequence[str],
-    allow_extra: Sequence[str],
     as_json: bool,
+    **choices: Sequence[str],
 ) -> int:
     """Say whether a job would resume from CHECKPOINT, and with what; exit with 1 if it would not.
 
@@ -61,7 +62,7 @@ def preflight_command(
     run = run_of(checkpoint)
     if run is not None:
         [checkpoint] = newest_whole(run, 1)
-    answer = preflight(checkpoint, source, mesh, rank=rank, loader=loader, allow_extra=allow_extra, fresh=fresh)
+    answer = preflight(checkpoint, source, mesh, rank=rank, loader=loader, **choices)
     if as_json:
         print_json(answer)
     else:

@@ -143,7 +143,7 @@ def fingerprints(state_dict: Mapping[str, Any], *, process_group: dist.ProcessGr
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
     """
     refuse_mixed_calls(process_group, "fingerprints")
-    return _attested(lambda: _live(state_dict), lambda live: ({}, {}), "", process_group).fingerprints
+    return _attested(state_dict, {}, lambda live: ({}, {}), "", process_group).fingerprints
 
 
 def attest(
@@ -170,30 +170,28 @@ def attest(
     refuse_mixed_calls(process_group, "attest")
     if isinstance(other, Fingerprints):
         unequal = " is not what the fingerprints say"
-        return _attested(lambda: _live(state_dict), lambda live: (live, other.tensors), unequal, process_group)
+        return _attested(state_dict, {}, lambda live: (live, other.tensors), unequal, process_group)
     place = location(other, SourceError)
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
         with open(place) as checkpoint:
             return live, {key: _recorded(checkpoint, key) for key in checkpoint.tensors}
 
-    return _attested(lambda: _live(state_dict), recorded, f" is not that of {place}", process_group)
-
-
-def _live(state_dict: Mapping[str, Any]) -> LiveState:
-    return LiveState.of(state_dict, "to attest")
+    return _attested(state_dict, {}, recorded, f" is not that of {place}", process_group)
 
 
 def attest_loaded(
-    live: LiveState,
+    state_dict: Mapping[str, Any],
     checkpoint: OpenCheckpoint,
     sources: Mapping[str, str],
+    rows: Mapping[str, int],
     process_group: dist.ProcessGroup | None,
 ) -> Attestation:
     """Attest what was just loaded; fresh and kept tensors are compared among replicas only.
 
     Args:
         sources: the keys of the checkpoint by those of the state dict; the first rank's count.
+        rows: how many rows of a tensor were loaded, by key, where it has more.
 
     Raises:
         AttestError: as `attest`.
@@ -209,16 +207,20 @@ def attest_loaded(
         return loaded, expected
 
     unequal = f" is not that of {checkpoint.path}, from which it was loaded"
-    return _attested(lambda: live, recorded, unequal, process_group)
+    return _attested(state_dict, rows, recorded, unequal, process_group)
 
 
 def _attested(
-    take_live: Callable[[], LiveState], compared: Compared, unequal: str, process_group: dist.ProcessGroup | None
+    state_dict: Mapping[str, Any],
+    rows: Mapping[str, int],
+    compared: Compared,
+    unequal: str,
+    process_group: dist.ProcessGroup | None,
 ) -> Attestation:
     """Compare what ranks hold with each other and with what they should; ``unequal`` begins the error."""
 
     def shares() -> SharesOfRank:
-        live = take_live()
+        live = LiveState.of(state_dict, "to attest").cut_to(rows)
         for key, value in live.flat.items():
             if isinstance(value, Tensor):
                 refuse_unwritable(key, value)

@@ -220,7 +220,7 @@ class JointLoad:
             bytes_read = decide_on_first(self.group, SourceError, lambda: self._finish(inbox, failure), self._judge)
         if self.attest:
             with unusable():
-                attest_loaded(self._live, self._checkpoint, self._sources, self.group)
+                attest_loaded(self.state_dict, self._checkpoint, self._sources, self._matching.rows, self.group)
         self._checkpoint.close()
         return replace(agreement.report, traffic=LoadTraffic(bytes_read, self._plan.bytes_sent, self._passes))
 

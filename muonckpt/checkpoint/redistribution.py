@@ -25,6 +25,7 @@ from ..record.record import Blob, Extent, StateRecord
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
 from .all_ranks import (
+    broadcast_from_first,
     decide_on_first,
     gather_on_all,
     group_ranks,
@@ -157,7 +158,8 @@ def redistribute(
     requests = gather_on_all(group, SourceError, ask)
     matching, report = judge([request.rank for request in requests], stored, chosen)
     if not matching.fits:
-        raise SourceError(str(Refusal(matching, stored, target, None, REDISTRIBUTE)))
+        refusal = broadcast_from_first(group, lambda: str(Refusal(matching, stored, target, None, REDISTRIBUTE)))
+        raise SourceError(refusal)
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}

@@ -38,8 +38,11 @@ _MAX_KEYS = 2
 
 _MAX_PHRASES = 4
 
-LOAD, RESTORE, REDISTRIBUTE = "muonckpt.load", "Series.restore", "muonckpt.redistribute"
-"""The calls that take ``allow_extra``; those that read a checkpoint take all of `Choices`; trainers take ``fresh``."""
+LOAD, RESTORE, RESUME = "muonckpt.load", "Series.restore", "Series.resume"
+"""The calls that take all of `Choices`; trainers take ``fresh`` alone."""
+
+REDISTRIBUTE = "muonckpt.redistribute"
+"""A call that takes ``fresh`` and ``allow_extra``."""
 
 _WIDER = {
     "float64": {"float32", "float16", "bfloat16"},
@@ -101,7 +104,7 @@ class Refusal:
         # 2. Dtypes and shapes.
         if step := self._cast():
             return step
-        if matching.growable and call in (LOAD, RESTORE):
+        if matching.growable and call in (LOAD, RESTORE, RESUME):
             globs = in_globs(sorted(matching.growable), matching.names - matching.growable)
             return f"If the new rows are meant: {call}(..., grow={globs!r})"
         if matching.misfits or matching.faults:
@@ -110,13 +113,13 @@ class Refusal:
         if self.checkpoint and any(OTHER_CONVENTION in reason for reason in matching.differences.values()):
             return f"Convert it first: muonckpt convert {self.checkpoint.path} NEW --to muonckpt"
         ungrouped = [name for name, reason in matching.differences.items() if reason == UNGROUPED]
-        if ungrouped and call in (LOAD, RESTORE):
+        if ungrouped and call in (LOAD, RESTORE, RESUME):
             globs = in_globs(ungrouped, matching.names - {*ungrouped})
             return f"To load it with the options of their groups here: {call}(..., ungrouped={globs!r})"
         if matching.differences:
             return advise_on_state(matching.differences, matching.names, call)
         # 4. What only the checkpoint has.
-        if call not in (LOAD, RESTORE, REDISTRIBUTE):
+        if call not in (LOAD, RESTORE, RESUME, REDISTRIBUTE):
             return ""
         globs = [*_globs_of_extra(matching.extra_keys, matching.sources)]
         return f"To leave it there: {call}(..., allow_extra={globs!r}); to load it, give it in the state dict"

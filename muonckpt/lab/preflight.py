@@ -35,7 +35,7 @@ from ..checkpoint.loading import JointLoad
 from ..checkpoint.template import Stored
 from ..names.errors import MuonckptError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
-from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_tuples, in_globs
+from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_initialised, as_tuples, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
 from ..names.wording import counted, fields_of, listed
 from ..optimizer import Muon
@@ -93,7 +93,8 @@ class Preflight:
         if self.refusal:
             return f"no: {self.refusal}"
         fresh = f", {len(self.report.fresh)} would begin anew" if self.report.fresh else ""
-        return f"yes: the state of {len(self.report.loaded)} parameters would be loaded{fresh}"
+        weights = f"{as_initialised(self.report.kept)}, " if self.report.kept else ""
+        return f"yes: {weights}the state of {len(self.report.loaded)} parameters would be loaded{fresh}"
 
     def to_json(self) -> dict[str, Any]:
         return {"resumes": bool(self), "sentence": self.sentence, **fields_of(self)}
@@ -108,6 +109,8 @@ def preflight(
     loader: str = "muonckpt",
     allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
+    grow: Iterable[str] = (),
+    ungrouped: Iterable[str] = (),
 ) -> Preflight:
     """Say whether a job would resume from a checkpoint, before it is queued, as ``muonckpt preflight`` prints it.
 
@@ -120,7 +123,7 @@ def preflight(
         mesh: sizes of axes by name, the outermost first; by default one rank.
         rank: the rank that is asked, as stages of a pipeline hold other parameters.
         loader: "muonckpt", or the program whose loader is used: "dcp", "torchtitan", "huggingface" or "lightning".
-        allow_extra, fresh: as for `load`.
+        allow_extra, fresh, grow, ungrouped: as for `load`.
 
     Raises:
         SourceError: the checkpoint cannot be read.
@@ -150,7 +153,8 @@ def preflight(
             patterns = (
                 allow_extra if isinstance(allow_extra, bool) and allow_extra else [*(allow_extra or ()), *unasked_keys]
             )
-            outcome = _as_load(opened, state_dict, patterns, fresh)
+            choices = {"allow_extra": patterns, "fresh": fresh, "grow": grow, "ungrouped": ungrouped}
+            outcome = _as_load(opened, state_dict, choices)
         else:
             outcome = _LOADERS[loader](stored, state_dict)
         changes = tuple(_option_changes(outcome, stored, state_dict))
@@ -190,11 +194,9 @@ def _unasked_roots(stored: Stored, state_dict: Mapping[str, Any]) -> Iterator[st
     )
 
 
-def _as_load(
-    opened: OpenCheckpoint, state_dict: dict[str, Any], allow_extra: bool | Iterable[str], fresh: Iterable[str]
-) -> _Outcome:
+def _as_load(opened: OpenCheckpoint, state_dict: dict[str, Any], choices: Mapping[str, Any]) -> _Outcome:
     """Ask `load` itself, up to where it would begin to read."""
-    joint = JointLoad(state_dict, str(opened.path), {"allow_extra": allow_extra, "fresh": fresh})
+    joint = JointLoad(state_dict, str(opened.path), choices)
     try:
         matching, report, refusal = joint.rehearse(opened)
     except UnavailableError:  # is no answer

@@ -236,9 +236,7 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
     assert "(b)" not in str(none.value)
 
 
-@pytest.mark.parametrize(
-    "where", ["muonckpt.store.formats.native.read_native", "muonckpt.runs.series.series.load_to_prove"]
-)
+@pytest.mark.parametrize("where", ["muonckpt.store.formats.native.read_native", "muonckpt.runs.series.series.load_for"])
 def test_a_reader_is_overtaken_by_a_save_that_removes_what_it_found(where, tmp_path, monkeypatch):
     """Between listing and looking, and between looking and loading: neither is damage, or an empty series."""
     Series(tmp_path, keep_last=1).save(1, state(1))

@@ -27,7 +27,7 @@ from ...checkpoint.all_ranks import (
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.live_parts import frozen_parameters
 from ...checkpoint.loading import load_for
-from ...checkpoint.refusal import RESTORE
+from ...checkpoint.refusal import RESTORE, RESUME
 from ...checkpoint.saving import refuse_lone_process, save
 from ...checkpoint.signals import On, Signals, Then
 from ...checkpoint.training import Training
@@ -263,6 +263,8 @@ class Series:
         strict: bool = False,
         allow_extra: bool | Iterable[str] = False,
         fresh: Iterable[str] = (),
+        grow: Iterable[str] = (),
+        ungrouped: Iterable[str] = (),
         begin_from: str | os.PathLike[str] | None = None,
         begin_step: int | None = None,
     ) -> int:
@@ -273,7 +275,7 @@ class Series:
 
         Args:
             strict: what is not as it was saved is an error.
-            allow_extra, fresh: as for `muonckpt.load`.
+            allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
                 `convert` reads: weights go on, and the state of parameters whose method stays.  Other state begins at
                 zero.  Options are the code's, and schedulers go on at the step of that run.
@@ -290,12 +292,13 @@ class Series:
         if self._training is None:
             raise ArgumentError("the series has no objects to resume. Write Series(folder, model, optimizer)")
         state_dict = self._training.state_dict()
-        restored = self.restore(state_dict, allow_extra=allow_extra, fresh=fresh)
+        choices = Choices.of(allow_extra, fresh, grow, ungrouped)
+        restored = self._restored(RESUME, state_dict, choices)
         if restored is None:
             if begin_from is None:
                 return 0
             place, group = self._folder.place, self._group
-            beginning = begin(self._training, os.fspath(begin_from), place, fresh, begin_step, group)
+            beginning = begin(self._training, os.fspath(begin_from), place, choices.fresh.patterns, begin_step, group)
             if is_coordinator(group):
                 print(beginning, flush=True)
             return beginning.step
@@ -417,9 +420,16 @@ class Series:
                 must not be.
             DestinationError: torchrun started several processes, and this one has no process group.
         """
+        choices = Choices.of(allow_extra, fresh, grow, ungrouped)
+        return self._restored(RESTORE, state_dict, choices, required, attest)
+
+    def _restored(
+        self, call: str, state_dict: dict[str, Any], choices: Choices, required: bool = False, attest: bool = False
+    ) -> Restored | None:
+        """Load the newest whole checkpoint, as `restore` says, for a call of the user."""
         refuse_lone_process(str(self._folder.place))
-        choices = Choices.of(allow_extra, fresh, grow, ungrouped).as_arguments()
-        refuse_mixed_calls(self._group, "Series.restore")
+        refuse_mixed_calls(self._group, call)
+        arguments = choices.as_arguments()
         while True:
             # The newest checkpoint, and all that are newer and not whole.
             newest = self._newest()
@@ -429,7 +439,7 @@ class Series:
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead")
             try:
-                loaded = load_for(RESTORE, state_dict, saved.path, choices, attest=attest, process_group=self._group)
+                loaded = load_for(call, state_dict, saved.path, arguments, attest=attest, process_group=self._group)
             except SourceError as error:
                 if not self._ask_first(partial(self._folder.exists, newest.name)):
                     continue  # it was removed while we read
