@@ -1,6 +1,6 @@
 """The form of a matrix method: what it keeps of a matrix, what it needs, its options, and its update.
 
-Reasons are in ``docs/design/matrix_methods.md``; docs/guide/own_method.md shows how to write one.
+Reasons are in ``docs/design/optimizer.md``; docs/guide/own_method.md shows how to write one.
 """
 
 from __future__ import annotations

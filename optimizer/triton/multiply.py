@@ -2,7 +2,7 @@
 
 ``out = alpha·A·B + beta·D + diagonal·I`` for matrices of any shapes in one launch, which walks through a list of tiles.
 Symmetric results have the tiles of one triangle, which are also written mirrored.  Every tile sums in the same order in
-fp32 and rounds once, so bits do not depend on the stack.  Why it is done so: ``docs/design/kernels.md``.
+fp32 and rounds once, so bits do not depend on the stack.  Why it is done so: ``docs/design/newton_schulz.md``.
 
 This file needs Triton.
 """
