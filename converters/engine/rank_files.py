@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...algebra.box import Index
 from ...algebra.layout import Buffer, TensorLayout
 from ...layouts.flat import owned_layout
-from ...layouts.mesh import AxisPlacement, Mesh, Replicate, Shard, mesh_layout
+from ...layouts.mesh import AxisPlacement, Mesh, MeshPlacement, Replicate, Shard, mesh_layout
 from ...names.errors import TargetError, did_you_mean
 from ...programs.signs import COMMON_FILE
 from ...record.record import Manifest, StateRecord, entry_keys
@@ -192,12 +192,4 @@ def _grid(target: Target, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[AxisPlac
     mesh, axes = target.grid(cuts)
     placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
     placements += [Replicate()] * (len(axes) - len(cuts))
-    recorded = {
-        "algorithm": "mesh",
-        "version": 1,
-        "mesh": list(mesh.shape),
-        "axes": list(axes),
-        "ranks": list(mesh.ranks),
-        "placements": list(map(str, placements)),
-    }
-    return mesh, tuple(placements), recorded
+    return mesh, tuple(placements), MeshPlacement(mesh, tuple(axes), tuple(placements)).to_json()

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from ..algebra.box import Box, Index
 from ..algebra.layout import Buffer, Fragment, TensorLayout, dense, holes_in
 from ..algebra.overlap import overlaps
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
-from ..layouts.tensors import declares_boxes, layout_of, placement_json
+from ..layouts.mesh import MeshPlacement
+from ..layouts.tensors import mesh_placement_of
 from ..names.errors import ArgumentError, LayoutError, MuonckptError, about
 from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
 from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
@@ -54,19 +54,39 @@ class ShardSpec:
 
     Attributes:
         boxes: those that are here.
-        layout: mesh and placements as JSON data, where these describe the tensors.
+        placement: where mesh and placements describe the tensors.
     """
 
     dtype: str
     shape: Index
     boxes: tuple[Box, ...]
     note: Annotation
-    layout: Mapping[str, Any] | None = None
+    placement: MeshPlacement | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _spec, ((self.dtype, self.shape, self.note, self.placement), self.boxes)
 
     @property
     def counts(self) -> bool:
         """True if the rank has elements, or if there are none."""
         return bool(self.boxes) or 0 in self.shape
+
+
+@lru_cache(maxsize=4096)
+def _shared(value: Any) -> Any:
+    """Return the first of equal values: a coordinator has the descriptions of thousands of ranks."""
+    return value
+
+
+def _spec(form: tuple[str, Index, Annotation, MeshPlacement | None], boxes: tuple[Box, ...]) -> ShardSpec:
+    dtype, shape, note, placement = _shared(form)
+    return ShardSpec(dtype, shape, boxes, note, placement)
+
+
+def _rank_state(
+    keys: tuple[str, ...], numbers: tuple[int, ...], kinds: tuple[ShardSpec | None, ...], *described: Any
+) -> RankState:
+    return RankState(_shared(keys), _shared(numbers), kinds, *map(_shared, described))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +107,10 @@ class RankState:
     paths: tuple[KeyPath, ...] = ()
     names: tuple[str | None, ...] = ()
     optimizers: tuple[NamedOptimizer, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what others need; keys, paths and names that ranks have alike become one object again."""
+        return _rank_state, (self.keys, self.numbers, self.kinds, self.paths, self.names, self.optimizers)
 
     def boxes(self, keys: Collection[str]) -> RankState:
         """Return where the tensors of some keys are, without paths and names."""
@@ -145,7 +169,8 @@ def record_of(
     """Return the record of a tensor, without chunks if none are given."""
     note, shape = kind.note, kind.shape
     chunks = no_chunks(len(shape)) if chunks is None else chunks
-    annotations = name, note.slot, note.convention, note.pieces, kind.layout
+    layout = kind.placement.to_json() if kind.placement else None
+    annotations = name, note.slot, note.convention, note.pieces, layout
     return StateRecord(key, path, shape, kind.dtype, chunks, *annotations, fingerprint)
 
 
@@ -265,11 +290,11 @@ class LiveState:
                 continue
             name, note = self.slots.get(self.paths[key], _NO_SLOT)
             local_boxes = tuple([(lo, part.shape, part.dtype) for lo, part in parts.items()])
-            # Tensors share annotations and mostly layouts, which are known by their identity.
-            layout, shape = placement_json(value), whole_shape(value)
+            # Tensors share annotations, which are known by their identity, and mostly placements.
+            placement, shape = mesh_placement_of(value), whole_shape(value)
             if key in self.rows:
-                layout, shape = None, (self.rows[key], *shape[1:])
-            number = kinds.setdefault((value.dtype, shape, local_boxes, id(note), id(layout)), len(kinds))
+                placement, shape = None, (self.rows[key], *shape[1:])
+            number = kinds.setdefault((value.dtype, shape, local_boxes, id(note), id(placement)), len(kinds))
             # A kind that is new: its boxes are checked once for all tensors that have them.
             if number == len(distinct):
                 boxes = []
@@ -277,7 +302,7 @@ class LiveState:
                     boxes.append(Box.of(tuple(size)).shift(lo))
                     if dtype != value.dtype:
                         raise LayoutError(f"tensor {key!r}: box {boxes[-1]} is {dtype}, the tensor is {value.dtype}")
-                distinct.append(ShardSpec(dtype_name(value.dtype), shape, tuple(boxes), note, layout))
+                distinct.append(ShardSpec(dtype_name(value.dtype), shape, tuple(boxes), note, placement))
             numbers.append(number)
             names.append(name)
         # Optimizers without groups have nothing that ranks could number differently.
@@ -316,15 +341,6 @@ class LiveState:
     @cached_property
     def _kinds(self) -> Mapping[str, ShardSpec]:
         return dict(self.described.tensors())
-
-    def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
-        """Return the global ranks that hold each kind in a part of ``described``, none where no placements say it."""
-        ranks: list[tuple[int, ...]] = [()] * len(state.kinds)
-        for number, key in dict(zip(state.numbers, state.keys, strict=True)).items():
-            tensor = self.flat[key]
-            if isinstance(tensor, DTensor) and not declares_boxes(tensor):
-                ranks[number] = tuple(map(int, layout_of(tensor).buffers))
-        return ranks
 
     @property
     def devices(self) -> frozenset[str]:
@@ -597,14 +613,14 @@ def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     return [members for members, _ in lists]
 
 
-def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[int]]]], attest: bool) -> None:
+def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
     """Prove that no rank's template lacks a tensor of which it holds a part: that would stay as it was, unnoticed.
 
     Where only boxes say who holds what, and some rank lacks the tensor, the others' have to be all of it.  Where all
     ranks have it, their boxes may be a part of it.
 
     Args:
-        ranks: what each global rank asks for, and its ``placed_on``.
+        ranks: what each global rank asks for.
         attest: True if ranks together have to ask for all of each tensor, as fingerprints are of whole tensors.
 
     Raises:
@@ -612,7 +628,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
     """
     # Layers repeat, so each combination of kinds on ranks is proved once.
     kinds_of: defaultdict[str, dict[int, int]] = defaultdict(dict)
-    for rank, (state, _) in ranks.items():
+    for rank, state in ranks.items():
         for key, number in zip(state.keys, state.numbers, strict=True):
             kinds_of[key][rank] = number
     proved = set()
@@ -623,14 +639,17 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
         proved.add(name)
         # Placements say which ranks hold a part: each of these has to ask for it.
         shape: Index = ()
-        boxes, has_placements = list[Box](), False
+        boxes = list[Box]()
+        ranks_by_placement: dict[tuple[MeshPlacement, Index], int] = {}
         for rank, number in numbers.items():
-            state, holders = ranks[rank]
-            kind = state.kinds[number]
+            kind = ranks[rank].kinds[number]
             assert kind is not None, "what is not a tensor is not asked for so"
-            shape, boxes = kind.shape, [*boxes, *kind.boxes]
-            has_placements |= bool(holders[number])
-            for rank_without in holders[number]:
+            shape = kind.shape
+            boxes += kind.boxes
+            if kind.placement is not None:
+                ranks_by_placement.setdefault((kind.placement, shape), rank)
+        for (placement, whole), rank in ranks_by_placement.items():
+            for rank_without in placement.holders(whole):
                 if rank_without not in ranks or rank_without in numbers:
                     continue
                 raise LayoutError(
@@ -639,7 +658,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
                     "load with the same keys on all ranks that hold the tensor"
                 )
         # Boxes say nothing of ranks that lack the tensor: only a whole one leaves them nothing.
-        if has_placements or (len(numbers) == len(ranks) and not attest):
+        if ranks_by_placement or (len(numbers) == len(ranks) and not attest):
             continue
         for hole in unheld(shape, boxes):
             if attest:

@@ -87,7 +87,6 @@ class _Question:
     Attributes:
         arguments: those that have to be the same on all ranks.
         asked: the tensors that it asks for.
-        placed: for each kind of ``asked`` the global ranks that hold elements, where placements say that.
         memory: bytes of what it may keep.
         devices: types of devices on which it has tensors.
         outline_digest: of the checkpoint as it sees it.
@@ -96,7 +95,6 @@ class _Question:
     arguments: Mapping[str, object]
     request: RankRequest
     asked: RankState
-    placed: Sequence[Collection[int]]
     memory: int
     devices: frozenset[str]
     outline_digest: str
@@ -311,7 +309,7 @@ class JointLoad:
         if memory is None:  # a part of what there is, shared with the other ranks of this machine
             memory = min(KEPT_BYTES, available_memory() // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         memory = max(memory, _MIN_BYTES)
-        return _Question(arguments, request, asked, live.placed_on(asked), memory, live.devices, outline_digest)
+        return _Question(arguments, request, asked, memory, live.devices, outline_digest)
 
     def _answer(self, ranks: list[_Question]) -> _Agreement:
         """Decide for all ranks, on the coordinator."""
@@ -336,7 +334,7 @@ class JointLoad:
         )
         self._initialised_keys, self._grown_keys = report.kept, sorted(matching.rows)
         self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
-        asked = ((question.asked, question.placed) for question in ranks)
+        asked = [question.asked for question in ranks]
         prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)), self.attest)
         request = JointRequest.of([(question.asked, question.request.matching.sources) for question in ranks])
         devices = frozenset[str]().union(*(question.devices for question in ranks))

@@ -12,11 +12,12 @@ placements are read as above; where it is not, they are refused: see `order_of_c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import numpy as np
 
@@ -114,10 +115,32 @@ class Mesh:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the ranks of a regular grid as its first rank and its strides; equal ones become one object again."""
+        # The rank one further along an axis, of which the first has number 0.
+        steps = row_major(self.shape)
+        strides = tuple(
+            self.ranks[step] - self.ranks[0] if n > 1 else 0 for step, n in zip(steps, self.shape, strict=True)
+        )
+        is_regular = 0 not in self.shape and self.ranks == _grid_ranks(self.shape, self.ranks[0], strides)
+        return (_grid, (self.shape, self.ranks[0], strides)) if is_regular else (Mesh, (self.shape, self.ranks))
+
     @classmethod
     def of(cls, *shape: int) -> Mesh:
         """Put ranks 0, 1, 2, … on a grid of this shape."""
         return cls(shape, tuple(range(math.prod(shape))))
+
+
+def _grid_ranks(shape: Index, first: int, strides: Index) -> tuple[int, ...]:
+    ranks = np.full(shape, first)
+    for dim, (stride, n) in enumerate(zip(strides, shape, strict=True)):
+        ranks += (stride * np.arange(n)).reshape(-1, *[1] * (len(shape) - dim - 1))
+    return tuple(ranks.reshape(-1).tolist())
+
+
+@lru_cache(maxsize=4096)
+def _grid(shape: Index, first: int, strides: Index) -> Mesh:
+    return Mesh(shape, _grid_ranks(shape, first, strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +178,36 @@ class Replicate:
 
 
 AxisPlacement = Shard | StridedShard | Replicate
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlacement:
+    """A mesh, the names of its axes if they have any, and a placement for each of them."""
+
+    mesh: Mesh
+    axes: tuple[str | None, ...] | None
+    placements: tuple[AxisPlacement, ...]
+
+    def holders(self, shape: Index) -> tuple[int, ...]:
+        """Return the ranks that hold elements of a tensor of this shape."""
+        return tuple(map(int, mesh_layout(shape, self.mesh, self.placements).buffers))
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return this as a manifest has it; shared, so callers must not change it."""
+        return _placement_json(self)
+
+
+@lru_cache(maxsize=4096)
+def _placement_json(placement: MeshPlacement) -> Mapping[str, Any]:
+    return {
+        "algorithm": "mesh",
+        "version": 1,
+        "mesh": list(placement.mesh.shape),
+        "axes": list(placement.axes) if placement.axes else None,
+        "ranks": list(placement.mesh.ranks),
+        "placements": [*map(str, placement.placements)],
+    }
+
 
 DimCuts = tuple[tuple[Shard | StridedShard, int], ...]
 """The placements that shard one dim, in the order of their mesh axes, each with its number of ranks."""

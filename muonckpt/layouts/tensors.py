@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +15,17 @@ from ..algebra.box import Index, row_major
 from ..algebra.layout import Fragment, TensorLayout
 from ..names.errors import LayoutError
 from .flat import owned_layout
-from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, fragments_on, local_shape, mesh_layout
+from .mesh import (
+    AxisPlacement,
+    Mesh,
+    MeshPlacement,
+    Replicate,
+    Shard,
+    StridedShard,
+    fragments_on,
+    local_shape,
+    mesh_layout,
+)
 
 
 def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorLayout:
@@ -95,26 +104,18 @@ def zeros_sharded_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torc
     return zeros
 
 
-def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
-    """Return mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
+def mesh_placement_of(tensor: torch.Tensor) -> MeshPlacement | None:
+    """Return mesh and placements of a tensor; None where they do not describe it."""
     if not isinstance(tensor, DTensor) or declares_boxes(tensor):
         return None
-    return _placement_json(_mesh(tensor.device_mesh), tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
+    return _mesh_placement(_mesh(tensor.device_mesh), tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
 
 
 @lru_cache(maxsize=4096)
-def _placement_json(
+def _mesh_placement(
     mesh: Mesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
-) -> Mapping[str, Any]:
-    """Return the JSON data of placements.  They are cached and shared, so callers must not change them."""
-    return {
-        "algorithm": "mesh",
-        "version": 1,
-        "mesh": list(mesh.shape),
-        "axes": list(names) if names else None,
-        "ranks": list(mesh.ranks),
-        "placements": [str(_placement(placement, ndim)) for placement in placements],
-    }
+) -> MeshPlacement:
+    return MeshPlacement(mesh, names, tuple(_placement(placement, ndim) for placement in placements))
 
 
 def declares_boxes(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise, product
 
 import numpy as np
@@ -200,3 +201,16 @@ def test_a_share_without_gaps_is_one_box():
 def test_a_fragment_cannot_be_empty():
     with pytest.raises(LayoutError, match="empty"):
         Fragment(Box((1,), (1,)), Place(0, 0, (1,)))
+
+
+def test_a_mesh_is_pickled_in_a_few_bytes_whatever_its_size_and_comes_back_the_same():
+    """A rank tells the coordinator its mesh, in a job of thousands of ranks."""
+    grid = np.arange(4096).reshape(16, 8, 32)
+    meshes = [Mesh.of(4096), Mesh.of(1), Mesh((16, 32), tuple(grid[:, 3, :].reshape(-1).tolist()))]
+    meshes += [Mesh((8, 16), tuple(grid[:, :, 5].T.reshape(-1).tolist())), Mesh((1, 4), (9, 7, 5, 3))]
+    for mesh in meshes:
+        data = pickle.dumps(mesh)
+        assert len(data) < 150 and pickle.loads(data) == mesh
+        assert pickle.loads(data) is pickle.loads(data), "one object for all ranks"
+    irregular = Mesh((2, 2), (0, 1, 2, 5))
+    assert pickle.loads(pickle.dumps(irregular)) == irregular

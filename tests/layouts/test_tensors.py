@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonckpt import LayoutError
-from muonckpt.layouts.tensors import layout_of, local_of, placement_json
+from muonckpt.layouts.tensors import layout_of, local_of, mesh_placement_of
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def fsdp_over_tp(rank: int, world: int, rows: int) -> list[str]:
             refused.append(str(error))
         else:
             assert_held(parameter, rank, layout)
-            assert "StridedShard" in str(placement_json(parameter)) or name == "1.weight"
+            assert "StridedShard" in str(mesh_placement_of(parameter)) or name == "1.weight"
     return refused
 
 
@@ -125,13 +125,13 @@ def test_a_plain_tensor_lies_whole_on_each_replica():
     tensor = numbered((4, 3))
     assert [f.place.buffer for f in layout_of(tensor).fragments] == [0]
     assert [f.place.buffer for f in layout_of(tensor, replicas=(0, 2, 5)).fragments] == [0, 2, 5]
-    assert placement_json(tensor) is None
+    assert mesh_placement_of(tensor) is None
 
 
 def let_go(rank: int, world: int) -> bool:
     mesh = init_device_mesh("cpu", (world,))
     tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
-    assert layout_of(tensor).shape == (2 * world, 3) and placement_json(tensor)
+    assert layout_of(tensor).shape == (2 * world, 3) and mesh_placement_of(tensor)
     alive = weakref.ref(mesh)
     del mesh, tensor
     gc.collect()
