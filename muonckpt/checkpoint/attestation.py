@@ -31,7 +31,8 @@ from ..store.reading.payloads import check_chunk, chunk_share
 from ..store.verify.diagnosis import open
 from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
 from .bits import share_of, unsigned
-from .live_state import LiveState, RankBoxes, RankState, holders_by_key, layout_on_ranks, with_joint_groups
+from .joint_state import RankBoxes, holders_by_key, layout_on_ranks, with_joint_groups
+from .live_state import LiveState, RankState
 from .storable import refuse_unwritable
 
 K = TypeVar("K")

@@ -1,20 +1,18 @@
 """A rank's share of a nested state dict has one description, for saving, loading, attesting and redistributing.
 
-`LiveState` has the elements, `RankState` tells other ranks of them, and `layout_on_ranks` proves that ranks together
-hold a whole tensor.
+`LiveState` has the elements, and `RankState` tells other ranks of them; `joint_state` joins what ranks tell.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +22,12 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..algebra.box import Box, Index
-from ..algebra.layout import Buffer, Fragment, TensorLayout, dense, holes_in
-from ..algebra.overlap import overlaps
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.mesh import MeshPlacement
 from ..layouts.tensors import mesh_placement_of
 from ..names.errors import ArgumentError, LayoutError, MuonckptError, about
 from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
-from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
+from ..names.resumption import STATE_DICT, STATE_LINE
 from ..names.vocabulary import MOMENTUM, Convention, KeyPath
 from ..record.chunks import Chunks, no_chunks
 from ..record.record import StateRecord
@@ -435,241 +431,6 @@ def refuse_no_state_dict(value: object, purpose: str) -> None:
         raise ArgumentError(
             f"expected a state dict {purpose}, found {type(value).__name__}{order if swapped else line}"
         )
-
-
-# --- What ranks hold together -----------------------------------------------------------------------------------------
-
-
-NOBODY = "nobody"
-"""The buffer of elements that no rank has, or asks for."""
-
-
-class RankBoxes(NamedTuple):
-    rank: int
-    boxes: tuple[Box, ...]
-
-
-class Holder(NamedTuple):
-    """A rank that holds a tensor or an object: its place among ranks, its first item, and its kind with its number."""
-
-    place: int
-    item: int
-    number: int
-    kind: ShardSpec | None
-
-
-def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
-    """Return the states of ranks with one number for each parameter group: groups are the same by the names in them.
-
-    Where all ranks have the same groups, these are their own numbers; stages of a pipeline have groups of their own.
-    """
-    if all(state.optimizers == ranks[0].optimizers for state in ranks):
-        return list(ranks)
-    # A group gets its number when the first rank that has it comes; ranks come in one order everywhere.
-    numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
-    joint = []
-    for state in ranks:
-        rank_numbers: defaultdict[str, list[int]] = defaultdict(list)
-        for optimizer in state.optimizers:
-            groups, joint_numbers = optimizer.groups or (), numbers[optimizer.key]
-            for place, names in enumerate(groups):
-                identity = names or (groups, place)  # one without parameters is that of ranks with the same groups
-                rank_numbers[optimizer.options].append(joint_numbers.setdefault(identity, len(joint_numbers)))
-        joint.append(state.renumbered(rank_numbers))
-    return joint
-
-
-def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
-    """Refuse a parameter that ranks have in groups with other options, of which it could be resumed with either's."""
-    # Where all ranks have the same groups, equal keys are compared anyway, so there is nothing to look for.
-    homes: dict[tuple[str, str], tuple[int, Mapping[str, bytes | None]]] = {}
-    for rank, state in enumerate(ranks if any(state.optimizers != ranks[0].optimizers for state in ranks) else ()):
-        items = dict(zip(state.keys, state.first_items(), strict=False))
-        for optimizer in state.optimizers:
-            keys = optimizer.options_of_groups(state.keys)
-            for number, names in enumerate(optimizer.groups or ()):
-                values = {}
-                for option, key in keys.get(number, {}).items():
-                    if option not in NAMES_OF_GROUPS:
-                        values[option] = digests[rank].get(items[key])
-                # The first rank that has a parameter says what its options are; others have to say the same.
-                for name in names:
-                    first, first_values = homes.setdefault((optimizer.key, name), (rank, values))
-                    for option in sorted(values.keys() | first_values.keys()):
-                        if values.get(option) != first_values.get(option):
-                            raise other_options(f"{option} of {name}", first, rank)
-
-
-def other_options(option: str, first: int, other_rank: int) -> LayoutError:
-    return LayoutError(
-        f"{option}: ranks {first} and {other_rank} have different values for the same parameters, of which only one "
-        "can be kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as "
-        "stages of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place "
-        "of optimizer or "
-        "optimizer.state_dict()"
-    )
-
-
-def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
-    """Return the holders of each tensor or object, by key.
-
-    Raises:
-        LayoutError: nobody holds any element of a tensor.
-    """
-    # A rank that has the tensor without any of its elements is no holder.
-    holders: defaultdict[str, list[Holder]] = defaultdict(list)
-    for place, state in enumerate(ranks):
-        counts = [kind is None or kind.counts for kind in state.kinds]
-        for key, number, item in zip(state.keys, state.numbers, state.first_items(), strict=False):
-            if counts[number]:
-                holders[key].append(Holder(place, item, number, state.kinds[number]))
-    for state in ranks:
-        for key in state.keys:
-            if key not in holders:
-                raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
-    return holders
-
-
-@lru_cache(maxsize=65536)
-def layout_on_ranks(shape: Index, rank_boxes: tuple[RankBoxes, ...], ranks: tuple[int, ...] = ()) -> TensorLayout:
-    """Return the layout of a tensor on its ranks, with offsets as if a rank's boxes lay dense and end to end.
-
-    Args:
-        ranks: the global ranks of a group, if boxes are named by places in it: for errors.
-
-    Raises:
-        LayoutError: nobody holds some elements, or boxes overlap in part.
-    """
-    try:
-        return TensorLayout.of(shape, _fragments(rank_boxes))
-    except LayoutError:
-        in_words = _fragments(rank_boxes, lambda rank: f"rank {ranks[rank] if ranks else rank}")
-        return TensorLayout.of(shape, in_words)  # raises the same
-
-
-def _fragments(rank_boxes: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -> Iterator[Fragment]:
-    for rank, boxes in rank_boxes:
-        start = 0
-        for box in boxes:
-            yield dense(box, name(rank), start)
-            start += box.numel
-
-
-def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes of the elements that are in none of these boxes, which may overlap."""
-    distinct = sorted(set(boxes), key=lambda box: box.lo)
-    return [] if 0 in shape else holes_in(Box.of(shape), distinct)
-
-
-@lru_cache(maxsize=65536)
-def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
-    """Return the layouts in which ranks want a tensor, each rank in one of them.
-
-    There is one, unless boxes overlap in part, as when two inference engines cut tensors differently.
-
-    Raises:
-        LayoutError: the boxes of one rank overlap, or reach outside the tensor.
-    """
-    return tuple(filled_layout(shape, ranks) for ranks in _group_disjoint(rank_boxes))
-
-
-def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
-    """Return the layout of a tensor on ranks, as `layout_on_ranks`, in which all other elements are with `NOBODY`."""
-    fragments, start = [*_fragments(ranks)], 0
-    for box in unheld(shape, (fragment.box for fragment in fragments)):
-        fragments.append(dense(box, NOBODY, start))
-        start += box.numel
-    return TensorLayout.of(shape, fragments)
-
-
-def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
-    """Distribute ranks to few lists, in each of which boxes are equal or disjoint."""
-    # Equal boxes have one number, as replicas do not stand against each other.
-    numbers: dict[Box, int] = {}
-    for _, boxes in rank_boxes:
-        for box in boxes:
-            numbers.setdefault(box, len(numbers))
-    lo = np.array([box.lo or (0,) for box in numbers], np.int64)
-    hi = np.array([box.hi or (1,) for box in numbers], np.int64)
-    # Boxes that overlap in part can be in no list together.
-    overlapping: defaultdict[int, set[int]] = defaultdict(set)
-    for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
-        if i != j:
-            overlapping[int(i)].add(int(j))
-    # Each rank goes into the first list where nothing stands against it: mostly there is one.
-    lists: list[tuple[list[RankBoxes], set[int]]] = []
-    for request in rank_boxes:
-        box_numbers, barred_numbers = set[int](), set[int]()
-        for box in request.boxes:
-            box_numbers.add(numbers[box])
-            barred_numbers |= overlapping.get(numbers[box], set())
-        for members, numbers_in_list in lists:
-            if not (barred_numbers - box_numbers) & numbers_in_list:
-                members.append(request)
-                numbers_in_list |= box_numbers
-                break
-        else:
-            lists.append(([request], box_numbers))
-    return [members for members, _ in lists]
-
-
-def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
-    """Prove that no rank's template lacks a tensor of which it holds a part: that would stay as it was, unnoticed.
-
-    Where only boxes say who holds what, and some rank lacks the tensor, the others' have to be all of it.  Where all
-    ranks have it, their boxes may be a part of it.
-
-    Args:
-        ranks: what each global rank asks for.
-        attest: True if ranks together have to ask for all of each tensor, as fingerprints are of whole tensors.
-
-    Raises:
-        LayoutError: names the tensor, and the rank or the box that is missing.
-    """
-    # Layers repeat, so each combination of kinds on ranks is proved once.
-    kinds_of: defaultdict[str, dict[int, int]] = defaultdict(dict)
-    for rank, state in ranks.items():
-        for key, number in zip(state.keys, state.numbers, strict=True):
-            kinds_of[key][rank] = number
-    proved = set()
-    for key, numbers in kinds_of.items():
-        name = tuple(numbers.items())
-        if name in proved:
-            continue
-        proved.add(name)
-        # Placements say which ranks hold a part: each of these has to ask for it.
-        shape: Index = ()
-        boxes = list[Box]()
-        ranks_by_placement: dict[tuple[MeshPlacement, Index], int] = {}
-        for rank, number in numbers.items():
-            kind = ranks[rank].kinds[number]
-            assert kind is not None, "what is not a tensor is not asked for so"
-            shape = kind.shape
-            boxes += kind.boxes
-            if kind.placement is not None:
-                ranks_by_placement.setdefault((kind.placement, shape), rank)
-        for (placement, whole), rank in ranks_by_placement.items():
-            for rank_without in placement.holders(whole):
-                if rank_without not in ranks or rank_without in numbers:
-                    continue
-                raise LayoutError(
-                    f"tensor {key!r} is in the state dict of rank {rank}, whose placements give a part of it to rank "
-                    f"{rank_without}, but not in that of rank {rank_without}, where that part would stay as it was: "
-                    "load with the same keys on all ranks that hold the tensor"
-                )
-        # Boxes say nothing of ranks that lack the tensor: only a whole one leaves them nothing.
-        if ranks_by_placement or (len(numbers) == len(ranks) and not attest):
-            continue
-        for hole in unheld(shape, boxes):
-            if attest:
-                raise LayoutError(
-                    f"tensor {key!r}: attest=True compares fingerprints of whole tensors, and no rank's state dict has "
-                    f"box {hole} of it, of shape {shape}. Nothing was loaded. Load without attest=True"
-                )
-            raise LayoutError(
-                f"tensor {key!r}: no rank's state dict asks for box {hole} of it, of shape {shape}, so whoever "
-                "holds that would keep it as it was: load with the same keys on all ranks that hold the tensor"
-            )
 
 
 # --- Slots in a nested state dict -------------------------------------------------------------------------------------

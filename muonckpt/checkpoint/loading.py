@@ -49,7 +49,8 @@ from .all_ranks import (
 )
 from .attestation import TensorPrint, attest_loaded
 from .chunk_reader import ChunkReader, PartialSum, ReadMemory, RoundElements, judge_sums, whole_chunks
-from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
+from .joint_state import prove_asked_whole
+from .live_state import NO_PARTS, LiveState, LocalParts, RankState, refuse_no_state_dict
 from .matching import RankRequest, judge, match
 from .optimizer_matching import dropped_by_torch
 from .reading_plan import JointRequest, ReadingPlan, ReadingRound

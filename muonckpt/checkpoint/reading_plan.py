@@ -24,7 +24,8 @@ from ..algebra.overlap import overlaps
 from ..record.chunks import Boxes
 from ..record.record import Extent, Manifest, StateRecord
 from ..store.reading.dtypes import itemsize
-from .live_state import RankBoxes, RankState, filled_layout
+from .joint_state import RankBoxes, filled_layout
+from .live_state import RankState
 from .transfer_plan import CopyTable, Move, Stage, divide_in_stages, make_copies
 
 MIN_SHARED_BYTES = 256 << 10

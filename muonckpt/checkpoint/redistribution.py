@@ -37,15 +37,8 @@ from .all_ranks import (
 )
 from .attestation import MOST_FAULTS, SharesOfRank, held_together, shares_of
 from .bits import share_of, unsigned
-from .live_state import (
-    Digests,
-    LiveState,
-    RankState,
-    layout_on_ranks,
-    other_options,
-    refuse_other_groups,
-    with_joint_groups,
-)
+from .joint_state import layout_on_ranks, other_options, refuse_other_groups, with_joint_groups
+from .live_state import Digests, LiveState, RankState
 from .matching import RankRequest, judge, match
 from .reading_plan import AskedTensor, JointRequest
 from .refusal import REDISTRIBUTE, Refusal

@@ -19,7 +19,8 @@ from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
-from .live_state import LiveState, RankState, with_joint_groups
+from .joint_state import with_joint_groups
+from .live_state import LiveState, RankState
 from .shared_memory import Elements
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})

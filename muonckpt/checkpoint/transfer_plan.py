@@ -18,7 +18,7 @@ from ..algebra.layout import Buffer, TensorLayout
 from ..algebra.overlap import IntArray
 from ..algebra.plan import Plan, make_plan
 from ..names.errors import TargetError
-from .live_state import NOBODY, RankBoxes, request_layouts
+from .joint_state import NOBODY, RankBoxes, request_layouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,19 +25,16 @@ from ..record.columns import Column, Columns
 from ..record.record import Blob, Extent, Manifest, StateRecord
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
-from .live_state import (
-    Digests,
+from .joint_state import (
     Holder,
     RankBoxes,
-    RankState,
-    ShardSpec,
     holders_by_key,
     layout_on_ranks,
     other_options,
-    record_of,
     refuse_other_groups,
     with_joint_groups,
 )
+from .live_state import Digests, RankState, ShardSpec, record_of
 
 RankItems = tuple[list[int], list[int]]
 """The numbers of the items that a rank writes, in the order of its file, and of those that it holds as a witness."""

@@ -10,7 +10,7 @@ import pytest
 from support.random_layouts import READERS, random_shape
 
 from muonckpt.algebra.box import Box, flat_boxes
-from muonckpt.checkpoint.live_state import RankBoxes
+from muonckpt.checkpoint.joint_state import RankBoxes
 from muonckpt.checkpoint.reading_plan import AskedTensor, JointRequest, ReadingPlan
 from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 

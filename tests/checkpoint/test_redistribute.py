@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 import muonckpt
 from muonckpt import AttestError, BoxedTensor, LayoutError, SourceError, TargetError
 from muonckpt.algebra.box import Box
-from muonckpt.checkpoint.live_state import RankBoxes, layout_on_ranks
+from muonckpt.checkpoint.joint_state import RankBoxes, layout_on_ranks
 from muonckpt.checkpoint.transfer_plan import Move, divide_in_stages, make_copies
 from muonckpt.layouts.boxed_tensor import parts_of
 
