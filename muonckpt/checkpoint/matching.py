@@ -41,7 +41,9 @@ def match(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
         return matching
     # What the cures depend on: the tensors that have no counterpart, and whether more rows are all that is new.
     grown = _match_parts(template, stored, replace(choices, grow=Globs(("*",))))
-    growable = frozenset() if grown.misfits else frozenset(grown.grown.values()) - grown.differences.keys()
+    growable = frozenset(grown.grown.values()) - grown.differences.keys()
+    if grown.misfits or {*grown.faults} - {*matching.faults}:
+        growable = frozenset()
     missing = {}
     for key, value in template.values.items():
         if isinstance(value, torch.Tensor) and key not in stored.entries:
