@@ -23,7 +23,7 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.algebra.box import Box
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.engine.whole_files import SafetensorsFile, SafetensorsFolder
+from muonckpt.converters.engine.whole_files import SafetensorsFiles
 from muonckpt.converters.target.topology import Target
 from muonckpt.names.vocabulary import Convention
 from muonckpt.record.chunks import no_chunks
@@ -64,7 +64,7 @@ def expected(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def test_the_stock_library_loads_what_we_write(memory, tmp_path):
     """Large tensors in one go, or in the smallest bands that there are."""
     tensors = values() | {name: value for name, value in wide().items() if value.dtype != torch.complex128}
-    write_values(tmp_path / "a.safetensors", SafetensorsFile(), tensors, memory=memory)
+    write_values(tmp_path / "a.safetensors", SafetensorsFiles(), tensors, memory=memory)
     loaded = stock_torch.load_file(tmp_path / "a.safetensors")
     assert {key: (v.shape, v.dtype) for key, v in loaded.items()} == {k: (v.shape, v.dtype) for k, v in tensors.items()}
     assert expected(loaded) == expected(tensors) == stored(tmp_path / "a.safetensors")
@@ -103,7 +103,7 @@ def test_elements_are_read_by_box_even_where_they_are_not_aligned(tmp_path):
 
 def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_do(tmp_path):
     tensors = values()
-    write_values(tmp_path / "a", SafetensorsFolder(500), tensors)
+    write_values(tmp_path / "a", SafetensorsFiles(500), tensors)
     index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
     files = {file.name for file in (tmp_path / "a").glob("*.safetensors")}
     assert files == set(index["weight_map"].values()) and len(files) > 3
@@ -132,7 +132,7 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     value = torch.arange(12.0).reshape(4, 3)
     facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.EMA, "pieces": (3, 1)}
     tensor = record("état.w", value, **facts, layout={"algorithm": "mesh", "version": 1})
-    write(tmp_path / "a", SafetensorsFile(), [(tensor, bits(value))])
+    write(tmp_path / "a", SafetensorsFiles(), [(tensor, bits(value))])
     manifest = read(tmp_path / "a")
     (stored,) = manifest.tensors
     assert manifest.provenance["step"] == 3
@@ -234,7 +234,7 @@ CODES_OF = {code: name for name, code in CODE_OF_DTYPE.items()}
 
 
 def test_a_description_that_is_not_of_this_file_is_refused(tmp_path):
-    write_values(tmp_path / "a", SafetensorsFile(), {"v": torch.ones(4), "w": torch.ones(2, 2)})
+    write_values(tmp_path / "a", SafetensorsFiles(), {"v": torch.ones(4), "w": torch.ones(2, 2)})
     with stock.safe_open(tmp_path / "a", "pt") as opened:
         ours = opened.metadata()
     for other in ({}, {"w": torch.ones(4)}, {"w": torch.ones(2, 2).int()}):
@@ -311,9 +311,9 @@ def test_a_header_that_tells_of_other_elements_is_not_published(tmp_path):
     source.write((tmp_path / "source.safetensors").read_bytes())
     out = location(f"memory://{tmp_path.name}/out.safetensors")
     with pytest.raises(SourceError, match="changed between two reads"):
-        run_job(make_job(source, Target({"dp": 1}), container=SafetensorsFile()), out)
+        run_job(make_job(source, Target({"dp": 1}), container=SafetensorsFiles()), out)
     assert not is_there(out) and is_there(source)
-    run_job(make_job(source, Target({"dp": 1}), container=SafetensorsFile()), out)  # now it always says the same
+    run_job(make_job(source, Target({"dp": 1}), container=SafetensorsFiles()), out)  # now it always says the same
     assert is_there(out)
 
 

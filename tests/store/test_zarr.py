@@ -23,15 +23,17 @@ from muonckpt.converters.engine.whole_files import ZarrFiles
 from muonckpt.names.vocabulary import Convention
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import StateRecord
+from muonckpt.store.formats import zarr_writer
 from muonckpt.store.formats.registry import ZARR, format_of
 from muonckpt.store.formats.zarr import nodes, stored_as
+from muonckpt.store.formats.zarr_writer import CHUNK_BYTES
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
 from muonckpt.store.reading.payloads import chunk_elements
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
-SMALL = ZarrFiles(shard_bytes=200, chunk_bytes=40)
-"""Small tensors have several chunks in several files, and chunks beyond their edges."""
+SMALL = (200, 40)
+"""Bytes of shards and chunks: small tensors have several chunks in several files, and chunks beyond their edges."""
 MORE_SHAPES = {"long": (301,), "prime": (13, 7), "wide": (2, 97), "deep": (3, 5, 7, 2), "one": (1, 1, 1)}
 
 
@@ -42,18 +44,26 @@ def values() -> dict[str, torch.Tensor]:
 
 
 WRITTEN = {
-    "usual": (values, ZarrFiles(), {}),
+    "usual": (values, (None, CHUNK_BYTES), {}),
     "small": (values, SMALL, {}),
-    "in bands": (wide, ZarrFiles(shard_bytes=1 << 20, chunk_bytes=200_000), {"memory": 1}),
+    "in bands": (wide, (1 << 20, 200_000), {"memory": 1}),
 }
 """Tensors, and how they are written: the last ones have chunks that go through memory in parts."""
+
+
+def write_chunks(path: Path, sizes: tuple[int | None, int], tensors: dict[str, torch.Tensor], **how) -> None:
+    """Write a hierarchy with shards and chunks of these bytes."""
+    shard_bytes, chunk_bytes = sizes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zarr_writer, "CHUNK_BYTES", chunk_bytes)
+        write_values(path, ZarrFiles(shard_bytes), tensors, **how)
 
 
 @pytest.fixture(params=WRITTEN)
 def written(request, tmp_path):
     """A hierarchy that we wrote, and what it holds."""
-    tensors, container, how = WRITTEN[request.param]
-    write_values(tmp_path / "z", container, tensors(), **how)
+    tensors, sizes, how = WRITTEN[request.param]
+    write_chunks(tmp_path / "z", sizes, tensors(), **how)
     return tmp_path / "z", tensors()
 
 
@@ -98,13 +108,13 @@ def test_we_read_what_we_write(written):
 
 
 def test_small_chunks_really_are_small(tmp_path):
-    write_values(tmp_path / "z", SMALL, values())
+    write_chunks(tmp_path / "z", SMALL, values())
     for tensor in muonckpt.open(tmp_path / "z").manifest.tensors:
         sizes = [chunk.payload.length for chunk in tensor.chunks]
-        assert max(sizes, default=0) <= max(SMALL.chunk_bytes, itemsize(tensor.dtype))
+        assert max(sizes, default=0) <= max(SMALL[1], itemsize(tensor.dtype))
         files = {chunk.item.file for chunk in tensor.chunks}
         stored = sum((tmp_path / "z" / file).stat().st_size for file in files)
-        assert len(files) >= sum(sizes) / (2 * SMALL.shard_bytes) and stored < 3 * sum(sizes) + 100
+        assert len(files) >= sum(sizes) / (2 * SMALL[0]) and stored < 3 * sum(sizes) + 100
 
 
 def test_what_zarr_has_keeps_its_type_and_the_rest_its_bits():
@@ -270,7 +280,7 @@ def test_chunks_that_were_never_there_are_not_looked_for_one_by_one(tmp_path):
 @pytest.fixture
 def ours(tmp_path):
     tensors = {"w": torch.arange(30.0).reshape(10, 3), "v": torch.arange(3)}
-    write_values(tmp_path / "z", ZarrFiles(shard_bytes=72, chunk_bytes=24), tensors)
+    write_chunks(tmp_path / "z", (72, 24), tensors)
     return tmp_path / "z"
 
 
