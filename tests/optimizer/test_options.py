@@ -432,7 +432,6 @@ def test_an_option_has_one_name(option):
         Muon([{"params": [weight], **option}])
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_state_dict_of_torch_has_the_same_options():
     """It has numbers instead of the name of a set, and None for the default scale."""
     opt = Muon([nn.Parameter(normal(12, 8))], adjust_lr_fn=None, ns_coefficients="keller")
