@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import megatron_training
+from support.forked import Scripts
 from support.megatron_model import Topology, on_cpu
 from support.megatron_training import with_the_package
 from support.workers import run
@@ -283,10 +282,11 @@ def test_arguments_that_are_something_else_are_refused_with_the_line_to_write(tm
 
 
 SCRIPT = """
-import os, torch, muonckpt
+import os, sys, torch, muonckpt
 from torch import nn
 from muonckpt.optimizer import Muon
 
+os.chdir(sys.argv[1])
 torch.manual_seed(0)
 model = nn.Linear(64, 64, bias=False)
 optimizer = Muon(model.named_parameters(), lr=0.02)
@@ -304,13 +304,17 @@ print(model.weight.double().sum().item())
 
 
 def test_a_script_that_is_killed_goes_on_exactly(tmp_path):
-    def call(folder: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def call(folder: Path) -> tuple[int | None, list[str]]:
         folder.mkdir(exist_ok=True)
-        return subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, capture_output=True, text=True)
+        with Scripts(folder, [{}], tmp_path / "script.py", folder) as started:
+            [(code, out, _)] = started.ended([0])
+        return code, out.splitlines()
 
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "killed").touch()
-    [expected] = call(tmp_path / "whole").stdout.splitlines()
-    assert call(tmp_path / "cut").returncode == -9
-    line, found = call(tmp_path / "cut").stdout.splitlines()
+    _, [expected] = call(tmp_path / "whole")
+    assert call(tmp_path / "cut")[0] == -9
+    _, (line, found) = call(tmp_path / "cut")
     assert line.startswith("resumed from step 3, ") and "proved" in line and found == expected

@@ -95,6 +95,8 @@ def case(place: str, victim: int, manner: str) -> dict[str, Any]:
 
 
 def main(folder: str, url: str) -> None:
+    import s3fs  # noqa: F401  # once, and not by each of the ranks that are forked
+
     cases = [(folder, 0, "publishing"), (url, 1, "writing")]
     outcomes = [case(*arguments) for arguments in cases]
     for (place, _, _), answer in zip(cases, outcomes, strict=True):
