@@ -1,4 +1,4 @@
-"""Other projects' optimizers on meshes, beside one process: the table of docs/guide/conform.md.
+"""Other projects' optimizers on meshes, beside one process: the table of docs/guide/lab.md.
 
     PYTHONPATH=…dion:…muon.py's folder:… python benchmarks/conform_peers.py [OPTIMIZER]…
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import sweep
 from support.commands import called
 
 ROOT = Path(__file__).parents[1]
@@ -45,14 +44,8 @@ def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-LAUNCHES = {ROOT / "docs" / "guide" / "conform.md"}
-"""Starts processes that import torch; `test_conform` has its commands."""
-
-
 @pytest.mark.filterwarnings("ignore:all ranks are on one node", "ignore:hyper-parameters are those of the saved run")
-@pytest.mark.parametrize(
-    "page", sweep(PAGES, *[page for page in PAGES if page not in LAUNCHES]), ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}
