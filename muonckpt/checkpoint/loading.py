@@ -497,7 +497,7 @@ class JointLoad:
         return _Checked(self._reader.sums, self._reader.bytes_read)
 
     def _refusal(self, matching: Matching) -> str:
-        return str(Refusal(matching, self._stored, self._live, self._checkpoint, self.call))
+        return str(Refusal(matching, self._choices, self._stored, self._live, self._checkpoint, self.call))
 
 
 def available_memory(root: Path = Path("/")) -> int:

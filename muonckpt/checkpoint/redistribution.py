@@ -151,8 +151,8 @@ def redistribute(
     requests = gather_on_all(group, SourceError, ask)
     matching, report = judge([request.rank for request in requests], stored, chosen)
     if not matching.fits:
-        refusal = broadcast_from_first(group, lambda: str(Refusal(matching, stored, target, None, REDISTRIBUTE)))
-        raise SourceError(refusal)
+        refusal = Refusal(matching, chosen, stored, target, None, REDISTRIBUTE)
+        raise SourceError(broadcast_from_first(group, lambda: str(refusal)))
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}

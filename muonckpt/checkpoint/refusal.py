@@ -18,13 +18,14 @@ from ..names.renaming import as_toml, find_rules
 from ..names.resumption import (
     OTHER_CONVENTION,
     UNGROUPED,
+    Choices,
     advise_on_state,
     describe_differences,
     in_globs,
     two_lists,
 )
 from ..names.vocabulary import has_our_options
-from ..names.wording import listed
+from ..names.wording import counted, listed
 from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
@@ -61,12 +62,14 @@ class Refusal:
 
     Attributes:
         matching: of all ranks.
+        choices: what the user has said of it.
         live: this rank's state dict.
         checkpoint: None if the source is in memory.
         call: what the user has called.
     """
 
     matching: Matching
+    choices: Choices
     stored: Stored
     live: LiveState
     checkpoint: OpenCheckpoint | None
@@ -80,20 +83,28 @@ class Refusal:
         return ". ".join(filter(None, (facts, step or renaming or self._cure())))
 
     def _phrases(self, is_renamed: bool) -> Iterator[str]:
-        """Yield what does not fit; names that are only other ones, as a whole."""
+        """Yield what does not fit; where both sides have names of their own, these as a whole."""
         matching = self.matching
+        here, there, _ = self._names if matching.missing_keys else ({}, {}, {})
+        has_others = bool(here and there)
         yield from matching.faults
-        if is_renamed:
-            names = listed(map(repr, sorted(self._names[0])), _MAX_KEYS)
-            yield f"it has no {names}, and the same shapes under other names"
-        if matching.missing_keys and not is_renamed:
+        if has_others:
+            names = f"{counted(len(here), 'parameter')} such as {min(here)!r}"
+            yield f"it has no {names}{', and the same shapes under other names' if is_renamed else ''}"
+        elif matching.missing_keys:
             yield f"missing key {listed(map(repr, matching.missing_keys), _MAX_KEYS)}"
-        if matching.extra_keys and not is_renamed:
+        if matching.extra_keys and not has_others:
             yield f"extra key {listed(map(repr, matching.extra_keys), _MAX_KEYS)}"
         if matching.misfits:
             yield listed((f"{key!r} {fault}" for key, fault in matching.misfits.items()), _MAX_KEYS, "; ")
-        if matching.differences and not is_renamed:
-            yield describe_differences(matching.differences, matching.names)
+        # Where a weight is missing, its state is too.
+        differences = {
+            name: reason
+            for name, reason in matching.differences.items()
+            if name not in here and not (has_others and name in there)
+        }
+        if differences:
+            yield describe_differences(differences, matching.names)
 
     def _cure(self) -> str:
         """Return the next step where names are those of the checkpoint; empty if the phrases have it."""
@@ -176,7 +187,7 @@ class Refusal:
         # State counts where the state dict asks for some, and weights where it has some.
         parents = {live.paths[key][:-1] for key, value in live.flat.items() if isinstance(value, Tensor)}
         saved_forms: defaultdict[str, set[object]] = defaultdict(set)
-        kept_names = set[str]()
+        kept_names, fresh = set[str](), self.choices.fresh
         manifest = with_slots(self.checkpoint.outline) if self.checkpoint else None
         for record in manifest.tensors if manifest else self.stored.tensors:
             name = str(record.path[-1]) if record.slot is None else str(record.name)
@@ -189,7 +200,11 @@ class Refusal:
             live_forms[tensor.name].add((tensor.slot, tensor.shape, tensor.dtype))
         return (
             {name: frozenset(forms) for name, forms in live_forms.items() if name not in kept_names},
-            {name: frozenset(forms) for name, forms in saved_forms.items() if name not in kept_names},
+            {
+                name: frozenset(of)
+                for name, of in saved_forms.items()
+                if name not in kept_names and not fresh.match(name)
+            },
             kept_names,
         )
 

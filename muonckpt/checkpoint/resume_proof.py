@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ..names.keys import PARAM_GROUPS, key_of
-from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, as_initialised, in_short
+from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, as_initialised, in_globs, in_short
 from ..names.vocabulary import KeyPath
 from ..names.wording import counted, listed
 from .attestation import TensorPrint
@@ -251,7 +251,9 @@ class ResumeProof:
         unchecked = f"; not checked: {', '.join(self.unchecked)}" if self.unchecked else ""
         equal = f"{counted(self.tensors, 'tensor')} and {counted(self.items, 'other value')} are as they were saved"
         ranks = "" if self.ranks_saved is None else f"saved on {counted(self.ranks_saved, 'rank')}, now {self.ranks}, "
-        initialised = f"{as_initialised(self.initialised)} ({in_short(self.initialised)}); " if self.initialised else ""
+        initialised = ""
+        if weights := self.initialised:
+            initialised = f"{as_initialised(len(weights))} ({listed(in_globs(weights, ()), MAX_GLOBS)}); "
         resumed = f"{initialised}resumed from step {self.step}, {ranks}"
         if self.equal and not self.tensors and self.unchecked:
             return f"{resumed}with nothing to prove: no tensor that runs now was loaded{unchecked}"
@@ -266,7 +268,7 @@ class ResumeProof:
             "items": self.items,
             "differences": [*self.lines],
             "unchecked": [*self.unchecked],
-            "initialised": [*self.initialised],
+            "initialised": len(self.initialised),
         }
 
 

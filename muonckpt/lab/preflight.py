@@ -93,7 +93,7 @@ class Preflight:
         if self.refusal:
             return f"no: {self.refusal}"
         fresh = f", {len(self.report.fresh)} would begin anew" if self.report.fresh else ""
-        weights = f"{as_initialised(self.report.kept)}, " if self.report.kept else ""
+        weights = f"{as_initialised(len(self.report.kept))}, " if self.report.kept else ""
         return f"yes: {weights}the state of {len(self.report.loaded)} parameters would be loaded{fresh}"
 
     def to_json(self) -> dict[str, Any]:

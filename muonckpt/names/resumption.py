@@ -166,7 +166,7 @@ class LoadReport:
         }
         # Weights that were not loaded come first, as they cost most.  Globs may not match parameters of other lists.
         parameters = {*self.loaded, *self.fresh}
-        lines = [f"{as_initialised(self.kept)}: {', '.join(in_globs(self.kept, ()))}"] if self.kept else []
+        lines = [f"{as_initialised(len(self.kept))}: {', '.join(in_globs(self.kept, ()))}"] if self.kept else []
         lines.append(f"state loaded: {len(self.loaded)}")
         for title, names in rows.items():
             if names:
@@ -176,9 +176,9 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def as_initialised(weights: Collection[str]) -> str:
+def as_initialised(weights: int) -> str:
     """Return how many weights a resume has left as the program initialised them, in words."""
-    return f"{counted(len(weights), 'weight')} {'stays' if len(weights) == 1 else 'stay'} as initialised"
+    return f"{counted(weights, 'weight')} {'stays' if weights == 1 else 'stay'} as initialised"
 
 
 def in_globs(names: Collection[str], other_names: Iterable[str]) -> list[str]:

@@ -58,7 +58,7 @@ class Resume:
             return "not checked"
         unchecked = self.proof["unchecked"]
         suffix = f"; not checked: {', '.join(unchecked)}" if unchecked else ""
-        weights = self.proof.get("initialised", ())
+        weights = self.proof["initialised"]
         prefix = f"{as_initialised(weights)}; " if weights else ""
         if self.proof["equal"]:
             return f"{prefix}proved: {counted(self.proof['tensors'], 'tensor')} as they were saved{suffix}"
@@ -177,6 +177,7 @@ def _parsed(attempt: int, timestamp: float, fields: Any, proof: Any) -> Resume:
             "items": int(proof["items"]),
             "differences": [*map(str, proof["differences"])],
             "unchecked": [*map(str, proof["unchecked"])],
+            "initialised": int(proof.get("initialised", 0)),
         }
     ranks_saved = fields["ranks_saved"]
     return Resume(
