@@ -83,16 +83,6 @@ def test_checkpoints_of_other_programs_keep_every_element(name, kinds, tmp_path)
         assert stock_read(tmp_path / kind) == expected, kind
 
 
-def test_what_others_wrote_is_exported_too(tmp_path):
-    tensors = {"w": torch.arange(20.0).reshape(4, 5), "n": torch.tensor(3)}
-    stock_torch.save_file(tensors, tmp_path / "a.safetensors")
-    zarr.open_group(tmp_path / "z", mode="w").create_array("w", data=tensors["w"].numpy(), chunks=(3, 2))
-    export(tmp_path / "a.safetensors", tmp_path / "b", "zarr")
-    export(tmp_path / "z", tmp_path / "c", "file")
-    assert stock_read(tmp_path / "b") == {key: bits(value) for key, value in tensors.items()}
-    assert stock_read(tmp_path / "c") == {"w": bits(tensors["w"])}
-
-
 def test_wide_rows_and_many_chunks(tmp_path):
     wide = {key: value for key, value in sharded.wide().items() if value.dtype != torch.complex128}
     muonckpt.save(wide | {"big": torch.arange(3_000_000.0).reshape(1500, 2000)}, tmp_path / "a")
@@ -106,13 +96,6 @@ def test_wide_rows_and_many_chunks(tmp_path):
 
 
 # --- refused, or damaged ----------------------------------------------------------------------------------------------
-
-
-def test_what_is_no_tensor_is_left_out_when_asked(tmp_path):
-    muonckpt.save({"w": torch.ones(3), "lr": 0.5, "betas": (0.9, 0.95)}, tmp_path / "a")
-    for kind in KINDS:
-        manifest = export(tmp_path / "a", tmp_path / kind, kind)
-        assert sorted(manifest.provenance["exported"]["left_out"]) == ["betas", "lr"]
 
 
 def test_a_type_that_the_format_lacks_is_refused_by_name_before_anything_is_written(tmp_path):

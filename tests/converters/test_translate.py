@@ -331,13 +331,3 @@ def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
     same = translate(manifest, opened(path).values, DIALECTS["torch"])
     assert executed(path, same)["optimizer.param_groups.0.lr"].view("<f4") == 0.25
     assert options(translate(manifest, opened(path).values, DIALECTS["dion"]))["optimizer.param_groups.0.lr"] == 0.25
-
-
-def test_a_parameter_without_state_stays_in_its_group(tmp_path):
-    state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"momentum": 0.5}))
-    state["optimizer"]["param_groups"][0]["params"] = ["new", "w"]  # the one has not seen a gradient yet
-    manifest, path = saved(tmp_path, state)
-    for target in ("dion", "fsdp_dtensor", "torch_dist"):
-        said = options(translate(manifest, opened(path).values, DIALECTS[target]))
-        assert said.get("optimizer.param_groups.0.params", ["new", "w"]) == ["new", "w"]
-        assert target != "fsdp_dtensor" or said["optimizer.param_to_group_meta.module.module.module.new.lr"] == 0.1

@@ -246,19 +246,6 @@ def test_a_matrix_that_moved_to_adamw_starts_fresh_by_name(uninterrupted, ranks,
     assert "1 parameter differs: moved from 'muon' to 'adamw': net.1.up.weight" in told
 
 
-def overwrite(rank: int, world: int, folder: str) -> str:
-    with as_launched(rank, world):
-        trainer = script("lightning.md")["train"](folder, world, "fsdp2").trainer
-        return raised(trainer.save_checkpoint, Path(folder) / "epoch=0.ckpt")
-
-
-def test_a_checkpoint_is_not_overwritten(tmp_path):
-    for told in run(2, overwrite, str(tmp_path)):
-        assert told.startswith("DestinationError")
-        assert "epoch=0.ckpt" in told
-    assert not muonckpt.verify(tmp_path / "epoch=0.ckpt").findings
-
-
 @pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 2}, {"tensor_parallel_size": 1}])
 def test_sizes_that_are_left_to_lightning_are_refused(sizes):
     """It would make all ranks tensor parallel, and each would step over all the data."""

@@ -154,18 +154,6 @@ def test_a_run_begins_with_the_model_of_another(uninterrupted, tmp_path):
     assert distance(run(1, load_model_only, str(tmp_path), path)[0], result) == 0
 
 
-def overwrite(rank: int, world: int, folder: str) -> str:
-    with as_launched(rank, world):
-        return raised(script("torchtitan.md")["Trainer"](folder).checkpointer.save, 3)
-
-
-def test_a_checkpoint_is_not_overwritten(uninterrupted, tmp_path):
-    for told in run(2, overwrite, interrupted(uninterrupted["ours", 1][0], tmp_path)):
-        assert told.startswith("DestinationError")
-        assert "step-3 exists already" in told
-    assert not muonckpt.verify(tmp_path / "checkpoint" / "step-3").findings
-
-
 class Numbers(torch.utils.data.IterableDataset):
     """A dataset that knows how far it has been read, as torchtitan's do."""
 

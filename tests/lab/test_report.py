@@ -232,14 +232,6 @@ def test_a_lost_file_of_empty_chunks_takes_no_tensor_out_of_the_numbers(tmp_path
     assert {tensor.key for tensor in page.difference.tensors} == {*whole["tensors"]["key"]} - lost
 
 
-def test_the_command_says_the_verdict_of_a_damaged_checkpoint(run, tmp_path):
-    shutil.copytree(run / "20", tmp_path / "20")
-    (tmp_path / "20" / "__0_0.distcp").unlink()
-    done = called("report", tmp_path / "20", "-o", tmp_path / "page.html")
-    assert done.returncode == 0 and "rank 0's file __0_0.distcp is missing" in done.stdout
-    assert "rank 0's file __0_0.distcp is missing" in (tmp_path / "page.html").read_text()
-
-
 @pytest.mark.parametrize("damage", ["missing", "cut short"])
 def test_the_page_of_a_checkpoint_without_a_description_is_the_verdict(damage, tmp_path):
     shutil.copytree(golden(FORMATS["stock DCP"]), tmp_path / "ckpt")

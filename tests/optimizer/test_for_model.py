@@ -58,24 +58,6 @@ def test_one_rate_serves_both_only_if_it_is_said():
     assert {rate for _, rate in algorithms(model, optimizer).values()} == {3e-4}
 
 
-def test_a_single_set_of_rules_and_options_by_kind():
-    model = net()
-    optimizer = Muon.for_model(
-        model,
-        lr=0.02,
-        adamw_lr=3e-4,
-        rules=(NO_HEAD, *MODULE_TYPES),
-        kinds={"vector": {"weight_decay": 0.0}, "matrix": {"algorithm": "normuon"}},
-    )
-    assert algorithms(model, optimizer)["3.weight"] == ("normuon", 0.02)
-    assert {g["weight_decay"] for g in optimizer.param_groups if g["algorithm"] == "adamw"} == {0.0, 0.1}
-
-
-def test_what_rules_do_not_decide_is_refused():
-    with pytest.raises(ValueError, match="which matrix is the output head"):
-        Muon.for_model(net(), lr=0.02, adamw_lr=3e-4, rules=MODULE_TYPES)
-
-
 def wrapped(rank: int, world: int, given: bool) -> list[tuple[int, ...]]:
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(nn.Linear(6, 12, bias=False), process_group=group)

@@ -51,12 +51,6 @@ def test_fewer_parameters_than_ranks(names):
 # --- layouts and refusals ------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_layout_is_answered_with_what_comes_close():
-    net = Net()
-    with pytest.raises(ValueError, match=r"layout='padded': expected one of .*; did you mean 'padded-n"):
-        LayerWise(net, groups(net), layout="padded")
-
-
 def of_record(rank: int, world: int) -> tuple[bool, str, str]:
     net = Net()
     opt = LayerWise(net, groups(net), layout="decoupled-total-order")

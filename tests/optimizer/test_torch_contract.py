@@ -11,7 +11,6 @@ from support import sweep
 from support.least_squares import ALGORITHMS, SCALAR, Line, contents, groups, normal, run_steps, same, trained
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
-from torch.optim.swa_utils import SWALR, AveragedModel
 
 from muonckpt.optimizer import Muon
 
@@ -50,11 +49,6 @@ def test_options_that_torch_has_and_we_have_not_are_refused_not_ignored(algorith
     Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "algorithm": algorithm, option: False}])
 
 
-def test_it_can_be_printed():
-    text = repr(Muon([nn.Parameter(torch.ones(2, 2))], lr=0.25))
-    assert text.startswith("Muon (") and "lr: 0.25" in text and "algorithm: muon" in text
-
-
 # --- steps ------------------------------------------------------------------------------------------------------
 
 SCHEDULERS = {
@@ -86,17 +80,6 @@ def test_the_loss_goes_down_under_every_scheduler_and_a_rate_in_a_tensor_takes_t
         assert all(isinstance(group["lr"], torch.Tensor) == isinstance(lr, torch.Tensor) for group in opt.param_groups)
         found.append(contents(net, opt))
     assert same(*found)
-
-
-def test_momentum_can_be_cycled_as_for_torchs_muon():
-    net = Line()
-    opt = Muon([net.weight], lr=0.01)
-    scheduler = schedulers.OneCycleLR(opt, max_lr=0.02, total_steps=10, base_momentum=0.5, max_momentum=0.75)
-    net().backward()
-    opt.step()
-    torch.testing.assert_close(opt.state[net.weight]["momentum_buffer"], 0.25 * net.weight.grad)
-    scheduler.step()
-    assert 0.5 < opt.param_groups[0]["momentum"] < 0.75
 
 
 CYCLES = {
@@ -178,21 +161,6 @@ def test_scalars_and_empty_tensors_are_parameters_too(algorithm):
         p.grad = torch.ones_like(p)
     opt.step()
     assert params[0].item() == params[3].item() == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_groups_have_rates_and_decays_of_their_own(algorithm):
-    options = [{"lr": 0.5, "weight_decay": 0.0}, {"lr": 0.01, "weight_decay": 0.3}, {"lr": 0.0}]
-    params = [nn.Parameter(normal(6, 4)) for _ in options]
-    opt = Muon([{"params": [p], "algorithm": algorithm, **o} for p, o in zip(params, options, strict=True)])
-    for p, o in zip(params, options, strict=True):
-        twin = nn.Parameter(normal(6, 4))
-        p.grad, twin.grad = normal(6, 4, seed=1), normal(6, 4, seed=1)
-        Muon([{"params": [twin], "algorithm": algorithm}], **o).step()
-        o["expected"] = twin.detach()
-    opt.step()
-    assert same([p.detach() for p in params], [o["expected"] for o in options])
-    assert torch.equal(params[2], normal(6, 4))
 
 
 @pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
@@ -337,17 +305,3 @@ def test_a_compiled_training_step_takes_the_same_steps(algorithm, backend):
         step()
     for found, expected in zip(contents(net, opt), trained(algorithm, lr=0.01), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_weights_can_be_averaged_while_training():
-    net = Line()
-    opt = Muon(groups(net.parameters(), "muon"), lr=0.02)
-    average, scheduler = AveragedModel(net), SWALR(opt, swa_lr=0.005, anneal_epochs=2)
-    seen = []
-    for _ in range(3):
-        opt.step(net.closure(opt))
-        scheduler.step()
-        average.update_parameters(net)
-        seen.append(net.weight.detach().clone())
-    torch.testing.assert_close(average.module.weight.detach(), torch.stack(seen).mean(0))
-    assert all(group["lr"] == pytest.approx(0.005) for group in opt.param_groups)

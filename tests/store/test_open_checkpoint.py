@@ -88,17 +88,6 @@ def test_tensors_items_and_groups(kind, saved):
         assert checkpoint.provenance.get("step") == (None if kind == "stock" else 7)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
-def test_formats_of_whole_tensors(kind, saved):
-    checkpoint = muonckpt.open(str(saved / kind))
-    assert checkpoint.format.name == WHOLE[kind] and not checkpoint.items and not checkpoint.groups
-    own = muonckpt.open(saved / "numbers").tensors
-    for key, value in NUMBERS.items():
-        assert np.array_equal(checkpoint.tensors[key].numpy(), values(value))
-        assert checkpoint.tensors[key].fingerprint == own[key].fingerprint
-        assert checkpoint.tensors[key].layout == own[key].layout
-
-
 SELECTIONS = [
     np.s_[:],
     np.s_[...],

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, strategies as st
 from support.resharded import make_job
 from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
-from support.whole import assemble, record, write, write_values
+from support.whole import assemble, write_values
 
 import muonckpt
 from muonckpt import SourceError
@@ -25,7 +25,6 @@ from muonckpt.algebra.box import Box
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.whole_files import SafetensorsFiles
 from muonckpt.converters.target.topology import Target
-from muonckpt.names.vocabulary import Convention
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import Manifest, StateRecord
 from muonckpt.store.formats import safetensors
@@ -126,22 +125,6 @@ def test_a_folder_with_one_file_needs_no_index(tmp_path):
     stock_torch.save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     assert format_of(tmp_path) is format_of(tmp_path / "model.safetensors") is SAFETENSORS
     assert stored(tmp_path) == stored(tmp_path / "model.safetensors") == {"w": bits(torch.ones(3))}
-
-
-def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
-    value = torch.arange(12.0).reshape(4, 3)
-    facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.EMA, "pieces": (3, 1)}
-    tensor = record("état.w", value, **facts, layout={"algorithm": "mesh", "version": 1})
-    write(tmp_path / "a", SafetensorsFiles(), [(tensor, bits(value))])
-    manifest = read(tmp_path / "a")
-    (stored,) = manifest.tensors
-    assert manifest.provenance["step"] == 3
-    for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
-        assert getattr(stored, field) == getattr(tensor, field)
-    assert len(stored.fingerprint) == 16 and stored.fingerprint != "0" * 16
-    assert len(stored.chunks[0].digest) == 32
-    with stock.safe_open(tmp_path / "a", "pt") as opened:
-        assert Manifest.from_json(opened.metadata()["muonckpt"]).tensors[0].slot == "momentum_buffer"
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES.keys() - CODE_OF_DTYPE.keys()))

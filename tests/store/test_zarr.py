@@ -20,7 +20,6 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.algebra.box import Box
 from muonckpt.converters.engine.whole_files import ZarrFiles
-from muonckpt.names.vocabulary import Convention
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import StateRecord
 from muonckpt.store.formats import zarr_writer
@@ -121,21 +120,6 @@ def test_what_zarr_has_keeps_its_type_and_the_rest_its_bits():
     same = ("bool", "int8", "uint64", "float16", "float64", "complex64", "complex128")
     assert [stored_as(name) for name in same] == list(same)
     assert [stored_as(name) for name in ("bfloat16", "float8_e5m2", "complex32")] == ["uint16", "uint8", "uint32"]
-
-
-def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
-    facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.SUM, "pieces": (3, 1)}
-    path = ("optimizer", "state", "w", "momentum_buffer")
-    tensor = StateRecord(
-        "o.w", path, (4, 3), "bfloat16", no_chunks(2), **facts, layout={"algorithm": "mesh", "version": 1}
-    )
-    write(tmp_path / "a", ZarrFiles(), [(tensor, np.ones(12, "<u2").tobytes())])
-    (found,) = muonckpt.open(tmp_path / "a").manifest.tensors
-    for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
-        assert getattr(found, field) == getattr(tensor, field)
-    attributes = zarr.open_array(tmp_path / "a" / "optimizer" / "state" / "w" / "momentum_buffer").attrs["muonckpt"]
-    assert attributes["convention"] == "sum" and attributes["fingerprint"] == found.fingerprint
-    assert attributes["shape"] == [4, 3] and attributes["slot"] == "momentum_buffer"
 
 
 NUMBERS = np.arange(7 * 6 * 5, dtype="f4").reshape(7, 6, 5)
