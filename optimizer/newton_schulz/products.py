@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...names.errors import warn_on_rank
 from ..ground.devices import is_asynchronous
-from ..ground.tensors import REDUCTIONS, Places, is_aligned
+from ..ground.tensors import REDUCTIONS, Places, exact_dtype, is_aligned
 from .recipe import gram_is_cheaper
 
 M = TypeVar("M")
@@ -71,7 +71,7 @@ class TorchProducts:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def normalized(self, x: Tensor, eps: float, scale: float) -> Tensor:
-        exact = widened(x, self.dtype)
+        exact = prepare(x, self.dtype)
         norm = frobenius(exact)
         # Squares of large elements may overflow; then the matrix is divided twice, at first by a power of two.
         if may_overflow(norm):
@@ -84,61 +84,27 @@ class TorchProducts:
         return (exact / norm if exact is x else exact.div_(norm)).to(self.dtype).to(self.tensor_dtype)
 
     def gram(self, x: Tensor) -> Tensor:
-        return self._symmetric(x, x.mT)
+        return self._rounded(x @ x.mT)
 
     def polynomial(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-        result = self._symmetric(r, r, r, b, c) if c else self._rounded(r * b)
+        result = self._rounded(_add_product(r, b, r, r, c) if c else r * b)
         if not a:
             return result
         result.diagonal(dim1=-2, dim2=-1).add_(a)
         return self._rounded(result)
 
     def commuting_product(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._symmetric(z, q)
+        return self._rounded(z @ q)
 
     def multiply_add(self, x: Tensor, a: float, p: Tensor) -> Tensor:
-        return self._rounded(multiply(p, x, x if a else None, a))
-
-    def _symmetric(
-        self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
-    ) -> Tensor:
-        """Return ``alpha·left·right + beta·addend``, which is symmetric."""
-        return self._rounded(multiply(left, right, addend, beta, alpha))
+        return self._rounded(_add_product(x, a, p, x) if a else p @ x)
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x if self.dtype is self.tensor_dtype else x.to(self.dtype).to(self.tensor_dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class StripProducts(TorchProducts):
-    """`TorchProducts` that compute large symmetric products by strips of rows up to the diagonal, and mirror them."""
-
-    def _symmetric(
-        self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
-    ) -> Tensor:
-        side, depth = left.shape
-        strips = max(1, min(NUM_STRIPS, side // MIN_STRIP_ROWS)) if side * side * depth >= MIN_STRIPS_WORK else 1
-        height = -(-side // strips)
-        result = left.new_empty(side, side)
-        # Each strip of rows up to the diagonal ...
-        for top in range(0, side, height):
-            end = min(top + height, side)
-            a, b, out = left[top:end], right[:, :end], result[top:end, :end]
-            if addend is None:
-                torch.mm(a, b, out=out)
-            else:
-                torch.addmm(addend[top:end, :end], a, b, beta=beta, alpha=alpha, out=out)
-        # ... and its mirror image beyond, once it is rounded.
-        result = self._rounded(result)
-        for top in range(height, side, height):
-            result[:top, top : top + height] = result[top : top + height, :top].mT
-        return result
-
-
-def multiply(left: Tensor, right: Tensor, addend: Tensor | None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Return ``alpha·left·right + beta·addend`` of matrices or stacks; without an addend ``left·right``."""
-    if addend is None:
-        return torch.mm(left, right) if left.ndim == 2 else torch.bmm(left, right)
+def _add_product(addend: Tensor, beta: float, left: Tensor, right: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return ``beta·addend + alpha·left·right`` of matrices or stacks."""
     add = torch.addmm if left.ndim == 2 else torch.baddbmm
     return add(addend, left, right, beta=beta, alpha=alpha)
 
@@ -178,10 +144,6 @@ def same_as_alone(
     return True
 
 
-NUM_STRIPS, MIN_STRIP_ROWS, MIN_STRIPS_WORK = 4, 128, 3 << 23
-"""The strips of a large symmetric product on a CPU, the fewest rows of one, and the multiply-adds from which it is
-large.  By strips and whole, in us: 190 and 170 at 256 x 256, 302 and 318 at 320 x 320, 484 and 539 at 384 x 384."""
-
 MAX_SUMMED_ELEMENTS = 1 << 16
 """Elements whose squares are summed up at once: a running sum in fp32 is off by less than 2^-8."""
 
@@ -218,8 +180,6 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
     if dtype.itemsize == 2 and (work < MIN_UNIT_WORK or (work < MIN_ROUNDED_WORK and not _has_units(dtype))):
         dtype = torch.float32
     tensor_dtype = dtype if dtype.itemsize > 2 or _has_units(dtype) else torch.float32
-    if work >= MIN_STRIPS_WORK:
-        return StripProducts(dtype, tensor_dtype)
     return TorchProducts(dtype, tensor_dtype, CACHED_ELEMENTS[tensor_dtype.itemsize])
 
 
@@ -229,24 +189,28 @@ def _has_units(dtype: torch.dtype) -> bool:
     return not MATRIX_UNITS[dtype].isdisjoint(CPU_INFO.read_text().split())
 
 
-def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``matrix`` in fp32 at least, contiguous, where a memory of its own might begin; itself if it is."""
-    if not (matrix.dtype is torch.float32 and dtype.itemsize <= 4 and matrix.is_contiguous()):
-        # `promote_types` and two operators that do nothing take as long as the norm of a small matrix.
-        matrix = matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
+def prepare(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix to be divided: contiguous, where a memory of its own might begin, in fp32 at least; itself if it
+    is.  A CPU divides one of 16 bits by a number in fp32 and rounds once, so there it stays as it is.
+    """
+    if not (matrix.dtype is dtype and matrix.is_cpu):
+        matrix = matrix.to(torch.promote_types(torch.float32, dtype))
+    matrix = matrix.contiguous()
     if torch.compiler.is_compiling() or is_aligned(matrix):  # a compiler makes kernels for any address
         return matrix
     return matrix.clone()
 
 
 def frobenius(x: Tensor) -> Tensor:
-    """Return the Frobenius norm of a contiguous matrix, without dims; ``[count, 1, 1]`` of a stack."""
+    """Return the Frobenius norm of a contiguous matrix in fp32 at least, without dims; ``[count, 1, 1]`` of a stack."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    parts = x if x.shape[-2] * x.shape[-1] <= MAX_SUMMED_ELEMENTS else torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    dtype, parts = exact_dtype(x), x
+    if x.shape[-2] * x.shape[-1] > MAX_SUMMED_ELEMENTS:
+        parts = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     if x.ndim == 2:
-        norm: Tensor = torch.linalg.vector_norm(parts)
+        norm: Tensor = torch.linalg.vector_norm(parts, dtype=dtype)
         return norm
-    norms: Tensor = torch.linalg.vector_norm(parts.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(parts.flatten(1), dim=1, dtype=dtype)
     return norms[:, None, None]
 
 

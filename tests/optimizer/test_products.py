@@ -13,10 +13,8 @@ from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import (
     CACHED_ELEMENTS,
     MIN_ROUNDED_WORK,
-    MIN_STRIPS_WORK,
     MIN_UNIT_WORK,
     Form,
-    StripProducts,
     TorchProducts,
     by_torch,
     choose_products,
@@ -137,23 +135,15 @@ def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytes
         assert by_torch(CPU, BF16, 1, MIN_UNIT_WORK) == (
             TorchProducts(BF16, BF16, CACHED_ELEMENTS[2]) if found is BF16 else small
         )
-        assert by_torch(CPU, BF16, 512, MIN_STRIPS_WORK // 512**2) == StripProducts(BF16, found)
-        assert by_torch(CPU, FP32, 512, MIN_STRIPS_WORK // 512**2) == StripProducts(FP32, FP32)
     products._has_units.cache_clear()
-    assert by_torch(CUDA, BF16, 512, MIN_STRIPS_WORK) == TorchProducts(BF16, BF16)
+    assert by_torch(CUDA, BF16, 512, 512) == TorchProducts(BF16, BF16)
 
 
-@pytest.mark.parametrize("side", [384, 401, 601])
-def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None:
-    """Small integers: sums are exact in any order."""
-    kind, depth = StripProducts(FP32, FP32), MIN_STRIPS_WORK // side**2 + 1
-    x = torch.randint(-1, 2, (side, depth)).float()
-    r = kind.gram(x)
-    assert torch.equal(r, x @ x.mT)
-    r = r.clamp(-9, 9)
-    assert torch.equal(kind.polynomial(r, 2.0, 0.5, 1.0), torch.eye(side) + 2 * r + 0.5 * (r @ r))
-    assert torch.equal(kind.commuting_product(r, r), r @ r)
-    assert side**3 >= MIN_STRIPS_WORK  # so all three were by strips
+@pytest.mark.parametrize("shape", [(512, 512), (70, 301), (4, 65, 70)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_matrix_in_16_bits_is_divided_in_fp32_and_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    kind, x = TorchProducts(dtype, dtype), torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(kind.normalized(x, 1e-7, 0.26), kind.normalized(x.float(), 1e-7, 0.26))
 
 
 def test_held_wider_or_not_the_results_are_alike() -> None:
