@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import SIGTERM, SIGUSR2
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from support.counted import counted
+import torch.distributed as dist
 from support.workers import WorkersFailed, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,6 +75,29 @@ def sharded(rank: int) -> tuple[Muon, Any]:
             weight.grad = torch.ones_like(weight) * (step + 1)
 
     return optimizer, backward
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The collectives that are called inside."""
+    calls: Counter[str] = Counter()
+
+    def recorded(name, honest):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return honest(*args, **kwargs)
+
+        return call
+
+    names = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "all_gather_object", "barrier")
+    patches = [patch.object(dist, name, recorded(name, getattr(dist, name))) for name in names]
+    for patcher in patches:
+        patcher.start()
+    try:
+        yield calls
+    finally:
+        for patcher in patches:
+            patcher.stop()
 
 
 def trained(rank: int, world: int, folder: str) -> list[tuple[Any, ...]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from support.commands import called
 from support.golden import golden
-from support.rezipped import rezip
 from torch import Tensor
 
 import muonckpt
@@ -19,6 +20,15 @@ from muonckpt import SourceError
 
 RUNS = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_bf16")
 TAG = "global_step3"
+
+
+def rezip(path: Path, change: Callable[[str, bytes], bytes]) -> None:
+    """Change each member of a `torch.save` file, given its name below the root, with its checksum made anew."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in members:
+            archive.writestr(name, change(name.partition("/")[2], data))
 
 
 def copied(name: str, folder: Path) -> Path:
