@@ -241,7 +241,11 @@ class LiveState:
         annotations: dict[object, Annotation] = {}
         for path, name, slot, group in _slots_below((), self.nested):
             # Parameters of a group, and layers, share one annotation for each slot.
-            facts = slot, str(group.get("convention")), tuple(group.get("pieces") or ())
+            pieces = group.get("pieces")
+            # Another program's option of this name may be anything.
+            if not isinstance(pieces, list | tuple) or any(type(rows) is not int for rows in pieces):
+                pieces = ()
+            facts = slot, str(group.get("convention")), tuple(pieces)
             if facts not in annotations:
                 annotations[facts] = _annotation(*facts)
             slots[path] = name, annotations[facts]

@@ -382,3 +382,16 @@ def test_a_process_without_a_group_needs_none(saved):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         muonckpt.load({"s": zeros(plain()), "lr": 0.0}, saved)
+
+
+def test_an_option_of_another_program_may_have_any_value(tmp_path):
+    """``pieces`` and ``convention`` are words of ours, and other optimizers may use them."""
+    for number, value in enumerate((4, 2.5, "rows", None, {"rows": 3}, [1.5])):
+        options = {"lr": 0.1, "pieces": value, "convention": value, "params": ["w"]}
+        optimizer = {"state": {"w": {"momentum_buffer": torch.arange(6.0)}}, "param_groups": [options]}
+        path = tmp_path / str(number)
+        muonckpt.save({"optimizer": optimizer}, path)
+        template = {"state": {"w": {"momentum_buffer": torch.zeros(6)}}, "param_groups": [dict(options)]}
+        muonckpt.load({"optimizer": template}, path)
+        assert torch.equal(template["state"]["w"]["momentum_buffer"], torch.arange(6.0))
+        assert muonckpt.attest({"optimizer": optimizer}, path)
