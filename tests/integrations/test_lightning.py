@@ -6,19 +6,17 @@ import signal
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import sweep
-from support.failing import raised, told_by
+from support.failing import raised
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
-from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import Rule
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'integrations')")
@@ -174,24 +172,6 @@ def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninte
     assert {path.name for path in tmp_path.glob("step=*")} == {"step=2.ckpt", "step=3.ckpt"}
     result = run(2, train, kind, str(tmp_path / "on"), str(tmp_path / "step=3.ckpt"))[0]
     assert distance(result, uninterrupted[kind, 2][1]) == 0
-
-
-def with_another_rate(rank: int, world: int, kind: str, folder: str, resume: str) -> tuple[list[str], list[float]]:
-    """The script with another rate in its code: what warnings say of that, and the rates at the end."""
-    with as_launched(rank, world):
-        names = script("lightning.md")
-        names["Muon"] = SimpleNamespace(for_model=lambda model, **how: Muon.for_model(model, **how | {"lr": 0.5}))
-        models: list[Any] = []
-        told = told_by(lambda: models.append(names["train"](folder, world, kind, resume)))
-        return told, sorted({group["lr"] for group in models[0].trainer.optimizers[0].param_groups})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rate_of_the_code_that_a_resume_overrides_is_told_once(uninterrupted, kind, tmp_path):
-    folder, result = uninterrupted[kind, 2]
-    (told, rates), (other, _) = run(2, with_another_rate, kind, str(tmp_path), str(folder / "epoch=0.ckpt"))
-    assert (len(told), len(other), rates) == (1, 0, result["rates"])
-    assert "group 0 (muon): lr=0.02, not 0.5" in told[0] and "adamw" not in told[0]
 
 
 def evaluate(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:

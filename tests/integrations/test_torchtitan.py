@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import sweep
-from support.failing import raised, told_by
+from support.failing import raised
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch import nn
@@ -99,26 +99,6 @@ def test_a_run_on_four_ranks_is_restarted_on_two_and_the_other_way_round(uninter
     for saved, ranks in ((tmp_path / "four", 2), (uninterrupted[kind, 2][0], 4)):
         result = run(ranks, train, kind, interrupted(saved, tmp_path / f"on {ranks}"))[0]
         assert distance(result, expected) < 2e-5
-
-
-def with_another_rate(rank: int, world: int, folder: str) -> tuple[list[str], list[float]]:
-    """The script with another rate in its code: what warnings say of that, and the base of the rates at the end."""
-    with as_launched(rank, world):
-        names = script("torchtitan.md")
-        config = names["optimizers"]()
-        config.lr = 0.5
-        names["optimizers"] = lambda: config
-        trainer = names["Trainer"](folder)
-        told = told_by(trainer.train)
-        return told, sorted(
-            {group["initial_lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups}
-        )
-
-
-def test_a_rate_of_the_code_that_a_resume_overrides_is_told_once(uninterrupted, tmp_path):
-    (told, rates), (other, _) = run(2, with_another_rate, interrupted(uninterrupted["ours", 2][0], tmp_path))
-    assert (len(told), len(other), rates) == (1, 0, [3e-3, 0.02])
-    assert "(muon): lr=0.02, not 0.5" in told[0] and "adamw" not in told[0]
 
 
 def test_a_checkpoint_is_one_of_this_package_with_torchtitans_keys(uninterrupted):

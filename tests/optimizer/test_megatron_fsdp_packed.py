@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.every_kind import local_of
 from support.megatron_model import Net, Topology, fully_sharded, last_microbatch, offsets, on_cpu, whole
 from support.megatron_training import TOPOLOGIES, backward, build, groups, slots, with_the_package
@@ -63,7 +64,7 @@ def without_empty_shards(rank: int, world: int, named: bool) -> tuple[dict, dict
 
 
 @with_the_package
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", sweep([False, True], True))
 def test_groups_may_leave_out_parameters_whose_shards_are_empty_on_a_rank(named):
     counts = []
     for complete, partial, (num_left_out, num_state) in run(3, without_empty_shards, named):
@@ -237,37 +238,6 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
     for messages in run(3, refused, str(tmp_path / "saved")):
         for words, message in zip(expected, messages, strict=True):
             assert words in message
-
-
-def laid_out(rank: int, world: int, sizes: tuple[int, ...], num_flat: int) -> list[str]:
-    """Parameters of which this rank's local tensor is not what their layout says; so many axes of the mesh are flat."""
-    from megatron_fsdp import experimental as fsdp
-
-    names = ("outer", "shard")[-len(sizes) :]
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    optimizer = [fsdp.Replicate()] * (len(sizes) - num_flat) + [fsdp.Flat()] * num_flat
-    inner = [fsdp.Replicate()] * (len(sizes) - 1) + [fsdp.Flat()]
-    with on_cpu():
-        net = Net()
-        values = {name: torch.arange(float(param.numel())).view(param.shape) for name, param in net.named_parameters()}
-        net.load_state_dict(values)
-        placements = fsdp.Placements(dp_axes=list(names), parameter=inner, gradient=inner, optimizer=optimizer)
-        for module in (*net.layers, net):
-            fsdp.fully_shard(module, mesh, placements)
-        where, params = layouts(net), dict(net.named_parameters())
-        wrong = []
-        for name, param in params.items():
-            [box] = [fragment.box for fragment in where(param).fragments_of(rank)] or [None]
-            expected = values[name][tuple(map(slice, box.lo, box.hi))] if box else values[name][:0]
-            wrong += [] if torch.equal(local_of(param), expected) else [name]
-        return wrong
-
-
-@with_the_package
-@pytest.mark.parametrize(("sizes", "num_flat"), [((2, 2), 2), ((2, 3), 2), ((2, 2), 1), ((4,), 1)])
-def test_elements_are_where_the_buffers_say_on_any_mesh(sizes, num_flat):
-    world = sizes[0] * sizes[-1] if len(sizes) > 1 else sizes[0]
-    assert run(world, laid_out, sizes, num_flat) == [[]] * world
 
 
 ATOMS = {"a": (1, (6, 4)), "b": (0, (3, 4)), "c": (2, (2, 5, 4)), "d": (1, (7,))}
