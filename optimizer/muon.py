@@ -55,7 +55,6 @@ from .state import (
     GroupSnapshot,
     SlotSnapshot,
     carry_over,
-    check_averages,
     check_gradients,
     check_state,
     find_changes,
@@ -414,9 +413,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._complete_options(group)
             method = self._method_of(group)
             for param in group["params"]:
-                check_averages(param, group, self.state[param])
-                if method is not None:
-                    check_state(param, self._layout_of(param, (0,)), group, self.state[param], method)
+                check_state(param, self._layout_of(param, (0,)), group, self.state[param], method)
         self._steps.plan_anew()
         self._planned_options = [plan_options(group) for group in self.param_groups]
 

@@ -23,7 +23,7 @@ from ..algebra.layout import TensorLayout
 from ..layouts.boxed_tensor import BoxedTensor, parts_of
 from ..layouts.tensors import declares_boxes, local_of, zeros_sharded_like
 from ..names.errors import LayoutError
-from ..names.vocabulary import AVERAGES, FLATTEN, MOMENTUM
+from ..names.vocabulary import AVERAGES, FLATTEN, MOMENTUM, MOMENTUM_DTYPE, STATE_DTYPE
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
 from .methods.scalar import SCALARS, average_dtype
@@ -107,32 +107,30 @@ def boxed_dtensor(local: Tensor, mesh: DeviceMesh, shape: Index, boxes: Sequence
     return dtensor
 
 
-def check_averages(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a parameter's averages have another dtype than its group asks for."""
-    expected = average_dtype(param, group)
-    for slot in AVERAGES:
-        if slot in state and state[slot].dtype != expected:
-            raise ValueError(
-                f"{slot} of a parameter of shape {tuple(param.shape)} is {state[slot].dtype}, and the group's options "
-                f"ask for {expected} now: they cannot change once there is state; build a new optimizer, and load the "
-                "state into it"
-            )
-
-
 def check_state(
-    param: Tensor, layout: TensorLayout, group: Mapping[str, Any], state: Mapping[str, Tensor], method: MatrixMethod
+    param: Tensor,
+    layout: TensorLayout,
+    group: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    method: MatrixMethod | None,
 ) -> None:
-    """Raise ValueError for options of a group of matrices that need state of another shape than a parameter has."""
-    matrices_of(layout.shape, fused_of(group))
-    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+    """Raise ValueError for options that need state of another shape or dtype than a parameter has."""
+    expected = {slot: (param.shape, average_dtype(param, group)) for slot in AVERAGES if slot in state}
+    options = [MOMENTUM_DTYPE, STATE_DTYPE]
+    if method is not None:
+        matrices_of(layout.shape, fused_of(group))  # refuses pieces that do not add up
+        for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+            expected[name] = torch.Size(reduced.shape), slot.dtype or param.dtype
+        options += ["columns", FLATTEN, *method.options]
+    for name, kind in expected.items():
         tensor = state.get(name)
-        if tensor is None or tensor.shape != reduced.shape or tensor.dtype != (slot.dtype or param.dtype):
-            needed = [option for option in ("columns", FLATTEN, *method.options) if option in group]
-            options = ", ".join(f"{option}={group[option]!r}" for option in needed)
-            actual = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+        if tensor is None or (tensor.shape, tensor.dtype) != kind:
+            given = ", ".join(f"{option}={group[option]!r}" for option in options if option in group)
+            found = "missing" if tensor is None else f"{tuple(tensor.shape)}, {tensor.dtype}"
             raise ValueError(
-                f"{options} of a parameter of shape {tuple(param.shape)} need a {name} of shape {reduced.shape}, and "
-                f"it is {actual}: they cannot change once there is state; build a new optimizer"
+                f"a parameter of shape {tuple(param.shape)}: the options of its group ({given}) need a {name} of shape "
+                f"{tuple(kind[0])}, {kind[1]}, and it is {found}: they cannot change once there is state; build a new "
+                "optimizer, and load the state into it"
             )
 
 
