@@ -36,6 +36,8 @@ Misfit = Callable[[Tensor, Any], str | None]
 """Returns why a slot's tensor cannot be replaced by a loaded one, in words that follow the slot, or None."""
 
 
+_CALL = "Muon.load_state_dict(..., {}), or to muon(...) in a Trainer"
+
 _BY_NUMBER = (
     "parameters without names of their own are matched by their numbers: build the groups of the saved run, or make "
     "both optimizers of named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
@@ -110,7 +112,7 @@ def fit_state_dict(
         if _names_of(optimizer.param_groups) is None and _names_of(saved_groups) is None:
             step = f"Here {_BY_NUMBER}"
         else:
-            step = advise_on_state(differences, all_names, "Muon.load_state_dict")
+            step = advise_on_state(differences, all_names, _CALL)
         differing = describe_differences(differences, all_names)
         raise ValueError(f"the state does not fit, training would go on wrongly: {differing}. {step}")
     if unmatched := globs.unmatched(all_names):

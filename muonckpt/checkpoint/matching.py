@@ -85,9 +85,10 @@ def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
         saved_form = stored.form(key)
         if saved_form not in (None, form):
             saved, code = _FORMS[saved_form]
+            setting = "" if saved_form is StateForm.NUMBERED else "; set_optimizer_state_dict sets it afterwards"
             yield (
                 f"{key!r} was saved from {saved}, and is to be loaded into {_FORMS[form][0]}. To keep all of its "
-                f"state, give what it was saved from, {key!r}: {code}"
+                f"state, give what it was saved from, {key!r}: {code}{setting}"
             )
 
 

@@ -128,7 +128,7 @@ class Refusal:
             globs = in_globs(ungrouped, matching.names - {*ungrouped})
             return f"To load it with the options of their groups here: {call}(..., ungrouped={globs!r})"
         if matching.differences:
-            return advise_on_state(matching.differences, matching.names, call)
+            return advise_on_state(matching.differences, matching.names, f"{call}(..., {{}})")
         # 4. What only the checkpoint has.
         if call not in (LOAD, RESTORE, RESUME, REDISTRIBUTE):
             return ""

@@ -231,7 +231,7 @@ def advise_on_state(differences: Mapping[str, str], names: Collection[str], call
 
     Args:
         differences, names: as in `describe_differences`.
-        call: what takes ``fresh``, such as ``"muonckpt.load"``.
+        call: what takes ``fresh``, such as ``"muonckpt.load(..., {})"``.
     """
     reasons = {*differences.values()}
     if {NEW, GONE} <= reasons:
@@ -239,7 +239,7 @@ def advise_on_state(differences: Mapping[str, str], names: Collection[str], call
         return two_lists(new, gone)
     if all(OTHER_CONVENTION in reason for reason in reasons):
         return "Convert it first: m_ema = (1 - momentum) * m_sum"
-    arguments = f"{call}(..., fresh={in_globs(differences, set(names) - differences.keys())!r})"
+    arguments = call.format(f"fresh={in_globs(differences, set(names) - differences.keys())!r}")
     if reasons == {NEW}:
         return f"They have no state to lose; to begin it: {arguments}"
     if reasons == {GONE}:
