@@ -9,7 +9,6 @@ import pty
 import re
 import shutil
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from support.commands import COMMAND, COMMANDS, arguments_of, called, cli, is_on
 from support.sharded import as_stock, edit, manifest_edited, no_checksums
 
 import muonckpt
+from muonckpt import SourceError
+from muonckpt.store import open_checkpoint
 
 
 @pytest.fixture
@@ -137,25 +138,16 @@ def test_4_is_output_that_cannot_be_written(command, tiny_checkpoint, tmp_path):
     assert done.returncode == 4 and "No space left" in done.stderr and is_one_paragraph(done.stderr)
 
 
-BROKEN = """
-import sys
-from muonckpt.cli import main
-from muonckpt.names.errors import SourceError
-from muonckpt.store import open_checkpoint
-def broken(*args, **kwargs):
-    raise {error}
-open_checkpoint.format_of = broken
-main.main()
-"""
-
-
 @pytest.mark.parametrize(
-    ("error", "code"), [("KeyboardInterrupt", 130), ("ZeroDivisionError('so')", 70), ("SourceError('so')", 3)]
+    ("error", "code"), [(KeyboardInterrupt(), 130), (ZeroDivisionError("so"), 70), (SourceError("so"), 3)]
 )
-def test_every_error_has_its_code_and_only_debug_shows_a_traceback(error, code, tmp_path):
+def test_every_error_has_its_code_and_only_debug_shows_a_traceback(error, code, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(open_checkpoint, "format_of", broken)
     for debug in ([], ["--debug"]):
-        script = [sys.executable, "-c", BROKEN.format(error=error), *debug, "inspect", str(tmp_path)]
-        done = subprocess.run(script, capture_output=True, text=True)
+        done = called(*debug, "inspect", tmp_path)
         assert (done.returncode, done.stdout) == (code, "")
         assert ("Traceback" in done.stderr) == (bool(debug) and code != 130)
         assert debug or is_one_paragraph(done.stderr.lstrip("\n"))
