@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import sweep
 from support.workers import run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import muonckpt
 from muonckpt import LayoutError
-from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.optimizer import COEFFICIENTS, Muon
 
 ROOT = Path(__file__).parents[2]
@@ -209,82 +207,9 @@ def test_flatten_cannot_change_once_there_is_state_of_another_shape() -> None:
 
 # --- on several ranks -----------------------------------------------------------------------------------------------
 
-KERNEL, GROUPED = (10, 3, 3, 2), (8, 5, 2, 2, 2)
-OPTIONS = {
-    KERNEL: {"algorithm": "normuon", "momentum_dtype": "bfloat16"},
-    GROUPED: {"pieces": (4, 4), "momentum": 0.9},
-}
-MESHES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
-    "out channels, uneven": ((4,), (Shard(0),)),
-    "in channels, an empty rank": ((4,), (Shard(1),)),
-    "height": ((2,), (Shard(2),)),
-    "width": ((2,), (Shard(3),)),
-    "out and in": ((2, 2), (Shard(0), Shard(1))),
-    "in and width, replicated": ((2, 2, 2), (Replicate(), Shard(1), Shard(3))),
-}
-
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def on_mesh(rank: int, world: int, sizes: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", sizes)
-    tensors = []
-    for shape, options in OPTIONS.items():
-        parameter, optimizer = trained(
-            shape, lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None), flatten=True, **options
-        )
-        tensors += [whole(parameter), *map(whole, optimizer.state[parameter].values())]
-    return tensors
-
-
-def alone() -> list[Tensor]:
-    tensors = []
-    for shape, options in OPTIONS.items():
-        parameter, optimizer = trained(shape, flatten=True, **options)
-        tensors += [parameter.detach(), *optimizer.state[parameter].values()]
-    return tensors
-
-
-@pytest.mark.parametrize("name", sweep(MESHES, *[*MESHES][1::2]))
-def test_a_convolution_cut_along_any_dim_has_the_bits_of_one_process(name: str) -> None:
-    (sizes, placements), expected = MESHES[name], alone()
-    for tensors in run(math.prod(sizes), on_mesh, sizes, placements):
-        assert [torch.equal(*pair) for pair in zip(tensors, expected, strict=True)] == [True] * len(expected)
-
-
-CUTS = (0, 11, 12, 100, 180)
-"""The elements of a flat buffer between which each rank's part lies, cut amid rows and kernels."""
-
-
-def in_flat_buffer(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Train a kernel whose elements are cut anywhere, as in the flat buffers of Megatron-FSDP; return this rank's."""
-    mesh = init_device_mesh("cpu", (world,))
-    shards = tuple(FlatShard(number, *CUTS[number : number + 2]) for number in range(world))
-    layout = flat_layout(KERNEL, 0, shards)
-
-    def place(tensor: Tensor) -> Tensor:
-        part = tensor.flatten()[CUTS[rank] : CUTS[rank + 1]].view(-1, 1, 1, 1)
-        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-    first, *others = gradients(KERNEL)
-    parameter = nn.Parameter(place(first.clone()))
-    optimizer = Muon([{"params": [parameter], "lr": 0.1, "flatten": True}], layout=lambda _: layout)
-    for gradient in others:
-        parameter.grad = place(gradient.clone())
-        optimizer.step()
-    momentum = optimizer.state[parameter]["momentum_buffer"]
-    return parameter.detach().to_local().flatten(), momentum.to_local().flatten()
-
-
-def test_a_convolution_cut_anywhere_in_a_flat_buffer_has_the_bits_of_one_process() -> None:
-    parameter, optimizer = trained(KERNEL, flatten=True)
-    momentum = optimizer.state[parameter]["momentum_buffer"]
-    for rank, (part, momentum_part) in enumerate(run(4, in_flat_buffer)):
-        cut = slice(CUTS[rank], CUTS[rank + 1])
-        assert torch.equal(part, parameter.detach().flatten()[cut])
-        assert torch.equal(momentum_part, momentum.flatten()[cut])
 
 
 class Network(nn.Module):
