@@ -7,6 +7,7 @@ muonckpt; 130 interrupted; 141 standard output was closed.  (70 is from BSD's sy
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -224,7 +225,8 @@ def _run(arguments: Sequence[str]) -> int:
         for kind, code in _EXIT_CODES:
             if isinstance(error, kind):
                 _complain("".join((str(error), *getattr(error, "__notes__", ()))))
-                return code
+                too_many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+                return 3 if too_many else code  # Python opens its modules, too
         _complain(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
         return 70
 
