@@ -35,7 +35,7 @@ from .printing import (
     print_table,
     terminal_width,
 )
-from .runs import newest_checkpoint, newest_whole, print_run
+from .runs import exit_code, newest_checkpoint, newest_whole, print_run
 
 if TYPE_CHECKING:
     from ..converters.look.fits import Fit
@@ -88,7 +88,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
             else:
                 print_run(history)
                 print_duration()
-            return 3 if history.run.unread else 0
+            return exit_code(history.run)
         [checkpoint] = newest_whole(history.run)
     with unless_removed(checkpoint), open_damaged(checkpoint) as opened:
         inspection = inspection_of(opened)

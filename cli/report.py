@@ -16,6 +16,7 @@ from ..names.wording import counted
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
+from .runs import exit_code
 
 
 @click.command("report")
@@ -41,12 +42,12 @@ def report_command(
     select: Sequence[str],
     as_json: bool,
     **options: Any,
-) -> None:
+) -> int:
     """Write a page about CHECKPOINT, of any format, whole or damaged: what is wrong, findings, a map of its shards,
     balance, norms, and every tensor.
 
     With OTHER, such as an earlier checkpoint of the run, also what has changed since.  Of the folder of a run, a page
-    about all of its steps.  The page is one file, and needs no network.
+    about all of its steps.  The page is one file, and needs no network.  Exits with 1 if anything is damaged.
 
     \b
     muonckpt report run/step-00001000 -o report.html
@@ -63,12 +64,14 @@ def report_command(
         else:
             page = page_of_run(history, Reading(stats or "norms", select, **options), advance)
     num_bytes = page.write(output)
+    code = exit_code(page.history.run) if isinstance(page, RunPage) else int(bool(page.diagnosis))
     if as_json:
         print_json({"page": str(output), "bytes": num_bytes, "findings": page.findings})
-        return
+        return code
     lines = list(page.lines)
     for line in lines:
         print_line(line)
     summary = counted(page.findings, "finding") if page.findings else "nothing else" if lines else "nothing odd"
     print_line(f"{output}: {summary} in {checkpoint}")
     print_duration()
+    return code

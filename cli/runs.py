@@ -23,6 +23,11 @@ def print_run(history: RunHistory) -> None:
         print_labelled(label, value)
 
 
+def exit_code(run: Run) -> int:
+    """Return 1 if a step is damaged, 3 if the newest whole one is not known, as a later one cannot be read; else 0."""
+    return 1 if any(step.state == "damaged" for step in run.steps) else 3 if run.unread else 0
+
+
 def newest_whole(run: Run, count: int = 1) -> list[Location]:
     """Return the newest whole checkpoints of a run, the oldest first, and say on standard error which these are.
 

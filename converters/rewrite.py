@@ -17,7 +17,7 @@ from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.io.location import Remote, is_there, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.diagnosis import open
+from ..store.verify.diagnosis import open_whole
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -78,7 +78,7 @@ def reshard(
         request = translation.request(to_dialect)
         target = Target.of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
-        with open(source) as opened:
+        with open_whole(source, partly=bool(select)) as opened:
             container = container_of(format or _default_format(opened, request.target), shard_size)
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)

@@ -21,7 +21,7 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...store.verify.diagnosis import open
+from ...store.verify.diagnosis import open_whole
 from ...store.verify.small_tensors import stack_small
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, first_look
@@ -119,10 +119,10 @@ def stats(
     """
     with ExitStack() as stack:
         # What is measured, and what of it an earlier checkpoint has, too.
-        opened = stack.enter_context(open(path))
+        opened = stack.enter_context(open_whole(path, partly=bool(select)))
         look = first_look(opened)
         chosen = measurable(look, select)
-        earlier = stack.enter_context(open(since)) if since is not None else None
+        earlier = stack.enter_context(open_whole(since, partly=bool(select))) if since is not None else None
         earlier_look = first_look(earlier) if earlier else None
         pairs = list(_weights_in_both(look, earlier_look, {record.key for _, record in chosen})) if earlier_look else []
         # Weights that both have are read twice: for their figures, and for their change.

@@ -29,7 +29,7 @@ from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files, open_damaged
-from ...store.verify.verification import last_verification, unless_removed
+from ...store.verify.verification import unless_removed
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, Target
 from .contents import FirstLook, first_look
@@ -204,7 +204,7 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
         uneven=uneven,
         findings=tuple(_findings(look, target, tensors, opened.path)),
         reads=shares.reads(tensors),
-        diagnosis=diagnosis_by_files(opened, last_verification(opened.path)),
+        diagnosis=diagnosis_by_files(opened),
     )
 
 

@@ -24,7 +24,8 @@ from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
-from ...store.verify.verification import Verification, last_verification, unless_removed
+from ...store.verify.run import last_verification
+from ...store.verify.verification import Verification, unless_removed
 from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges
 from .holders import (
     Branch,
@@ -232,7 +233,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         by_slot[tensor.slot].append(tensor)
     # What is lost as far as files tell, and what looks sick of the others.
     last = last_verification(checkpoint.path)
-    diagnosis = diagnosis_by_files(checkpoint, last)
+    diagnosis = diagnosis_by_files(checkpoint)
     notes = [*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])]
     return Inspection(
         checkpoint=str(checkpoint.path),

@@ -28,7 +28,7 @@ from ..store.io.location import location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import check_chunk, chunk_share
-from ..store.verify.diagnosis import open
+from ..store.verify.diagnosis import open_whole
 from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
 from .bits import share_of, unsigned
 from .joint_state import RankBoxes, holders_by_key, layout_on_ranks, with_joint_groups
@@ -175,7 +175,7 @@ def attest(
     place = location(other, SourceError)
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
-        with open(place) as checkpoint:
+        with open_whole(place) as checkpoint:
             return live, {key: _recorded(checkpoint, key) for key in checkpoint.tensors}
 
     return _attested(state_dict, {}, recorded, f" is not that of {place}", process_group)

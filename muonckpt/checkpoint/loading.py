@@ -34,13 +34,14 @@ from ..record.record import Extent, Manifest, StateRecord
 from ..store.io.limits import gc_paused
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
-from ..store.verify.diagnosis import advice_on, open_to_load
+from ..store.verify.diagnosis import advice_on, open_to_load, recorded_loss
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
     exchange,
     gather_on_all,
     group_ranks,
+    is_coordinator,
     place_in,
     refuse_differing,
     refuse_mixed_calls,
@@ -193,6 +194,8 @@ class JointLoad:
             warn_on_rank(f"{self.path} does not say options, which stay as the running optimizer's: {kept_options}")
         for doubt in matching.doubts:
             warn_on_rank(f"{self.path}: {doubt}")
+        if is_coordinator(self.group) and (loss := recorded_loss(self._place)):
+            warn_on_rank(f"{self.path} is not whole, and what was loaded of it is: {loss}")
         if dropped_options := dropped_by_torch(matching.added):
             warn_on_rank(
                 f"{self.path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened "

@@ -17,7 +17,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from ..programs.model_view import Role, view_by_keys
 from ..record.record import StateRecord
 from ..store.io.location import Remote
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.diagnosis import open
+from ..store.verify.diagnosis import diagnosis_by_files, open
 from .built import Built, Maker, build, maker_of
 
 
@@ -132,6 +132,7 @@ def preflight(
     mesh = {"dp": 1} if mesh is None else mesh
     if loader not in ("muonckpt", *_LOADERS):
         raise TargetError(f"loader={loader!r}: expected muonckpt, or one of {', '.join(_LOADERS)}")
+    fresh = [*fresh]
     source = make if isinstance(make, str) else getattr(make, "__qualname__", repr(make))
     with open(checkpoint) as opened, _fake_ranks(math.prod(mesh.values()), rank):
         # 1. The state dict that the code would load into, with the keys that the checkpoint has for its parts.
@@ -158,6 +159,12 @@ def preflight(
         else:
             outcome = _LOADERS[loader](stored, state_dict)
         changes = tuple(_option_changes(outcome, stored, state_dict))
+        # 3. What is lost of it, which a loader meets when it reads.
+        diagnosis = diagnosis_by_files(opened)
+        if diagnosis and diagnosis.has_loss and not fresh:
+            outcome = replace(outcome, refusal=outcome.refusal or str(diagnosis))
+        elif diagnosis:
+            outcome = replace(outcome, warnings=(*outcome.warnings, diagnosis.sentence))
     return Preflight(
         str(checkpoint), source, dict(mesh), loader, outcome.refusal, outcome.report, changes, outcome.warnings, unasked
     )

@@ -6,17 +6,19 @@ Each is recorded as soon as it has been read, so that what was interrupted is no
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ..names.errors import RemovedError, SourceError, UnavailableError
+from ..names.version import VERSION
 from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, verify
 from ..store.verify.run import Run, RunStep, look_at_folder
-from ..store.verify.verification import look_at_files, record_verification
+from ..store.verify.verification import Verification, look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
 """Verifies a checkpoint."""
@@ -67,8 +69,19 @@ def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = 
     report = auditor(path)
     if report.damage.disk_files:
         return report, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
-    note = record_verification(place, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
-    return report, note
+    damage = report.damage
+    entry = Verification(
+        timestamp=time.time(),
+        verdict=report.verdict,
+        sentence=report.diagnosis.sentence,
+        has_loss=bool(damage),
+        version=VERSION,
+        files=before.digest,
+        misplaced=damage.misplaced,
+        mixed_up=damage.mixed_up,
+        lost_besides=bool(damage.without_misplaced),
+    )
+    return report, record_verification(place, entry)
 
 
 def verify_run(

@@ -359,8 +359,7 @@ def file_sizes(manifest: Manifest) -> dict[str, int]:
     columns = manifest.columns
     ends = np.zeros(len(columns.names), np.int64)
     np.maximum.at(ends, columns.file, columns.item_end())
-    sizes = dict.fromkeys(manifest.files, 0)
-    sizes |= {name: end for name, end in zip(columns.names, ends.tolist(), strict=True) if end}
+    sizes = {name: end for name, end in zip(columns.names, ends.tolist(), strict=True) if end}
     for blob in manifest.blobs:
         sizes[blob.item.file] = max(sizes.get(blob.item.file, 0), blob.item.end)
     return sizes

@@ -25,15 +25,13 @@ def printed(code: int, *arguments: object) -> str:
 
 def test_inspect_prints_a_table_of_steps_that_fits_80_columns(run):
     (run / "step-00000003" / "__0_0.distcp").unlink()
-    (run / "step-00000004").mkdir()
-    lines = printed(0, "inspect", run).splitlines()
-    table = lines[2:7]
+    lines = printed(1, "inspect", run).splitlines()
+    table = lines[2:6]
     assert [line.split()[:2] for line in table] == [
         ["step", "state"],
         ["step-00000001", "whole"],
         ["step-00000002", "whole"],
         ["step-00000003", "damaged"],
-        ["step-00000004", "incomplete"],
     ]
     assert max(map(len, table)) <= 80
     assert "newest whole  step-00000002, by names and sizes of files; not verified yet" in lines
@@ -156,11 +154,24 @@ def test_verify_all_gives_a_verdict_of_each_and_fails_if_any_is_damaged(run):
     assert found["newest_whole"] == "step-00000003"
 
 
-def test_a_save_that_goes_on_is_no_damage(run):
-    (run / "step-00000004").mkdir()
-    lines = printed(0, "verify", run).splitlines()
-    assert any(line.startswith("step-00000004: incomplete, not verified") for line in lines)
-    printed(0, "verify", run, "--all")
+def test_a_save_that_goes_on_is_no_damage(run, tmp_path):
+    """One of ours has another name until it is whole; other programs save in place."""
+    (run / ".step-00000004.0123456789ab.tmp").mkdir()
+    assert "step-00000004" not in printed(0, "verify", run, "--all") + printed(0, "inspect", run)
+    for step in (1, 2):
+        shutil.copytree(run / f"step-0000000{step}", tmp_path / "other" / f"checkpoint-{step}")
+    for description in ("muonckpt.json", ".metadata"):
+        (tmp_path / "other" / "checkpoint-2" / description).unlink()
+    lines = printed(0, "verify", tmp_path / "other").splitlines()
+    assert any(line.startswith("checkpoint-2: incomplete, not verified") for line in lines)
+    printed(0, "inspect", tmp_path / "other")
+
+
+def test_a_step_of_ours_without_descriptions_is_damaged(run):
+    for description in ("muonckpt.json", ".metadata"):
+        (run / "step-00000003" / description).unlink()
+    for command in (("verify", run), ("verify", run, "--all"), ("inspect", run), ("verify", run / "step-00000003")):
+        assert ".metadata" in printed(1, *command)
 
 
 def test_mistakes_about_runs_are_answered(run, tiny_checkpoint, tmp_path):
@@ -190,7 +201,7 @@ def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path
     found = json.loads(printed(0, "stats", run, "--no-spectra", "--json"))
     assert Path(found["checkpoint"]).name == "step-00000002"
     assert Path(found["since"]).name == "step-00000001"
-    reported = printed(0, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
+    reported = printed(1, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
     assert "1 of 3 steps is not whole: step-00000003 (damaged)" in reported
 
 

@@ -104,17 +104,18 @@ def test_a_folder_that_holds_no_checkpoint_says_so(tmp_path):
 
 def test_damage_and_half_written_steps_are_told_from_whole_ones(run):
     (run / "step-00000030" / "__0_0.distcp").unlink()
-    half = run / "step-00000040"
-    half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"half")
+    for half in (run / ".step-00000040.0123456789ab.tmp", run / "step-00000050"):
+        half.mkdir()
+        (half / "__0_0.distcp").write_bytes(b"half")
     (run / "logs-2026").mkdir()  # no step: nothing in this run is called so
     history = look_at_run(run)
     assert {step.name: step.state for step in history.steps} == {
         "step-00000010": "whole",
         "step-00000020": "whole",
         "step-00000030": "damaged",
-        "step-00000040": "incomplete",
+        "step-00000050": "damaged",  # what has its last name was published whole
     }
+    assert history.steps[3].fault.startswith("it has lost muonckpt.json and .metadata")
     assert "rank 0's file __0_0.distcp is missing" in history.steps[2].fault
     assert history.newest_whole.name == "step-00000020"
 

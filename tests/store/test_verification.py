@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -13,15 +15,16 @@ import pytest
 from support.damages import flip_last_bit
 
 import muonckpt
+from muonckpt.names.version import VERSION
 from muonckpt.runs.run_audit import verdicts_of, verify_recorded, verify_run
 from muonckpt.runs.step_folder import StepFolder
 from muonckpt.store.io.location import location
 from muonckpt.store.io.regular import Pace
 from muonckpt.store.verify.audit import verify
-from muonckpt.store.verify.run import StepName, run_of
+from muonckpt.store.verify.run import StepName, last_verification, run_of
 from muonckpt.store.verify.verification import (
     RECORD,
-    last_verification,
+    Verification,
     look_at_files,
     read_verifications,
     record_verification,
@@ -152,10 +155,31 @@ def test_a_record_that_cannot_be_replaced_is_a_note(run):
     assert sorted(entry.name for entry in run.iterdir() if entry.name.endswith(".tmp")) == []
 
 
+def test_a_record_that_would_print_a_command_of_its_own_is_none(run):
+    """Names of files become parts of the command that gives them back; a record may be anybody's."""
+    flip_last_bit(run / "step-00000003")
+    assert not verify_recorded(run / "step-00000003", verify)[1]
+    entries = json.loads((run / RECORD).read_text())
+    for names in ({"__0_0.distcp": "../elsewhere"}, {"a\nb": "c"}, {"__0_0.distcp": 1}, {"": "a"}):
+        entries["checkpoints"]["step-00000003"]["misplaced"] = names
+        (run / RECORD).write_text(json.dumps(entries))
+        assert not read_verifications(run) and not muonckpt.inspect(run / "step-00000003").diagnosis
+    entries["checkpoints"]["step-00000003"]["misplaced"] = {"__0_0.distcp": "$(rm -rf x); y"}
+    (run / RECORD).write_text(json.dumps(entries))
+    [renamed, *_] = muonckpt.inspect(run / "step-00000003").diagnosis.remedies
+    assert shlex.split(renamed.command)[-2:] == [
+        str(run / "step-00000003" / name) for name in ("$(rm -rf x); y", "__0_0.distcp")
+    ]
+
+
+def whole_entry(place: Path) -> Verification:
+    return Verification(time.time(), "whole", "", False, VERSION, look_at_files(place).digest, {}, False, False)
+
+
 def _record_each(run: str, names: list[str]) -> None:
     for name in names:
         place = Path(run) / name
-        assert record_verification(place, "whole", "", False, look_at_files(place)) == ""
+        assert record_verification(place, whole_entry(place)) == ""
 
 
 def test_of_what_several_processes_record_at_once_nothing_is_lost(tmp_path):
@@ -192,7 +216,7 @@ def test_a_series_leaves_the_record_alone(run):
     assert folder.newest(()).name == StepName(3)
     folder.prune(StepName(3), 1, None, lambda name: True)
     folder.clean()
-    record_verification(run / "step-00000003", "whole", "", False, look_at_files(run / "step-00000003"))
+    record_verification(run / "step-00000003", whole_entry(run / "step-00000003"))
     assert sorted(entry.name for entry in run.iterdir()) == [RECORD, "step-00000003"]
 
 

@@ -28,7 +28,7 @@ from ...record.record import StateRecord
 from ...store.io.location import Location, is_file, is_folder
 from ...store.io.regular import read_text_file
 from ...store.reading.dtypes import itemsize
-from ...store.verify.diagnosis import open
+from ...store.verify.diagnosis import open_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
         SourceError: it cannot be read.
         TargetError: no matrix in it has a method, or carries momentum.
     """
-    with open(path) as opened:
+    with open_whole(path) as opened:
         view = first_look(opened).view
     dialect = view.dialect
     methods = MATRICES if custom_method is None else {**MATRICES, custom_method.name: custom_method}

@@ -19,7 +19,6 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
-from ...store.verify.verification import last_verification
 
 Result = TypeVar("Result")
 
@@ -47,7 +46,7 @@ class PageSource:
             SourceError: there is none, or its metadata cannot be read.
         """
         opened = stack.enter_context(open_damaged(place))
-        diagnosis = diagnosis_by_files(opened, last_verification(opened.path))
+        diagnosis = diagnosis_by_files(opened)
         return cls(opened, first_look(opened), diagnosis, _damaged_keys(opened.outline, diagnosis.damage))
 
     @property

@@ -31,7 +31,7 @@ from ...record.record import StateRecord, match_keys
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
-from ...store.verify.diagnosis import open
+from ...store.verify.diagnosis import open_whole
 from .search import Search, SearchResult, least_of, recorded_cut, rules_to_try
 from .updates import (
     DIRECTIONS,
@@ -136,7 +136,7 @@ def audit_step(
         TargetError: they are not one step apart, have no parameter in common, or a pattern matches nothing.
     """
     with ExitStack() as stack:
-        sides = [stack.enter_context(open(path)) for path in (before, after)]
+        sides = [stack.enter_context(open_whole(path)) for path in (before, after)]
         looks = [first_look(side) for side in sides]
         _refuse_distance(sides, looks)
         first, second = (look.view.parameters for look in looks)

@@ -43,6 +43,7 @@ from ..reading.payloads import check_chunk
 
 if TYPE_CHECKING:
     from ...programs.model_view import ModelView
+    from .verification import Verification
 
 _RANK_IN_NAME = re.compile(
     r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+"
@@ -478,6 +479,44 @@ def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> b
     return checkpoint.payloads.has_checksum(tensor.chunks[0])
 
 
+HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
+"""Kinds of findings with which all elements and items are those that were saved."""
+
+
+@dataclass(frozen=True, eq=False)
+class FilesVerdict:
+    """What descriptions, and the names and sizes of files, tell of a checkpoint, and its last verification.
+
+    This decides whether a checkpoint is whole where its elements are not read.
+
+    Attributes:
+        damage: by the files.
+        findings: those that the damage does not explain.
+        last: the last verification of these very files.
+    """
+
+    damage: Damage
+    findings: Sequence[Finding]
+    last: Verification | None
+
+    @classmethod
+    def of(cls, checkpoint: OpenCheckpoint, last: Verification | None) -> FilesVerdict:
+        damage = damage_of_files(checkpoint)
+        return cls(damage, unexplained(damage, findings_by_files(checkpoint)), last)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all elements and items are there, whatever else is wrong."""
+        return not self.damage and {finding.kind for finding in self.findings} <= HARMLESS
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, as the last verification has it, which has read all; else as the files tell."""
+        if self.last is not None and not self.last.is_whole:
+            return self.last.sentence
+        return sentence_of(self.damage, self.findings)
+
+
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that the reader has met, and the descriptions that are missing or not as they were written."""
     findings = faults_of(checkpoint)
@@ -492,6 +531,9 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
     """Compare files of these names, which describe a checkpoint of ours to other programs, with their digests."""
     for name in sorted(names) if checkpoint.format is OWN else ():
         expected = checkpoint.outline.files[name]
+        if not is_there(checkpoint.path / name):
+            yield Finding("description", f"its {name} is missing, which other programs read")
+            continue
         try:
             digest = xxh3_128([read_text_file(checkpoint.path / name)])
         except SourceError as error:

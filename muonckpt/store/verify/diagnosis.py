@@ -31,9 +31,18 @@ from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
 from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
-from .damage import NOTHING_LOST, Damage, damage_of_files, findings_by_files, rank_in_name, sentence_of, unexplained
-from .run import RunStep, StepName, new_attempt, whole_before
-from .verification import Verification, last_verification
+from .damage import (
+    HARMLESS,
+    NOTHING_LOST,
+    Damage,
+    FilesVerdict,
+    damage_of_files,
+    rank_in_name,
+    sentence_of,
+    unexplained,
+)
+from .run import RunStep, StepName, last_verification, new_attempt, whole_before
+from .verification import Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,15 @@ class Diagnosis:
     Attributes:
         sentence: in terms of a run, without the path; empty if nothing is wrong.
         remedies: the cheapest and most exact first.
+        damage: what is lost of elements and items, as far as they were read.
+        has_loss: whether something is lost, or cannot be told from what is.
     """
 
     path: Location
     sentence: str
     remedies: tuple[Remedy, ...] = ()
     damage: Damage = NOTHING_LOST
+    has_loss: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.sentence)
@@ -109,30 +121,41 @@ def diagnosis_of(
         return Diagnosis(checkpoint.path, "", damage=damage)
     findings = unexplained(damage, findings)
     remedies = tuple(_remedies(checkpoint, damage, findings, damaged_steps))
-    return Diagnosis(checkpoint.path, sentence_of(damage, findings), remedies, damage)
+    has_loss = bool(damage) or not {finding.kind for finding in findings} <= HARMLESS
+    return Diagnosis(checkpoint.path, sentence_of(damage, findings), remedies, damage, has_loss)
 
 
-def diagnosis_by_files(
-    checkpoint: OpenCheckpoint, last: Verification | None, damaged_steps: Collection[str] = ()
-) -> Diagnosis:
+def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with an open checkpoint, as far as descriptions, files' sizes and its last verification tell.
 
-    Args:
-        last: the last verification of these very files.
+    A verification that has found a loss counts before what the files tell, because it has read them.
     """
-    findings = findings_by_files(checkpoint)
-    diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, damaged_steps)
-    if diagnosis or last is None or not last.has_loss:
-        return diagnosis
-    sentence = f"verified {moment(last.timestamp)} UTC: {last.sentence}"
-    return replace(_seen_by_reading(checkpoint.path, damaged_steps), sentence=sentence)
+    last = last_verification(checkpoint.path)
+    verdict = FilesVerdict.of(checkpoint, last)
+    if last is None or not last.has_loss:
+        return diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps)
+    if verdict.damage:
+        diagnosis = diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps)
+        return replace(diagnosis, sentence=last.sentence)
+    remedies = tuple(_remedies_on_record(checkpoint.path, last, damaged_steps))
+    return Diagnosis(checkpoint.path, _as_recorded(last), remedies)
+
+
+def recorded_loss(path: Location) -> str:
+    """Return what the last verification of a checkpoint has found lost; empty if nothing, or if that is not known."""
+    last = last_verification(path)
+    return _as_recorded(last) if last is not None and last.has_loss else ""
+
+
+def _as_recorded(last: Verification) -> str:
+    return f"verified {moment(last.timestamp)} UTC: {last.sentence}"
 
 
 def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with what cannot be opened; ``error`` is the reason."""
     if (checkpoint := remains(path)) is not None:
         with checkpoint:
-            return diagnosis_by_files(checkpoint, None, damaged_steps)
+            return diagnosis_by_files(checkpoint, damaged_steps)
     reason = str(error).removeprefix(f"{path}: ")
     return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_remedies_of_unreadable(path, damaged_steps)))
 
@@ -151,7 +174,7 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
     """Say what is wrong with a checkpoint, as far as its descriptions and the names and sizes of its files tell."""
     try:
         with OpenCheckpoint(path) as checkpoint:
-            return diagnosis_by_files(checkpoint, last_verification(path), damaged_steps)
+            return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
         return diagnosis_of_unreadable(path, error, damaged_steps)
 
@@ -169,6 +192,17 @@ def advice_where_none_is_whole(run: Location, damaged_steps: Sequence[str]) -> s
     """Return what to do about the newest step of a run, given the names of its steps, all damaged."""
     path = run / max(damaged_steps)
     return (diagnosis_at(path, damaged_steps) or _seen_by_reading(path, damaged_steps)).advice
+
+
+def _remedies_on_record(path: Location, last: Verification, damaged_steps: Collection[str]) -> Iterator[Remedy]:
+    """Yield what to do about a loss that the last verification has found."""
+    if last.misplaced:
+        yield _renamed(path, last.misplaced)
+        if not last.lost_besides:
+            return
+    if last.mixed_up:
+        yield from _by_stock_description(path, "what the files have, of whichever save that is")
+    yield from _seen_by_reading(path, damaged_steps).remedies
 
 
 def _seen_by_reading(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -201,7 +235,7 @@ def _remedies(
     path, kinds = checkpoint.path, {finding.kind for finding in findings}
     # Files get their names back.
     if damage.misplaced:
-        yield Remedy(" && ".join(_moves(path, damage.misplaced)), "gives every file its name back; then verify it")
+        yield _renamed(path, damage.misplaced)
         damage = damage.without_misplaced
         if not damage:
             return
@@ -238,9 +272,13 @@ _COPY = Remedy(
 )
 
 
+def _renamed(path: Location, misplaced: Mapping[str, str]) -> Remedy:
+    return Remedy(" && ".join(_moves(path, misplaced)), "gives every file its name back; then verify it")
+
+
 def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
     """Yield the commands that give files their names; one that would be replaced is kept under a name of its own."""
-    places, vacant = dict(misplaced), set[str]()
+    places, vacant = dict(sorted(misplaced.items())), set[str]()
 
     def move(source: str, destination: str) -> str:
         vacant.add(source)
@@ -363,6 +401,24 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
     return _refused(open_damaged(location(path, SourceError)), lost_files=False)
 
 
+def open_whole(path: str | os.PathLike[str] | Remote, partly: bool = False) -> OpenCheckpoint:
+    """Open a checkpoint as `open` does, of which nothing is lost as far as files and the last verification tell.
+
+    Args:
+        partly: whether a part is asked for, so that a loss is a warning: what is read is checked.
+
+    Raises:
+        SourceError: as `open`; or something is lost.
+    """
+    checkpoint = open(path)
+    diagnosis = diagnosis_by_files(checkpoint)
+    if diagnosis and diagnosis.has_loss and not partly:
+        raise diagnosis.error
+    if diagnosis and not checkpoint.lacks_manifest:  # of which `open` has warned
+        warnings.warn(f"{checkpoint.path} is read although not whole: {diagnosis.sentence}", stacklevel=3)
+    return checkpoint
+
+
 def open_to_load(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
     """Open a checkpoint although files of it may be missing or cut, for those who check all that they read.
 
@@ -376,7 +432,7 @@ def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
     """Return the checkpoint unless it has faults, of which those of ``lost_files`` may be meant to pass."""
     for fault in checkpoint.faults:
         if not (lost_files and isinstance(fault, LostFileError)):
-            diagnosis = diagnosis_by_files(checkpoint, None)
+            diagnosis = diagnosis_by_files(checkpoint)
             raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
     if checkpoint.lacks_manifest:
         warnings.warn(
@@ -404,7 +460,7 @@ def check_files(checkpoint: OpenCheckpoint) -> None:
     """Check descriptions and sizes of all files, and that the last verification has found no loss.  Reads no data.
 
     Raises:
-        DamageError: something is lost; says what, and what to do.
+        DamageError: something is lost, or a description is damaged; says what, and what to do.
     """
-    if diagnosis := diagnosis_by_files(checkpoint, last_verification(checkpoint.path)):
+    if diagnosis := diagnosis_by_files(checkpoint):
         raise diagnosis.error

@@ -6,6 +6,7 @@ Nothing but the files says what there is, so anyone may look at any time, also w
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -15,12 +16,13 @@ from typing import Literal, NamedTuple
 
 from ...names.errors import DamageError, SourceError, UnavailableError
 from ...programs.signs import METADATA_FILE
+from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
 from ..io.location import Location, entries_of, folders_with, is_folder, is_there, kind_of, map_each, source_errors
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import damage_of_files, findings_by_files, sentence_of, unexplained
+from .damage import FilesVerdict
 from .verification import FilesState, Verification, look_at_files, read_verifications
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
@@ -228,6 +230,21 @@ def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer |
     return None
 
 
+def last_verification(checkpoint: Location) -> Verification | None:
+    """Return the last verification of a checkpoint as it is now; None if that is not recorded, or cannot be read."""
+    place = checkpoint.absolute()
+    # The checkpoint of a step may lie in the step's folder.
+    recorded_places = [place, *([place.parent] if NumberedName.parsed(place.parent.name) else [])]
+    try:
+        for recorded in recorded_places:
+            entry = read_verifications(recorded.parent).get(recorded.name)
+            if entry and entry.files == look_at_files(recorded).digest:
+                return entry
+    except UnavailableError as error:  # a reader of one checkpoint need not be allowed to see the folder around it
+        warnings.warn(f"whether {checkpoint} was verified is not known: {error}", stacklevel=2)
+    return None
+
+
 def new_attempt(checkpoint: Location) -> str | None:
     """Return a free name by which the same step is found beside a checkpoint; None if its name tells no step.
 
@@ -317,29 +334,32 @@ def _examine_step(
     try:
         path = _checkpoint_in(place)
         if path is None:
-            fault = "it is being removed" if is_there(place / publish.MARK) else _NOT_FINISHED
-            return replace(step, state="incomplete", fault=fault)
+            return _without_description(step)
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
-            damage, findings = damage_of_files(opened), findings_by_files(opened)
-            fault = sentence_of(damage, unexplained(damage, findings))
-            # It is complete if only a file is damaged that describes it to other programs: we read the manifest.
-            is_complete = not damage and all(finding.kind == "description" for finding in findings)
+            verdict = FilesVerdict.of(opened, last)
             visit(place.name, opened)
     except DamageError as error:
         return replace(step, fault=str(error))
     except SourceError as error:
         return replace(step, state="unread", fault=str(error))
-    # Where names and sizes show no fault, the last verification may: it has read the elements.
-    if fault:
-        return replace(step, fault=fault, is_complete=is_complete)
-    if last and not last.is_whole:
-        return replace(step, fault=last.sentence, is_complete=True)
-    return replace(step, state="whole", is_complete=True)
+    fault = verdict.sentence
+    return replace(step, state="damaged" if fault else "whole", fault=fault, is_complete=verdict.is_complete)
+
+
+def _without_description(step: RunStep) -> RunStep:
+    """Return a step in which nothing shows a format: of ours it is damaged, as only a whole one gets its name."""
+    if is_there(step.path / publish.MARK):
+        return replace(step, state="incomplete", fault="it is being removed")
+    is_ours = StepName.parsed(step.name) is not None and not is_there(step.path / publish.CLAIM)
+    if is_ours:
+        return replace(step, fault=_NO_DESCRIPTION)
+    return replace(step, state="incomplete", fault=_NOT_FINISHED)
 
 
 _GONE = "it is gone"
 _CHANGING = "its files changed while they were looked at, by a save or a removal"
+_NO_DESCRIPTION = f"it has lost {MANIFEST_FILE} and {METADATA_FILE}, which say what is in its files"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
 
 

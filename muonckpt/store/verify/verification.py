@@ -9,12 +9,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Verification:
         has_loss: whether elements or items are lost.
         version: of the muonckpt that read it.
         files: the `FilesState.digest` of what was read.
+        misplaced, mixed_up: as `Damage` has them: the exact cures follow from these.
+        lost_besides: whether something is lost besides the bytes of misplaced files.
     """
 
     timestamp: float
@@ -58,6 +60,9 @@ class Verification:
     has_loss: bool
     version: str
     files: str
+    misplaced: Mapping[str, str]
+    mixed_up: bool
+    lost_besides: bool
 
     @property
     def is_whole(self) -> bool:
@@ -71,6 +76,9 @@ _FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "has_loss": bool,
     "version": str,
     "files": str,
+    "misplaced": dict,
+    "mixed_up": bool,
+    "lost_besides": bool,
 }
 
 
@@ -216,32 +224,26 @@ def _valid_entries(entries: Mapping[str, Any]) -> dict[str, Verification]:
     valid = {}
     for name, entry in entries.items():
         if isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in _FIELD_TYPES.items()):
-            valid[name] = Verification(**{key: entry[key] for key in _FIELD_TYPES})
+            verification = Verification(**{key: entry[key] for key in _FIELD_TYPES})
+            # Names of files become parts of a command that is printed.
+            if all(map(_is_plain_name, chain.from_iterable(verification.misplaced.items()))):
+                valid[name] = verification
     return valid
 
 
-def last_verification(checkpoint: Location) -> Verification | None:
-    """Return the last verification of a checkpoint as it is now; None if that is not recorded."""
-    place = checkpoint.absolute()
-    for recorded in (place, place.parent):  # the checkpoint of a step may lie in the step's folder
-        entry = read_verifications(recorded.parent).get(recorded.name)
-        if entry and entry.files == look_at_files(recorded).digest:
-            return entry
-    return None
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and "/" not in name
 
 
-def record_verification(checkpoint: Location, verdict: str, sentence: str, has_loss: bool, before: FilesState) -> str:
+def record_verification(checkpoint: Location, entry: Verification) -> str:
     """Record that a checkpoint has been verified; return a note if that is not possible.
 
-    Several processes may record in one folder at a time.
-
-    Args:
-        before: its files when the verification began; if they have changed since, nothing is recorded.
+    If its files have changed since ``entry.files``, nothing is recorded.  Several processes may record in one folder at
+    a time.
     """
     place = checkpoint.absolute()
-    entry = Verification(time.time(), verdict, sentence, has_loss, VERSION, before.digest)
     try:
-        if look_at_files(place) != before:
+        if look_at_files(place).digest != entry.files:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
         _add_entry(place.parent, place.name, entry)
     except (UnavailableError, OSError) as error:
