@@ -15,7 +15,7 @@ from ..converters.look.run_history import RunDifference, diff_runs, resume_lines
 from ..names.wording import counted, listed, size
 from ..programs.registry import DIALECTS
 from ..store.io.location import Location
-from ..store.verify.diagnosis import command
+from ..store.verify.diagnosis import command, open_damaged
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress
@@ -63,6 +63,7 @@ def diff_command(
     if b is None:
         run = run_of(a)
         if run is None:
+            open_damaged(a).close()  # says so if it is no checkpoint either
             raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
         a, b = newest_whole(run, 2)
     elif run_of(a) is not None and run_of(b) is not None:

@@ -310,9 +310,11 @@ def _print_fit(fit: Fit) -> None:
     lines = [f"{fit.checkpoint} on {fit.place}: {fit.sentence}."]
     for remedy in fit.diagnosis.remedies:
         lines += [f"  {remedy.command}", f"    {remedy.gives}"]
-    if not fit.diagnosis:
+    if fit:
         lines.append(f"{fit.advice}.")
     lines += [f"note: {finding.message}" for finding in fit.findings]
+    if fit and fit.diagnosis:
+        lines.append(f"note: {fit.diagnosis.sentence}")
     for line in lines:
         print_line(line)
     amounts = ("bytes", "least", "mean", "most")

@@ -95,7 +95,7 @@ class Fit:
     diagnosis: Diagnosis = field(repr=False)
 
     def __bool__(self) -> bool:
-        return not self.diagnosis
+        return not (self.diagnosis and self.diagnosis.has_loss)
 
     @property
     def ranks(self) -> int:
@@ -109,7 +109,7 @@ class Fit:
     @property
     def sentence(self) -> str:
         """The answer in one sentence, yes or no first."""
-        if self.diagnosis:
+        if not self:
             return f"no: {self.diagnosis.sentence}"
         shares = []
         if self.uneven_tensors:
@@ -131,7 +131,7 @@ class Fit:
     @property
     def advice(self) -> str:
         """Whether `load` suffices, or `reshard` is of use, in one sentence with the command."""
-        if self.diagnosis:
+        if not self:
             return self.diagnosis.advice
         mean = self.reads["bytes"] // max(self.reads["count"], 1)
         reads = f"the ranks would read {counted(self.reads['count'], 'piece')} of {size(mean)} on average"

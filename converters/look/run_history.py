@@ -269,6 +269,9 @@ def _history(path: Location, find_run: Callable[[Location, Visit], Run | None]) 
     run = find_run(path, visit)
     if run is None:
         return None
+    for step in run.steps:
+        if step.state == "incomplete":  # it was removed after it had been opened
+            views.pop(step.name, None)
     return RunHistory(run, views, *resumes_of(path))
 
 

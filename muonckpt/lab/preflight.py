@@ -17,7 +17,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..checkpoint.bits import dtype_name
 from ..checkpoint.loading import JointLoad
 from ..checkpoint.template import Stored
-from ..names.errors import MuonckptError, TargetError, UnavailableError
+from ..names.errors import MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
 from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_initialised, as_tuples, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
@@ -41,9 +41,10 @@ from ..names.wording import counted, fields_of, listed
 from ..optimizer import Muon
 from ..programs.model_view import Role, view_by_keys
 from ..record.record import StateRecord
-from ..store.io.location import Remote
+from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import diagnosis_by_files, open
+from ..store.verify.verification import unless_removed
 from .built import Built, Maker, build, maker_of
 
 
@@ -134,8 +135,13 @@ def preflight(
         raise TargetError(f"loader={loader!r}: expected muonckpt, or one of {', '.join(_LOADERS)}")
     fresh = [*fresh]
     source = make if isinstance(make, str) else getattr(make, "__qualname__", repr(make))
-    with open(checkpoint) as opened, _fake_ranks(math.prod(mesh.values()), rank):
-        # 1. The state dict that the code would load into, with the keys that the checkpoint has for its parts.
+    place = location(checkpoint, SourceError)
+    with unless_removed(place), open(place) as opened, _fake_ranks(math.prod(mesh.values()), rank):
+        # 1. No loader reads what is lost.
+        diagnosis = diagnosis_by_files(opened)
+        if diagnosis and diagnosis.has_loss and not fresh:
+            return Preflight(str(checkpoint), source, dict(mesh), loader, str(diagnosis), LoadReport(), (), (), ())
+        # 2. The state dict that the code would load into, with the keys that the checkpoint has for its parts.
         built = _build_on(maker_of(make) if isinstance(make, str) else make, source, mesh)
         if loader in _POSITIONAL and any(isinstance(optimizer, Muon) for optimizer in built.optimizers):
             raise TargetError(
@@ -148,7 +154,7 @@ def preflight(
         _put(state_dict, model_root, weights)
         _put(state_dict, optimizer_root, state)
         unasked = tuple(_unasked_roots(stored, state_dict))
-        # 2. What the loader would do with both.
+        # 3. What the loader would do with both.
         if loader == "muonckpt":
             unasked_keys = [f"{glob.escape(root)}*" for root in unasked]
             patterns = (
@@ -159,14 +165,16 @@ def preflight(
         else:
             outcome = _LOADERS[loader](stored, state_dict)
         changes = tuple(_option_changes(outcome, stored, state_dict))
-        # 3. What is lost of it, which a loader meets when it reads.
-        diagnosis = diagnosis_by_files(opened)
-        if diagnosis and diagnosis.has_loss and not fresh:
-            outcome = replace(outcome, refusal=outcome.refusal or str(diagnosis))
-        elif diagnosis:
-            outcome = replace(outcome, warnings=(*outcome.warnings, diagnosis.sentence))
     return Preflight(
-        str(checkpoint), source, dict(mesh), loader, outcome.refusal, outcome.report, changes, outcome.warnings, unasked
+        str(checkpoint),
+        source,
+        dict(mesh),
+        loader,
+        outcome.refusal,
+        outcome.report,
+        changes,
+        (*outcome.warnings, *([diagnosis.sentence] if diagnosis else ())),
+        unasked,
     )
 
 

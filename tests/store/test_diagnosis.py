@@ -311,10 +311,18 @@ def test_a_lost_description_is_rebuilt_exactly(lost, series, saves):
         (broken / "muonckpt.json").write_bytes(raw[: len(raw) // 2])
     else:
         (broken / lost).unlink()
+    if lost == ".metadata":
+        with pytest.warns(RuntimeWarning, match="as nothing of it is lost, but: its .metadata is missing"):
+            assert Series(series).restore(state(0)).step == 3
     if lost.startswith("damaged"):
-        subprocess.run(["bash", "-ec", diagnosed(broken).remedies[0].command], check=True)
+        with pytest.warns(RuntimeWarning, match="with muonckpt.json moved aside it is read as stock DCP"):
+            assert Series(series).restore(state(0)).step == 2, "it is not taken in silence"
+        [cure, *_] = diagnosed(broken).remedies
+        assert "CRC-32s are all that is checked then" in cure.gives
+        subprocess.run(["bash", "-ec", cure.command], check=True)
     new = pasted(diagnosed(broken).remedies[0].command)
     assert bits(new) == bits(saves / "step-00000003") and not diagnosed(Path(new))
+    assert Series(series).restore(state(0)).path == str(new)
 
 
 def test_the_step_before_is_advised_first_and_restore_takes_it(series):

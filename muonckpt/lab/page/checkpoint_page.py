@@ -39,6 +39,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage, rank_in_name
 from ...store.verify.diagnosis import Diagnosis, diagnosis_at
+from ...store.verify.verification import unless_removed
 from .document import HtmlPage, plain, rounded, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
 
@@ -158,6 +159,8 @@ def report(
     """
     places = [location(place, SourceError) for place in (path, other) if place is not None]
     with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(unless_removed(place))
         next_progress = in_turns(progress)
         try:
             source = PageSource.at(places[0], stack)

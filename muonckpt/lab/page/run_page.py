@@ -18,7 +18,7 @@ from ...converters.look.run_history import RunHistory, look_at_run, overview_of_
 from ...names.errors import LayoutError, SourceError
 from ...names.version import VERSION
 from ...names.wording import Finding, counted, unnumbered
-from ...store.io.location import Remote
+from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at
 from ...store.verify.run import RunStep
@@ -152,7 +152,12 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
             for step in (*_restored(history, attempt), *members):
                 if step.name not in history.views:
                     continue
-                source = PageSource.at(step.path, stack)
+                try:
+                    source = PageSource.at(step.path, stack)
+                except SourceError:
+                    if is_there(step.path):
+                        raise
+                    continue  # it was removed since the run was looked at
                 if step in members:
                     numbers[step.name] = _numbers_of(source, earlier, reading, next_progress())
                 if earlier:

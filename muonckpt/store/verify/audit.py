@@ -38,7 +38,7 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import Damage, changed_descriptions, damage_of_files, faults_of, misplaced_files
+from .damage import Damage, changed_descriptions, damage_of_files, faults_of, misplaced_files, missing_description
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .small_tensors import Examination, examine_small
 from .verification import unless_removed
@@ -447,6 +447,8 @@ def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Compare what DCP's metadata say of every tensor, chunk and item with the manifest."""
     from ..formats import dcp  # not needed where nothing is wrong
 
+    if not is_there(checkpoint.path / METADATA_FILE):
+        return [Finding("description", missing_description(METADATA_FILE))]
     file, recorded = checkpoint.path / METADATA_FILE, METADATA_FILE in checkpoint.outline.files
     try:
         reader = dcp.reader(checkpoint.path)

@@ -532,7 +532,7 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
     for name in sorted(names) if checkpoint.format is OWN else ():
         expected = checkpoint.outline.files[name]
         if not is_there(checkpoint.path / name):
-            yield Finding("description", f"its {name} is missing, which other programs read")
+            yield Finding("description", missing_description(name))
             continue
         try:
             digest = xxh3_128([read_text_file(checkpoint.path / name)])
@@ -541,6 +541,10 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
         if digest != expected:
             message = f"its {name} is damaged: digest {digest}, expected {expected}, as {MANIFEST_FILE} has it"
             yield Finding("description", message)
+
+
+def missing_description(name: str) -> str:
+    return f"its {name} is missing, which other programs read"
 
 
 def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:

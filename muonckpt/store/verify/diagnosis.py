@@ -41,7 +41,7 @@ from .damage import (
     sentence_of,
     unexplained,
 )
-from .run import RunStep, StepName, last_verification, new_attempt, whole_before
+from .run import RunStep, StepName, has_stock_description, last_verification, new_attempt, whole_before
 from .verification import Verification
 
 
@@ -335,11 +335,11 @@ def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> I
 
 def _by_stock_description(path: Location, elements: str) -> Iterator[Remedy]:
     """Yield how to read a checkpoint without our description of it, if DCP's is whole."""
-    if isinstance(path, Path) and _has_stock_description(path):
+    if isinstance(path, Path) and has_stock_description(path):
         yield Remedy(
             shlex.join(["mv", str(path / MANIFEST_FILE), str(path / f"{MANIFEST_FILE}.aside")]),
-            f"makes {METADATA_FILE} the description of {elements}, without digests and momentum conventions; a copy of "
-            f"the right {MANIFEST_FILE}, if there is one, has these",
+            f"makes {METADATA_FILE} the description of {elements}, without digests and momentum conventions: CRC-32s "
+            f"are all that is checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others",
         )
 
 
@@ -350,15 +350,6 @@ def _has_damaged_manifest(path: Location) -> bool:
             read_native(path)
     except SourceError as error:
         return isinstance(error, DamageError)
-    return False
-
-
-def _has_stock_description(path: Location) -> bool:
-    """Return whether DCP's description of a checkpoint, and all that it describes, are there."""
-    from ..formats import dcp  # not needed where nothing is wrong
-
-    with suppress(SourceError):
-        return not dcp.reader(path).faults
     return False
 
 

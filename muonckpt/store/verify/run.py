@@ -340,7 +340,8 @@ def _examine_step(
             verdict = FilesVerdict.of(opened, last)
             visit(place.name, opened)
     except DamageError as error:
-        return replace(step, fault=str(error))
+        with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
+        return replace(step, fault=f"{error}{with_stock}")
     except SourceError as error:
         return replace(step, state="unread", fault=str(error))
     fault = verdict.sentence
@@ -357,10 +358,23 @@ def _without_description(step: RunStep) -> RunStep:
     return replace(step, state="incomplete", fault=_NOT_FINISHED)
 
 
+_WITH_STOCK = (
+    f"; with {MANIFEST_FILE} moved aside it is read as stock DCP by its {METADATA_FILE}, and CRC-32s are all that is "
+    "checked then"
+)
 _GONE = "it is gone"
 _CHANGING = "its files changed while they were looked at, by a save or a removal"
 _NO_DESCRIPTION = f"it has lost {MANIFEST_FILE} and {METADATA_FILE}, which say what is in its files"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
+
+
+def has_stock_description(path: Location) -> bool:
+    """Return whether DCP's description of a checkpoint, and all that it describes, are there."""
+    from ..formats import dcp  # not needed where nothing is wrong
+
+    with suppress(SourceError):
+        return not dcp.reader(path).faults
+    return False
 
 
 def _checkpoint_in(place: Location) -> Location | None:
