@@ -24,7 +24,6 @@ from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
-from ...store.verify.run import last_verification
 from ...store.verify.verification import Verification, unless_removed
 from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges
 from .holders import (
@@ -232,7 +231,6 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
     for tensor in tensors:
         by_slot[tensor.slot].append(tensor)
     # What is lost as far as files tell, and what looks sick of the others.
-    last = last_verification(checkpoint.path)
     diagnosis = diagnosis_by_files(checkpoint)
     notes = [*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])]
     return Inspection(
@@ -259,7 +257,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         buffers=_buffers(manifest.provenance),
         slots=tuple({"slot": slot or NO_STATE, **_sizes(members)} for slot, members in by_slot.items()),
         checks=_checks(manifest),
-        verified=last,
+        verified=diagnosis.verified,
         diagnosis=diagnosis,
         symptoms=symptoms_of(look, diagnosis.damage),
         notes=tuple(notes),

@@ -357,8 +357,10 @@ def _readable_steps(history: RunHistory) -> dict[int, str]:
 
 
 def verdict_of(step: RunStep) -> str:
-    """Say how whole a whole step is known to be."""
+    """Say how whole a step is known to be of which nothing is lost."""
     last = step.verified
+    if step.fault:
+        return f"{step.name}, of which nothing is lost, but: {step.fault}"
     if last is None:
         return f"{step.name}, by names and sizes of files; not verified yet"
     return f"{step.name}, verified {moment(last.timestamp)} UTC ({last.verdict})"

@@ -21,7 +21,7 @@ from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
 from ..programs.signs import NOT_READ, OUR_MARK
 from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from .formats.registry import DCP, SAFETENSORS, ZARR, Format, format_of
+from .formats.registry import DCP, OWN, SAFETENSORS, ZARR, Format, format_of
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
@@ -359,7 +359,8 @@ def file_sizes(manifest: Manifest) -> dict[str, int]:
     columns = manifest.columns
     ends = np.zeros(len(columns.names), np.int64)
     np.maximum.at(ends, columns.file, columns.item_end())
-    sizes = {name: end for name, end in zip(columns.names, ends.tolist(), strict=True) if end}
+    sizes = dict.fromkeys(manifest.files, 0)
+    sizes |= {name: end for name, end in zip(columns.names, ends.tolist(), strict=True) if end}
     for blob in manifest.blobs:
         sizes[blob.item.file] = max(sizes.get(blob.item.file, 0), blob.item.end)
     return sizes
@@ -480,13 +481,16 @@ class OpenCheckpoint:
             UnavailableError: it is not known whether a file is there.
         """
         payloads, promised_sizes = self.payloads, file_sizes(self.outline)
+        if self.format is OWN:  # what only describes it to other programs is no loss
+            promised_sizes = {name: size for name, size in promised_sizes.items() if size}
 
         def size_of(name: str) -> int | None:
             if payloads.is_in_memory(name):
                 return promised_sizes[name]
             try:
                 with open_regular(payloads.place(name)) as file:
-                    return file.size
+                    # Items that were made of a description stand under its name.
+                    return file.size if payloads.is_verbatim(name) else max(file.size, promised_sizes[name])
             except DiskError as error:
                 report(name, error)
             except SourceError:

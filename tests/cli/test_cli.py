@@ -108,7 +108,7 @@ SOURCES = {
     "a hole": (
         lambda path: manifest_edited(path, lambda entries: entries[KEY]["chunks"].clear()) or path,
         ("reshard",),
-        "no buffer holds box",
+        "no file has some elements",
     ),
 }
 

@@ -295,7 +295,7 @@ DAMAGE = {
     "two dtypes": (momentum("parameters", 0, "dtype", to="float16"), "one dtype"),
     "of another dtype": (lambda path, index: index["tensors"][0].update(dtype="float16"), "lists it as float16"),
     "a chunk": (lambda path, index: index["tensors"][0]["chunks"][0].update(payload=[2, 90]), "where the buffers say"),
-    "a buffer": (lambda path, index: index["provenance"]["buffers"].pop(), "no buffer holds"),
+    "a buffer": (lambda path, index: index["provenance"]["buffers"].pop(), "no file has some elements"),
     "no buffers": (lambda path, index: index["provenance"].pop("buffers"), "buffers"),
     "buffers": (lambda path, index: index["provenance"].update(buffers=3), "TypeError"),
     "version": (lambda path, index: index.update(version=3), "version"),

@@ -506,8 +506,8 @@ class FilesVerdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all elements and items are there, whatever else is wrong."""
-        return not self.damage and {finding.kind for finding in self.findings} <= HARMLESS
+        """Whether all elements and items are there, and our description of them, whatever else is wrong."""
+        return not self.damage and {finding.kind for finding in self.findings} <= HARMLESS - {"manifest"}
 
     @property
     def sentence(self) -> str:

@@ -62,6 +62,7 @@ class Diagnosis:
         remedies: the cheapest and most exact first.
         damage: what is lost of elements and items, as far as they were read.
         has_loss: whether something is lost, or cannot be told from what is.
+        verified: the last verification of these very files, if it was looked for.
     """
 
     path: Location
@@ -69,6 +70,7 @@ class Diagnosis:
     remedies: tuple[Remedy, ...] = ()
     damage: Damage = NOTHING_LOST
     has_loss: bool = True
+    verified: Verification | None = None
 
     def __bool__(self) -> bool:
         return bool(self.sentence)
@@ -133,12 +135,12 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     last = last_verification(checkpoint.path)
     verdict = FilesVerdict.of(checkpoint, last)
     if last is None or not last.has_loss:
-        return diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps)
+        return replace(diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps), verified=last)
     if verdict.damage:
         diagnosis = diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps)
-        return replace(diagnosis, sentence=last.sentence)
+        return replace(diagnosis, sentence=last.sentence, verified=last)
     remedies = tuple(_remedies_on_record(checkpoint.path, last, damaged_steps))
-    return Diagnosis(checkpoint.path, _as_recorded(last), remedies)
+    return Diagnosis(checkpoint.path, _as_recorded(last), remedies, verified=last)
 
 
 def recorded_loss(path: Location) -> str:

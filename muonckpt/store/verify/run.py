@@ -139,7 +139,8 @@ class Run:
 
     @cached_property
     def whole(self) -> tuple[RunStep, ...]:
-        return tuple(step for step in self.steps if step.state == "whole")
+        """The steps of which nothing is lost, whatever looks odd in them."""
+        return tuple(step for step in self.steps if not step.has_loss)
 
     @cached_property
     def unread(self) -> tuple[RunStep, ...]:
