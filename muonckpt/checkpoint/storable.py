@@ -70,10 +70,10 @@ def _is_opaque(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
         return False
-    # It is tried on no elements at all, which costs nothing.
+    # It is tried on no elements at all, which costs nothing; a class may raise anything there.
     try:
         tensor.detach().reshape(-1)[:0].cpu().view(torch.uint8).numpy()
-    except (RuntimeError, TypeError):
+    except Exception:
         return True
     return False
 

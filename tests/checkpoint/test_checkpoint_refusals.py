@@ -215,6 +215,23 @@ def test_replicas_of_other_shapes_are_not_equal_even_if_their_bytes_are(tmp_path
         assert "hold different data" in message
 
 
+class NoEmptySlice(torch.Tensor):
+    """State in blocks, as torchao keeps it: a view of no elements divides by zero."""
+
+    @staticmethod
+    def __new__(cls, blocks):
+        return torch.Tensor._make_wrapper_subclass(cls, (64, 256))
+
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].blocks)
+        raise ZeroDivisionError("integer division or modulo by zero")
+
+
 def _unwritable() -> dict[str, tuple[torch.Tensor, str]]:
     dense, ragged = torch.ones(3, 3), [torch.ones(2), torch.ones(3)]
     with FakeTensorMode():
@@ -236,6 +253,7 @@ def _unwritable() -> dict[str, tuple[torch.Tensor, str]]:
         "bits": (torch.empty(3, dtype=torch.uint4), "has the dtype torch.uint4"),
         "fake": (fake, "is a FakeTensor"),
         "masked": (masked, "is a MaskedTensor"),
+        "blocks": (NoEmptySlice(torch.ones(64)), "is a NoEmptySlice"),
     }
 
 

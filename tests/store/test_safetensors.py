@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, strategies as st
+from support.commands import called
 from support.resharded import make_job
 from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
 from support.whole import assemble, write_values
@@ -195,6 +197,23 @@ def test_a_damaged_file_is_refused(kind, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(DAMAGED[kind])
     with pytest.raises(SourceError, match=r"a\.safetensors"):
         read(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("behind", [bytes(9), b"its own trailer " * 9])
+def test_the_error_about_bytes_behind_the_data_prints_the_command_that_cuts_them(behind, tmp_path):
+    whole = file_of(header_of(w=entry()), bytes(range(8)))
+    path = tmp_path / "a b.safetensors"
+    path.write_bytes(whole + behind)
+    with pytest.raises(SourceError, match=f"{len(behind)} bytes lie behind the data") as raised:
+        muonckpt.open(path)
+    assert repr(behind[:16]) in str(raised.value)
+    found = called("inspect", path).stderr
+    command = re.search(r"truncate -s [0-9]+ '.*a b\.safetensors'", found.replace("\n", " "))
+    assert command, found
+    subprocess.run(command[0], shell=True, check=True)
+    assert path.read_bytes() == whole
+    with muonckpt.open(path) as opened:
+        assert opened.tensors["w"].bits().tobytes() == bytes(range(8))
 
 
 @given(st.data())

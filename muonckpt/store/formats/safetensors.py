@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,8 +181,14 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
     # Bytes behind the data are damage as well.
     text = file.read(8, length)
     header, start = parse_header(text), 8 + length
-    if start + header.data_length < size:
-        raise DamageError(f"expected {start + header.data_length} bytes, found {size}: it grew")
+    end = start + header.data_length
+    if end < size:
+        head = file.read(end, min(size - end, 16))
+        command = shlex.join(["truncate", "-s", str(end), str(file.place)])
+        raise DamageError(
+            f"expected {end} bytes, found {size}: {size - end} bytes lie behind the data, which begin with "
+            f"{head!r}; if they are none of yours, cut them with: {command}"
+        )
     return header, start, xxh3_128([text])
 
 

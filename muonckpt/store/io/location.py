@@ -388,7 +388,7 @@ class RemoteFile:
     gap, max_bytes = GAP, REQUEST_BYTES
 
     def __init__(self, place: Remote, info: dict[str, Any]) -> None:
-        self._place = place
+        self.place = place
         self.size = int(info["size"])
         self.state: tuple[object, ...] = (self.size, *(str(info[name]) for name in _STATE if name in info))
         if info["type"] != "file":
@@ -410,14 +410,14 @@ class RemoteFile:
         # Stores refuse requests for no bytes.
         requests = [(start, start + length) for start, length in ranges if length]
         starts, stops = [start for start, _ in requests], [stop for _, stop in requests]
-        place, paths = self._place, [self._place.path] * len(requests)
+        place, paths = self.place, [self.place.path] * len(requests)
         with _missing_as_damage():
             parts = iter(place.ask(place.fs.cat_ranges, paths, starts, stops, on_error="raise"))
         views = [memoryview(next(parts) if length else b"") for _, length in ranges]
         for view, (start, length) in zip(views, ranges, strict=True):
             if len(view) != length:
                 raise DamageError(
-                    f"{self._place}: expected {length} bytes at byte {start}, found {len(view)}: it was cut"
+                    f"{self.place}: expected {length} bytes at byte {start}, found {len(view)}: it was cut"
                 )
         return views
 

@@ -55,6 +55,10 @@ class LocalFile:
         if self._handle >= 0:
             os.close(self._handle)
 
+    @property
+    def place(self) -> Path:
+        return self._path
+
     def status(self) -> os.stat_result:
         try:
             return os.fstat(self._handle)
