@@ -8,12 +8,8 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from support.every_kind import local_of
 from support.golden import golden
-from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
-from support.workers import run
 from torch import nn
 
 from muonckpt.compat.torch_muon import Muon
@@ -141,29 +137,6 @@ def test_three_steps_are_those_that_torch_made():
     for name, param in params.items():
         torch.testing.assert_close(param.detach(), truth[f"param/{name}"], rtol=0, atol=0.01)
         torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], truth[f"state/{name}/momentum_buffer"])
-
-
-def differing(rank: int, world: int, homes: tuple[Home | None, ...], expected: list[torch.Tensor]) -> list[str]:
-    place = placer(homes)
-    params = [nn.Parameter(place(index, weight)) for index, weight in enumerate(random(0))]
-    optimizer = Muon(params, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=7, replicas=dist.group.WORLD)
-    for step in (1, 2, 3):
-        for index, (param, value) in enumerate(zip(params, random(step), strict=True)):
-            param.grad = place(index, value)
-        optimizer.step()
-    return [
-        str(tuple(param.shape))
-        for param, whole in zip(params, expected, strict=True)
-        if not torch.equal(local_of(param), part_of(whole, param))
-    ]
-
-
-@pytest.mark.parametrize("name", ["FSDP2, columns", "HSDP", "FSDP2 × TP", "DDP"])
-def test_the_bits_are_those_of_one_process_on_any_mesh(name):
-    params = [nn.Parameter(weight) for weight in random(0)]
-    train(Muon(params, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=7), params)
-    homes = TOPOLOGIES[name]
-    assert run(world_of(homes), differing, homes, [param.detach() for param in params]) == [[]] * world_of(homes)
 
 
 def test_what_torch_refuses_is_refused():

@@ -14,9 +14,9 @@ from muonckpt.layouts.buffers.records import run_buffers
 from muonckpt.optimizer import LayerWise, Muon, StepExecution
 
 
-def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS)) -> dict:
+def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS), grouped=groups) -> dict:
     net = Net(names, dtype)
-    opt = LayerWise(net, groups(net), layout=layout, average=False, bucket_size=700, **options)
+    opt = LayerWise(net, grouped(net), layout=layout, average=False, bucket_size=700, **options)
     for step in range(steps):
         net(gradients(net, step, rank)).backward()
         opt.step()
@@ -40,6 +40,17 @@ def test_options_of_transport_change_no_bits(options):
         3, trained, torch.bfloat16, 3, options, layouts=("padded-nscost", "decoupled-total-order")
     ):
         check(found, alone(3, 3, torch.bfloat16), layout)
+
+
+def in_bfloat16(net: Net) -> list[dict]:
+    """The groups, with all of their state in bfloat16."""
+    slots = {"adamw": "state_dtype", "lion": "state_dtype"}
+    return [{**group, slots.get(group.get("algorithm"), "momentum_dtype"): "bfloat16"} for group in groups(net)]
+
+
+def test_state_in_bfloat16_has_the_bits_of_one_process():
+    for layout, found in run_each(3, trained, torch.float32, 3, {}, tuple(PARAMETERS), in_bfloat16):
+        check(found, alone(3, 3, grouped=in_bfloat16), layout)
 
 
 @pytest.mark.parametrize("names", [("qkv",), ("norm", "up"), ("bias",)], ids=str)

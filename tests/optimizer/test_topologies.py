@@ -71,6 +71,8 @@ FUSED = [
     ((8, 6), {"pieces": (3, 1), "interleaved": 2, "columns": (2, 4)}),
     ((4, 3, 2, 3), {"flatten": True}),
     ((6, 2, 2, 2, 2), {"algorithm": "normuon", "flatten": True, "pieces": (2, 4)}),
+    ((9, 7), {"algorithm": "normuon", "momentum_dtype": "bfloat16"}),
+    ((4, 9, 5), {"momentum_dtype": "bfloat16", "nesterov": False}),
 ]
 
 

@@ -38,10 +38,16 @@ TENSORS = [
     ((8, 3, 5), {"flatten": True, "pieces": (2, 2, 2, 2), "nesterov": False}),
     ((3, 2, 2, 3, 2), {"algorithm": "normuon", "flatten": True}),
     ((12, 5, 3, 1), {**LONGER, "flatten": True, "pieces": (4, 8)}),
+    ((13, 16), {"momentum_dtype": "bfloat16"}),
+    ((4, 9, 11), {"momentum_dtype": "bfloat16", "nesterov": False}),
+    ((33, 7), {"algorithm": "normuon", "momentum_dtype": "bfloat16"}),
     ((22, 16), {"algorithm": "adamw"}),
     ((41,), {"algorithm": "adamw"}),
     ((7,), {"algorithm": "adamw"}),
     ((19, 3), {"algorithm": "lion", "cautious": True}),
+    ((22, 16), {"algorithm": "adamw", "state_dtype": "bfloat16"}),
+    ((41,), {"algorithm": "adamw", "state_dtype": "bfloat16"}),
+    ((19, 3), {"algorithm": "lion", "state_dtype": "bfloat16"}),
 ]
 
 

@@ -65,6 +65,7 @@ def alone(
     names: tuple[str, ...] = tuple(PARAMETERS),
     has_gradient: Callable[[str, int], bool] = lambda name, step: True,
     of: Callable[[Net, int, int], dict[str, torch.Tensor]] = gradients,
+    grouped: Callable[[Net], list[dict]] = groups,
 ) -> dict[str, torch.Tensor]:
     """Train in one process with the gradients ``of`` all ranks added up, where a parameter ``has_gradient``, and with
     float32 masters.
@@ -72,7 +73,7 @@ def alone(
     net = Net(names, dtype)
     master = Net(names)
     master.load_state_dict({name: p.detach().float() for name, p in net.named_parameters()})
-    opt = Muon(groups(master))
+    opt = Muon(grouped(master))
     for step in range(steps):
         for name, p in master.named_parameters():
             total = sum(of(net, step, rank)[name].float() for rank in range(world))
