@@ -91,8 +91,8 @@ def train(folder: str, killed_at: int = STEPS) -> float:
     for module in (*model.fine, *model.coarse, model):
         fully_shard(module)
     # Every convolution is Muon's by its type, with a matrix for each of its groups; input and output are AdamW's.
-    rules = [[Rule("head", "head.weight"), Rule("embedding", "pixels.weight")], MODULE_TYPES]
-    optimizer = Muon.for_model(model, rules=rules, lr=0.02, adamw_lr=3e-3, weight_decay=0.0)
+    rules = [[Rule("embedding", "pixels.weight")], MODULE_TYPES]
+    optimizer = Muon.for_model(model, head="head", rules=rules, lr=0.02, adamw_lr=3e-3, weight_decay=0.0)
 
     def state() -> dict[str, object]:
         weights, optimizer_state = get_state_dict(model, optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,9 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..names.errors import called_like, warn_on_rank
 from ..names.resumption import in_globs
-from ..names.vocabulary import GROUP_OPTIONS
-from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
+from ..names.vocabulary import FUSION, GROUP_OPTIONS, MOMENTUM_DTYPE, STATE_DTYPE
+from .decisions import FAMILIES, Decisions
+from .groups import NO_SPLITS, WRAPPERS, Heads, Splits, UnsortedError, layers_for, sort_by_layers, sort_parameters
+from .methods.scalar import SCALARS
 from .options import FLAG, as_numbers, check_value, params_of
+from .rules import KINDS, Rule, Rules
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,14 +27,17 @@ class ModelGroups:
     """The arguments of `Muon.for_model` that make groups, with a weak reference to the model."""
 
     model: weakref.ref[nn.Module]
-    rules: Rules
+    layers: Sequence[Sequence[Rule]]
     adamw: Mapping[str, Any]
     kinds: Mapping[str, Mapping[str, Any]]
     named: bool
 
     def make_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the groups of the model as it is now."""
-        decisions = sort_parameters(model, self.rules)
+        return self.groups_of(sort_by_layers(model, self.layers))
+
+    def groups_of(self, decisions: Decisions) -> list[dict[str, Any]]:
+        """Return the groups that decisions make."""
         groups = decisions.groups(adamw=self.adamw, kinds=self.kinds)
         if self.named:
             names = {decision.parameter: decision.names[0] for decision in decisions}
@@ -60,8 +66,7 @@ class ModelGroups:
                 yield f"optimizer.add_param_group({{'params': [{', '.join(members)}], {options}}})"
 
 
-LINE = "Muon.for_model(model, rules={}, lr=0.02, adamw_lr=3e-4)"
-EXAMPLE_LINE = LINE.format(EXAMPLE)
+EXAMPLE_LINE = "Muon.for_model(model, lr=0.02, adamw_lr=3e-4)"
 
 WITH_ALGORITHM = (
     f"[{{'params': ..., 'algorithm': ...}}], as it is an option of groups, or {EXAMPLE_LINE[:-1]}, "
@@ -72,8 +77,13 @@ WITH_ALGORITHM = (
 def refuse_no_parameters(params: object) -> None:
     """Raise TypeError for a model, or decisions on one, with the line that makes an optimizer of them."""
     if isinstance(params, nn.Module):
-        line, kind = LINE.format(rules_to_write(params)), type(params).__name__
-        raise TypeError(f"params: expected parameters or groups, found a model, {kind}. Write {line}")
+        arguments: Mapping[str, str] = {}
+        try:
+            sort_parameters(params)
+        except UnsortedError as error:
+            arguments = error.arguments
+        line = "".join([EXAMPLE_LINE[:-1], *(f", {name}={code}" for name, code in arguments.items()), ")"])
+        raise TypeError(f"params: expected parameters or groups, found a model, {type(params).__name__}. Write {line}")
     if isinstance(params, Mapping):
         line, kind = "Muon([{'params': ...}])" if "params" in params else EXAMPLE_LINE, type(params).__name__
         raise TypeError(f"params: expected parameters or groups in a list, found {kind}. Write {line}")
@@ -88,7 +98,12 @@ def _refuse_group_options(options: Mapping[str, Any], arguments: Collection[str]
     """Raise TypeError for an option that only some groups have, and that is no argument of the optimizer."""
     for key in sorted(options.keys() - arguments):
         value = options[key]
-        algorithms = [value] if key == "algorithm" else [name for name in GROUP_OPTIONS if key in GROUP_OPTIONS[name]]
+        if key in FUSION:
+            raise TypeError(f"{key}={value!r}: name the projections. Write split={{'*.qkv_proj': (q, k, v)}}")
+        algorithms = [value] if key == "algorithm" else []
+        for name, defaults in GROUP_OPTIONS.items():
+            dtype_option = STATE_DTYPE if name in SCALARS else MOMENTUM_DTYPE
+            algorithms += [name] if key in defaults or key == dtype_option else []
         # The kinds that have such an algorithm by themselves, or may choose one.
         kinds = [name for name, kind in KINDS.items() if kind.algorithm in algorithms]
         kinds = kinds or [name for name, kind in KINDS.items() if {*algorithms} & {*FAMILIES[kind.algorithm]}]
@@ -113,19 +128,21 @@ class ForModel:
         model: nn.Module,
         *,
         lr: float | Tensor,
-        rules: Rules = (),
         adamw_lr: float | Tensor | None = None,
+        head: Heads = ...,
+        split: Splits = NO_SPLITS,
+        rules: Rules = (),
         kinds: Mapping[str, Mapping[str, Any]] | None = None,
         named: bool = False,
         **options: Any,
     ) -> Self:
-        """Return an optimizer of a whole model: Muon for matrices, AdamW for the rest, sorted by rules.
+        """Return an optimizer of a whole model: Muon for matrices, AdamW for embeddings, the output head and vectors.
 
         By default the rates of Muon and AdamW differ by two orders of magnitude.  Give both, or a scale that makes one
         rate serve both::
 
-            Muon.for_model(model, rules=[LLAMA], lr=0.02, adamw_lr=3e-4)
-            Muon.for_model(model, rules=[LLAMA], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+            Muon.for_model(model, lr=0.02, adamw_lr=3e-4)
+            Muon.for_model(model, lr=3e-4, adjust_lr_fn="match_rms_adamw", head="lm_head", split={"*.qkv_proj": 3})
 
         Frozen parameters are in no group.  After unfreezing one, call `add_param_group`; a step warns of gradients of
         parameters in no group.
@@ -133,9 +150,13 @@ class ForModel:
         Args:
             model: may be sharded, compiled or wrapped.  A DistributedDataParallel gives ``replicas``.
             lr: rate of matrices.
-            rules: a set, such as `groups.LLAMA`, or several in a list, of which earlier ones beat later ones:
-                ``[[Rule("head", "out.weight")], MODULE_TYPES]``.  Without any, the error shows which to write.
             adamw_lr: rate of the rest.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
+            head: the output head, a module or its name, or several; None: there is none.  It has to be given where an
+                untied layer has as many rows as an embedding; the error says which.
+            split: the matrices in fused projections, by patterns of their names: the rows of each, ``(q, k, v)``, their
+                number if they are equal, a `Split`, or None for one matrix.  Known names (`families.FUSED`) are asked.
+            rules: a set, such as `groups.LLAMA`, or several in a list, of which earlier ones beat later ones:
+                ``[[Rule("other", "*.scale")], MODULE_TYPES]``.  By default: `groups.MODULE_TYPES`.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.
             named: give parameters names, by which `Muon.load_state_dict` matches them even across changed groups.
                 Torch's flattened state dicts have names anyway, and would repeat a group's for each parameter.
@@ -143,15 +164,15 @@ class ForModel:
 
         Raises:
             TypeError: as `sort_parameters`; or an option is not one of the optimizer.
-            ValueError: rules leave something unclear (`sort_parameters`), there is no rate for AdamW, or an option is
-                refused.
+            ValueError: something is unclear (`sort_parameters`), there is no rate for AdamW, or an option is refused.
         """
         _refuse_group_options(options, inspect.signature(cls).parameters)
         check_value("named", named, FLAG)
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
-        sorter = ModelGroups(weakref.ref(model), layers_of(rules), rate, kinds or {}, named)
-        if not (groups := sorter.make_groups(model)):
+        decisions = sort_parameters(model, rules, head=head, split=split)
+        sorter = ModelGroups(weakref.ref(model), layers_for(model, rules, head, split), rate, kinds or {}, named)
+        if not (groups := sorter.groups_of(decisions)):
             raise ValueError(
                 "model: expected parameters to train, found none with requires_grad=True. Write "
                 "model.requires_grad_(True), or that of the modules to train, before this line"
@@ -164,7 +185,7 @@ class ForModel:
         """Return the decisions of `for_model` on each parameter of the model; None if the code made the groups."""
         if self._model_groups is None or (model := self._model_groups.model()) is None:
             return None
-        return sort_parameters(model, self._model_groups.rules)
+        return sort_by_layers(model, self._model_groups.layers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _warn_of_left_out(self) -> None:

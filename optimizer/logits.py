@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..layouts.tensors import local_of, rows_of
 from ..names.errors import LayoutError
 from .ground.tensors import rounded_once
-from .groups import WHOLE, Split
+from .planning.matrices import Split
+from .rules import WHOLE
 from .step.exchange import gather_tensor, max_over_ranks
 from .step.rank_sets import group_of, groups_of_mesh, ranks_of
 

@@ -14,7 +14,7 @@ from ..names.errors import warn_on_rank
 from ..names.vocabulary import ParamGroup
 from ..names.wording import folded, listed, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
-from .planning.matrices import sides_of
+from .planning.matrices import Fused, sides_of
 from .planning.schedule import Schedule
 from .step.agreement import this_rank
 from .step.rank_sets import RankSet
@@ -38,6 +38,7 @@ class GroupReport:
         matrices: how many are orthogonalised.
         elements: of all its parameters, on all ranks.
         names: of its parameters, where the optimizer knows them: by `for_model`, or made of named parameters.
+        fused: the matrices in each parameter, in words; empty if it is one.
         update_rms: the smallest and largest expected root mean square of an update at the present rate, without decay
             (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix); None where the method does not say.
     """
@@ -50,6 +51,7 @@ class GroupReport:
     elements: int
     update_rms: tuple[float, float] | None
     names: tuple[str, ...] = ()
+    fused: str = ""
 
     @property
     def layers(self) -> str:
@@ -86,7 +88,9 @@ class MuonReport:
             counts = str(group.parameters), str(group.matrices), f"{group.elements:,}"
             rows.append((str(group.number), group.name, group.algorithm, *counts, rms))
         lines = table(rows)
-        lines += [f"group {group.number}: {group.layers}" for group in self.groups if group.names]
+        for group in self.groups:
+            lines += [f"group {group.number}: {group.layers}"] if group.names else []
+            lines += [f"group {group.number}, in each parameter: {group.fused}"] if group.fused else []
         # Work, traffic and memory of this rank beside the others'.
         if self.matrices_by_rank is None:
             lines.append("owners are known after the first step")
@@ -128,10 +132,11 @@ def report_group(
     params, algorithm, rate = group["params"], group["algorithm"], float(group["lr"])
     # An update's root mean square without the rate: of each shape of matrices, or of elements.
     matrices: list[tuple[int, int]] = []
+    fused = fused_of(group) if is_matrix_method(algorithm) else Fused()
     expected: list[float | None] = [1.0] if algorithm == "lion" else [*ADAMW_RMS]
     if is_matrix_method(algorithm):
         for param in params:
-            matrices += sides_of(tuple(param.shape), fused_of(group))
+            matrices += sides_of(tuple(param.shape), fused)
         expected = expected if not matrices else []
         for shape in dict.fromkeys(matrices):
             rms = methods[algorithm].rms(*shape, group)
@@ -141,7 +146,7 @@ def report_group(
     elements = sum(param.numel() for param in params)
     labels = tuple(group.get("param_names") or (names[param] for param in params if param in names))
     name = str(group.get("name", ""))
-    return GroupReport(number, name, algorithm, len(params), len(matrices), elements, bounds, labels)
+    return GroupReport(number, name, algorithm, len(params), len(matrices), elements, bounds, labels, str(fused))
 
 
 def find_doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:

@@ -22,10 +22,10 @@ import muonckpt
 from muonckpt.cli.main import cli
 from muonckpt.names.renaming import WRAPPERS
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule
 
 ROOT = Path(__file__).parents[1]
-RULES = [[NO_HEAD], MODULE_TYPES]
+RULES = MODULE_TYPES
 
 # --- What is named exists ---------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ def test_state_that_the_checkpoint_never_had_begins_anew(here):
 def test_state_of_another_program_is_translated_and_all_there(here):
     saved = as_dict(*model_and_state(stock))
     muonckpt.save(saved, "of_torch")
-    rules = [[Rule("other", "weight"), NO_HEAD], MODULE_TYPES]
+    rules = [[Rule("other", "weight")], MODULE_TYPES]
     state = zeroed(as_dict(*model_and_state(lambda model: ours(model, rules))))
     muonckpt.load(state, run_command(refusal(state, "of_torch")))
     equal(state, saved)
@@ -247,7 +247,7 @@ def test_state_of_another_dtype_than_the_weights_is_loaded_exactly(kind, dtype, 
 
 def test_a_parameter_that_changed_its_family_keeps_its_state_in_the_groups_of_the_saved_run(here):
     def as_saved(model: nn.Module) -> Muon:
-        return ours(model, [[Rule("other", "weight"), NO_HEAD], MODULE_TYPES])
+        return ours(model, [[Rule("other", "weight")], MODULE_TYPES])
 
     saved = as_dict(*model_and_state(as_saved))
     muonckpt.save(saved, "other")

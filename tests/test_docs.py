@@ -65,6 +65,18 @@ def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch
     assert ran, "a page without a single example"
 
 
+def test_the_first_example_is_short_and_resumes_with_the_line_that_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    [code, *_] = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    [shown, *_] = re.findall(r"^```text\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(code.splitlines()) <= 16 and "get_state_dict" not in code
+    assert code.count("run.resume(), 10)") == 1
+    exec(code.replace("run.resume(), 10)", "run.resume(), 7)"), {})  # interrupted behind its first checkpoint
+    assert capsys.readouterr().out == ""
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

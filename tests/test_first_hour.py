@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 import muonckpt
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule, sort_parameters
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule, UnsortedError, sort_parameters
 
 RULES = [[Rule("head", "head.weight")], MODULE_TYPES]
 
@@ -35,7 +35,6 @@ class Net(nn.Module):
 
 NAMES = {thing.__name__: thing for thing in (torch, nn, muonckpt, Muon, Net, Rule, sort_parameters)} | {
     "MODULE_TYPES": MODULE_TYPES,
-    "NO_HEAD": NO_HEAD,
     "RULES": RULES,
     "RATES": {"lr": 0.02, "adamw_lr": 3e-4},
 }
@@ -57,7 +56,9 @@ MADE = {
     "Muon(model.named_parameters(), lr=0.02)": "LayoutError: up.bias: Muon needs a matrix, got shape (24,); put this",
     "Muon(model)": "TypeError: params: expected parameters or groups, found a model, Net. Write ",
     "Muon(model, lr=0.02)": "TypeError: params: expected parameters or groups, found a model, Net. Write ",
-    "Muon.for_model(model, **RATES)": "ValueError: rules: expected some of muonckpt.optimizer.groups, found",
+    "Muon.for_model(model, **RATES)": "UnsortedError: the parameters cannot be sorted:",
+    "Muon.for_model(model, head='heads', **RATES)": "no such matrix in the model; did you mean 'head'? Write head=None",
+    "Muon.for_model(model, 'head', **RATES)": "TypeError: ForModel.for_model: too many positional arguments. Write ",
     "Muon.for_model(model, rules=RULES)": "TypeError: ForModel.for_model: missing a required argument: 'lr'. Write ",
     "Muon.for_model(model, RULES, 0.02)": "TypeError: ForModel.for_model: too many positional arguments. Write ",
     "Muon.for_model(model, rules=RULES, lr=0.02)": "ValueError: a group of 'adamw' says no lr",
@@ -68,8 +69,7 @@ MADE = {
     "Muon.for_model(model, rules=RULES, lr=0.02, adam_lr=3e-4)": "unexpected keyword argument 'adam_lr'. Write ",
     "Muon.for_model(model, rules=RULES, **RATES, betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas'",
     "Muon.for_model(model, rules=RULES, **RATES, algorithm='normuon')": "kinds={'matrix': {'algorithm'",
-    "Muon.for_model(model, rules=MODULE_TYPES, **RATES)": "head.weight [50, 16] has as many rows",
-    "Muon.for_model(model, rules=[[NO_HEAD], MODULE_TYPES], **RATES)": "head.weight [50, 16] has as many",
+    "Muon.for_model(model, rules=MODULE_TYPES, **RATES)": "head.weight [50, 16] in Linear has as many rows",
     "Muon.for_model(model, rules=[*RULES[0], *MODULE_TYPES], **RATES)": "Rule('head', 'head.weight') and ",
     "Muon.for_model(model, rules=['head.weight'], lr=0.02)": "TypeError: rules: expected rules in lists, as in rules=",
     "Muon.for_model(model, rules={'head.weight': 'adamw'}, lr=0.02)": "TypeError: rules: expected rules in lists",
@@ -86,8 +86,8 @@ MADE = {
     "Muon([model.up.weight], replicas=2)": "found 2. Write replicas=torch.distributed.group.WORLD",
     "Muon.for_model(model.requires_grad_(False), rules=RULES, lr=0.02)": "model: expected parameters to train, found",
     "Muon([model.up.weight]).load_state_dict('run')": "expected a state dict, found str. Write weights, state = get_st",
-    "Muon.for_model(model, rules=[[Rule('matrix', 'norm.weight')], *RULES], lr=0.02)": "Write rules=[[Rule('other', 'n",
-    "sort_parameters(model)": "ValueError: rules: expected some of muonckpt.optimizer.groups, found",
+    "Muon.for_model(model, rules=[[Rule('matrix', 'norm.weight')], *RULES], lr=0.02)": "Write rules=[[Rule('vector', '",
+    "sort_parameters(model)": "UnsortedError: the parameters cannot be sorted:",
     "sort_parameters()": "TypeError: sort_parameters: missing a required argument: 'model'. Write sort_parameters",
     "sort_parameters(RULES, model)": "TypeError: model: expected a model, whose names and modules decide, found a list",
 }
@@ -98,15 +98,24 @@ def test_an_optimizer_that_cannot_be_made_shows_the_line_that_makes_it(script):
     names = {**NAMES, "model": Net()}
     error = run(script, names)
     assert MADE[script] in error
-    if "Write Muon" in error and "lm_head" not in error and "decisions" not in error and "=...)" not in error:
-        assert type(eval(error.rpartition("Write ")[2], names)) is Muon
+    # What is written either makes the optimizer, or is told the arguments that are missing.
+    if "=...)" in error or "decisions" in error or "'params': ..." in error:
+        return
+    if written := re.search(r"Write (Muon\.for_model\(.*\))$", error):
+        try:
+            made = eval(written[1], names)
+        except UnsortedError as asked:
+            assert asked.arguments == {"head": "'head'"}
+            made = Muon.for_model(names["model"], head="head", **names["RATES"])
+        assert type(made) is Muon
     elif "selects nothing" in error:  # the rule itself is wrong
         assert "did you mean 'head.weight'" in error
-    elif written := re.search(r"Write rules=(\[.*\])(, where RULES are .*)?$", error):
+    elif written := re.search(r"^Write (head=.*|rules=.*)$", error, re.MULTILINE):
         given = re.search(r"rules=(.*), (?:lr|\*\*RATES)", script)
         names["RULES"] = eval(given[1], names) if given else ()
-        kinds = {name: decision.kind for decision in sort_parameters(names["model"], eval(written[1], names))
-                 for name in decision.names}  # fmt: skip
+        rules = "" if written[1].startswith("rules=") else ", rules=RULES"
+        decisions = eval(f"Muon.for_model(model, {written[1]}{rules}, **RATES)", names).decisions()
+        kinds = {name: decision.kind for decision in decisions for name in decision.names}
         assert kinds["head.weight"] == "head" and kinds["up.weight"] == "matrix"
     elif written := re.search(r"Write (kinds=.*)$", error):
         call = re.sub(r", (betas|algorithm)=.*", f", {written[1]})", script)
@@ -115,7 +124,13 @@ def test_an_optimizer_that_cannot_be_made_shows_the_line_that_makes_it(script):
 
 @pytest.mark.parametrize(
     "rules",
-    [RULES, [RULES], [RULES[0][0], MODULE_TYPES], (RULES[0], [MODULE_TYPES]), [RULES, [NO_HEAD]]],
+    [
+        RULES,
+        [RULES],
+        [RULES[0][0], MODULE_TYPES],
+        (RULES[0], [MODULE_TYPES]),
+        [RULES, [Rule("other", (), optional=True)]],
+    ],
     ids=["layers", "nested", "a rule beside a set", "tuples", "more"],
 )
 def test_rules_say_the_same_however_they_are_nested(rules):
@@ -278,7 +293,7 @@ def test_what_cannot_be_saved_or_loaded_says_what_to_write(tmp_path, script):
         return state(half, Muon.for_model(half, rules=RULES, lr=0.02, adamw_lr=3e-4))
 
     def moved() -> dict[str, Any]:
-        net, rules = Net(), [[Rule("matrix", "head.weight"), NO_HEAD], MODULE_TYPES]
+        net, rules = Net(), [[Rule("matrix", "head.weight")], MODULE_TYPES]
         return state(net, Muon.for_model(net, rules=rules, lr=0.02, adamw_lr=3e-4))
 
     def other(made: type[nn.Module]) -> dict[str, Any]:

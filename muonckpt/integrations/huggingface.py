@@ -48,7 +48,7 @@ def muon(
     Args:
         lr, adamw_lr: as for `Muon.for_model`: the rates of matrices and of everything else; ``adamw_lr`` may be missing
             with ``adjust_lr_fn="match_rms_adamw"``.
-        rules: as for `Muon.for_model`; by default the rules of the model's family (`RULES`).
+        rules: as for `Muon.for_model`; by default the rules of the model's family, if there are some (`RULES`).
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for
             `Muon.load_state_dict`; a warning lists what was restored.  Not under FSDP2, where the Trainer loads through
             stock DCP: use `muonckpt.load`.
@@ -74,17 +74,10 @@ class Factory:
         replicas over the whole world.  Under FSDP2 it replaces them by DTensors, which know where they lie.
 
         Raises:
-            ValueError: there are no rules for this model's type, and none were given; or `Muon.for_model` refuses.
+            ValueError: `Muon.for_model` refuses.
         """
         if rules is None:
-            model_type = str(getattr(getattr(model, "config", None), "model_type", None))
-            if model_type not in RULES:
-                raise ValueError(
-                    f"no rules were given, and there are none for a model of type {model_type!r}, only for "
-                    f"{', '.join(RULES)}: say what its parameters are, muon(..., rules=...), as docs/guide/groups.md "
-                    "explains"
-                )
-            rules = RULES[model_type]
+            rules = RULES.get(str(getattr(getattr(model, "config", None), "model_type", None)), ())
         optimizer = Muon.for_model(model, rules=rules, **{"replicas": dist.group.WORLD, "named": True, **options})
         if fresh:
             optimizer.register_load_state_dict_pre_hook(FreshStart(fresh))

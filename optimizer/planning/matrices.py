@@ -37,6 +37,17 @@ class Fused:
     interleaved: int = 1
     flatten: bool = False
 
+    def __str__(self) -> str:
+        texts = ["flattened"] if self.flatten else []
+        for unit, sizes in (("", self.pieces or ()), ("columns ", self.columns or ())):
+            is_even = len(sizes) > 2 and len(set(sizes)) == 1
+            text = f"{len(sizes)} x {sizes[0]}" if is_even else " + ".join(map(str, sizes))
+            if sizes and not unit and self.interleaved > 1:
+                text = f"{self.interleaved} x ({text})"
+            if sizes:
+                texts.append(f"{unit}{text}")
+        return ", ".join(texts)
+
     def row_dim(self, shape: Index) -> int:
         """Return the dim of a parameter that is the rows; dims before it are stacks, those behind it columns."""
         return 0 if self.flatten else len(shape) - 2

@@ -278,10 +278,13 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path):
         check_saved(tmp_path)
 
 
-def test_a_model_of_an_unknown_family_needs_rules():
+def test_a_model_of_an_unknown_family_is_sorted_by_its_modules():
     factory, options = muon(lr=0.02, adamw_lr=3e-4)
-    with pytest.raises(ValueError, match="none for a model of type 'None', only for deepseek_v3, llama"):
-        factory()(torch.nn.Linear(4, 4), **options)
+    groups = factory()(torch.nn.Linear(4, 4), **options).param_groups
+    assert [(group["algorithm"], group["param_names"]) for group in groups] == [
+        ("muon", ["weight"]),
+        ("adamw", ["bias"]),
+    ]
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -19,7 +19,7 @@ from torch import nn
 
 import muonckpt
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.groups import NO_HEAD, TORCHTITAN, Rule
+from muonckpt.optimizer.groups import TORCHTITAN, Rule
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (docs/integrations/torchtitan.md says how)")
 
@@ -284,7 +284,9 @@ class TrainerConfig:
 
     hf_assets_path: str = "."
     optimizer: MuonOptimizers.Config.__base__ = field(
-        default_factory=lambda: MuonOptimizers.Config(lr=0.02, adamw_lr=3e-4, rules=[[NO_HEAD], TORCHTITAN])
+        default_factory=lambda: MuonOptimizers.Config(
+            lr=0.02, adamw_lr=3e-4, rules=[[Rule("other", "*.scale", optional=True)], TORCHTITAN]
+        )
     )
     checkpoint: CheckpointManager.Config.__base__ = field(default_factory=MuonckptManager.Config)
 
@@ -296,6 +298,6 @@ def test_the_command_line_changes_their_options(monkeypatch):
     arguments = ["--module", "mine", "--config", "muon", "--optimizer.lr", "0.05", "--checkpoint.interval", "7"]
     config = ConfigManager().parse_args(arguments)
     assert (config.optimizer.lr, config.optimizer.adamw_lr, config.checkpoint.interval) == (0.05, 3e-4, 7)
-    assert config.optimizer.rules == [[NO_HEAD], TORCHTITAN]
+    assert config.optimizer.rules == [[Rule("other", "*.scale", optional=True)], TORCHTITAN]
     assert isinstance(config.checkpoint, MuonckptManager.Config)
-    assert "Rule('head'" in config.optimizer.to_dict()["rules"]
+    assert "Rule('other'" in config.optimizer.to_dict()["rules"]

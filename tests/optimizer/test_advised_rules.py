@@ -1,15 +1,15 @@
-"""The rules that errors tell to write: followed until they sort the model, they take nothing away from Muon."""
+"""The arguments that errors tell to write: followed until they sort the model, they take nothing away from Muon."""
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from muonckpt.optimizer import Muon, groups
-from muonckpt.optimizer.groups import DEEPSEEK, LLAMA, MODULE_TYPES, NO_HEAD, Rule, Rules, sort_parameters
+from muonckpt.optimizer.groups import DEEPSEEK, LLAMA, MODULE_TYPES, Rule, Rules, UnsortedError, sort_parameters
 
 WIDTH, VOCABULARY, LAYERS = 8, 16, 3
 
@@ -43,21 +43,27 @@ def model(width: int, stacked: bool, heads: int) -> nn.Module:
     return nn.ModuleDict(parts)
 
 
-def followed(net: nn.Module, rules: Rules) -> dict[str, str]:
+def followed(net: nn.Module, *rules: Rules, **arguments: Any) -> dict[str, str]:
     """Follow what errors say to write until the model is sorted; return the algorithms by name."""
     for _ in range(4):
         try:
-            return {decision.names[0]: str(decision.algorithm) for decision in sort_parameters(net, rules)}
-        except ValueError as error:
-            [code] = re.findall(r"^Write rules=(.*?\]), where RULES", str(error), re.MULTILINE)
-            rules = eval(code, {**vars(groups), "RULES": rules})
-    raise AssertionError(f"the advice goes in a circle: {rules}")
+            return {
+                decision.names[0]: str(decision.algorithm) for decision in sort_parameters(net, *rules, **arguments)
+            }
+        except UnsortedError as error:
+            line = ", ".join(f"{name}={code}" for name, code in error.arguments.items())
+            assert f"\nWrite {line}\n" in str(error)
+            names = {**vars(groups), "RULES": rules, "q": WIDTH, "k": WIDTH, "v": WIDTH}
+            written = {name: eval(code, names) for name, code in error.arguments.items()}
+            rules = (written.pop("rules"),) if "rules" in written else rules
+            arguments |= written
+    raise AssertionError(f"the advice goes in a circle: {rules}, {arguments}")
 
 
 @pytest.mark.parametrize("heads", [0, 1, 2])
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("width", [WIDTH, VOCABULARY])
-@pytest.mark.parametrize("rules", [MODULE_TYPES, LLAMA, DEEPSEEK, [[NO_HEAD], MODULE_TYPES]])
+@pytest.mark.parametrize("rules", [(), MODULE_TYPES, LLAMA, DEEPSEEK])
 def test_followed_rules_give_adamw_heads_embeddings_and_vectors_alone(rules, width, stacked, heads):
     algorithms = followed(model(width, stacked, heads), rules)
     adamw = {name for name, algorithm in algorithms.items() if algorithm == "adamw"}
@@ -66,7 +72,7 @@ def test_followed_rules_give_adamw_heads_embeddings_and_vectors_alone(rules, wid
 
 
 def test_a_head_that_is_named_stays_the_only_one():
-    algorithms = followed(model(VOCABULARY, stacked=False, heads=1), [[Rule("head", "unembed.weight")], MODULE_TYPES])
+    algorithms = followed(model(VOCABULARY, stacked=False, heads=1), head="unembed")
     assert [name for name, algorithm in algorithms.items() if algorithm == "adamw" and "norm" not in name] == [
         "embed.weight",
         "unembed.weight",
@@ -75,7 +81,7 @@ def test_a_head_that_is_named_stays_the_only_one():
 
 def test_bare_matrices_are_matrices_first():
     net = nn.ModuleDict({"up": nn.Linear(4, 8, bias=False), "attention": nn.MultiheadAttention(8, 2)})
-    algorithms = followed(net, MODULE_TYPES)
+    algorithms = followed(net)
     assert {name for name, algorithm in algorithms.items() if algorithm == "muon"} == {
         "up.weight", "attention.in_proj_weight", "attention.out_proj.weight"
     }  # fmt: skip
@@ -87,7 +93,7 @@ def test_no_rule_takes_a_matrix_for_a_vector_that_a_wrapper_has_flattened(rules)
     for layer in net:
         layer.weight = nn.Parameter(layer.weight.detach().flatten()[:64].clone())
     with pytest.raises(ValueError, match="flattens parameters") as refusal:
-        Muon.for_model(net, rules=[[NO_HEAD], *([rules] if rules is MODULE_TYPES else rules)], lr=0.02, adamw_lr=1e-3)
+        Muon.for_model(net, rules=rules, lr=0.02, adamw_lr=1e-3)
     assert "Write" not in str(refusal.value)
-    named = sort_parameters(net, [[NO_HEAD, Rule("vector", "*.weight")], MODULE_TYPES])
+    named = sort_parameters(net, [[Rule("vector", "*.weight")], MODULE_TYPES])
     assert {decision.kind for decision in named} == {"vector"}

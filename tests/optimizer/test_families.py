@@ -24,11 +24,12 @@ from muonckpt.optimizer.groups import (
     LLAMA,
     MIXTRAL,
     MODULE_TYPES,
-    NO_HEAD,
     QWEN,
     TORCHTITAN,
     Decisions,
     Rule,
+    Split,
+    UnsortedError,
     grouped_qkv,
     sort_parameters,
     stacked_qkv,
@@ -205,9 +206,9 @@ def test_transposed_experts_under_the_same_names_are_refused():
     transposed = {"gate_up_proj": stack(4, 8, 12), "down_proj": stack(4, 6, 8)}
     with pytest.raises(ValueError) as refused:
         sort_parameters(transformers_like(moe(gqa(), transposed)), QWEN)
-    assert re.findall(r"experts\.(\w+) (\[.*\]) in Module: no rule", str(refused.value)) == [
-        ("gate_up_proj", "[4, 8, 12]"),
-        ("down_proj", "[4, 6, 8]"),
+    assert re.findall(r"experts\.(\w+) (\[.*\]) in Module(.*)", str(refused.value)) == [
+        ("gate_up_proj", "[4, 8, 12]", " holds gate, up by its name: how do they lie there?"),
+        ("down_proj", "[4, 6, 8]", ": no rule selects it"),
     ]
 
 
@@ -239,8 +240,8 @@ def test_fused_qkv_is_stepped_exactly_as_separate_ones(order, heads):
     stepped_alike(
         fused.wqkv.weight,
         [(place, apart.get_parameter(f"{name}.weight")) for name, place in zip("qkv", places, strict=True)],
-        sort_parameters(fused, [NO_HEAD, Rule("matrix", "wqkv.weight", split=split)]),
-        sort_parameters(apart, [NO_HEAD], MODULE_TYPES),
+        sort_parameters(fused, split={"wqkv": split}),
+        sort_parameters(apart),
     )
 
 
@@ -303,3 +304,100 @@ def test_transformers_own_models_are_sorted(name, tie, tmp_path):
         said = forecast[decision.names[0]]
         assert (said.method is not None) == (decision.kind in ("matrix", "experts", "router"))
         assert said.method is None or said.fused == decision.fused
+
+
+def of_config(name: str, **sizes: Any) -> nn.Module:
+    """A model of transformers on the meta device."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, "num_key_value_heads": 2, **sizes})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+LINEAR = {
+    "num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {}),
+    "phi3": ({"pad_token_id": 0}, {"*.qkv_proj": (64, 16, 16), "*.gate_up_proj": 2}),
+    "gpt_neox": ({}, {"*.query_key_value": Split((8, 8, 8), interleaved=8)}),
+    "falcon": ({"new_decoder_architecture": False, "multi_query": True}, {"*.query_key_value": (64, 8, 8)}),
+    "mamba2": ({"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16}, {"*.in_proj": (128, 128, 32, 32, 8)}),
+    "qwen3_5_text": (
+        {**LINEAR, "linear_key_head_dim": 8},
+        {"*.in_proj_qkv": (16, 16, 32), "*.q_proj": Split((8, 8), interleaved=8)},
+    ),
+    "qwen3_next": (
+        {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
+        {
+            "*.in_proj_qkvz": Split((8, 8, 16, 16), interleaved=2), "*.in_proj_ba": Split(2, interleaved=2),
+            "*.q_proj": Split((8, 8), interleaved=8), "*.gate_up_proj": 2,
+        },
+    ),
+    "deepseek_v3": (
+        {**EXPERTS, "n_routed_experts": 4, "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+         "num_key_value_heads": 8},
+        {"*.kv_a_proj_with_mqa": (16, 8), "*.kv_b_proj": Split((8, 8), interleaved=8), "*.gate_up_proj": 2},
+    ),
+}  # fmt: skip
+"""Sizes of models, and how the projections lie in them that `for_model` must not take for one matrix."""
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_model_without_rules_is_asked_for_exactly_its_fused_projections(name):
+    sizes, split = ASKED[name]
+    model = of_config(name, tie_word_embeddings=False, **sizes)
+    with pytest.raises(UnsortedError) as asked:
+        sort_parameters(model)
+    arguments = dict(asked.value.arguments)
+    assert arguments.pop("head") == "'lm_head'"
+    assert {*re.findall(r"'(.*?)': \(", arguments.pop("split", ""))} == split.keys()
+    # Routers of their own type are the only other question.
+    rules = eval(arguments.pop("rules", "()"), {"Rule": Rule, "MODULE_TYPES": MODULE_TYPES})
+    assert not arguments and all(rule.kind == "matrix" and "gate" in str(rule.names) for rule in (rules or [()])[0])
+    decisions = sort_parameters(model, rules, head="lm_head", split=split)
+    placed_once(model, decisions)
+    for decision in decisions:
+        fused = [glob for glob in split if fnmatchcase(decision.names[0].removesuffix(".weight"), glob)]
+        is_fused = decision.algorithm == "muon" and bool(fused) and decision.kind != "convolution"
+        assert (decision.fused.pieces is not None) == is_fused or decision.kind == "convolution", decision
+        assert (decision.algorithm == "adamw") == (decision.kind in ("embedding", "head", "vector"))
+
+
+def test_a_family_without_a_gate_does_not_take_a_query_with_one_for_one_matrix():
+    """Qwen3.5 has the names of Qwen3, and twice the rows in its queries."""
+    model = of_config("qwen3_5_text", tie_word_embeddings=False, **LINEAR)
+    with pytest.raises(UnsortedError) as asked:
+        sort_parameters(model, QWEN)
+    assert "'*.q_proj': (q, gate)" in asked.value.arguments["split"]
+    assert "split=split_by_groups" in asked.value.arguments["rules"]
+    named = [[Rule("matrix", ("*.q_proj.weight", "*.in_proj_qkv.weight"))], MODULE_TYPES]
+    assert {decision.kind for decision in sort_parameters(model, named, head="lm_head")} >= {"matrix", "head"}
+
+
+def test_modules_of_torch_and_adapters_are_asked_about_by_the_names_that_they_have():
+    attention = nn.TransformerEncoderLayer(8, 2)
+    adapted = tree({"qkv_proj.base_layer": linear(24, 8).requires_grad_(False),
+                    "qkv_proj.lora_A.default": linear(2, 8), "qkv_proj.lora_B.default": linear(24, 2)})  # fmt: skip
+    convolution = tree({"mid.to_qkv": nn.Conv2d(8, 24, 1, bias=False)})
+    plain = tree({"mlp.linear_fc1": linear(12, 8), "mlp.linear_fc2": linear(8, 12)})
+    gated = tree({"mlp.linear_fc1": linear(24, 8), "mlp.linear_fc2": linear(8, 12)})
+    for model, pattern in (
+        (attention, "*.in_proj_weight"), (adapted, "qkv_proj.lora_B.default"), (convolution, "*.to_qkv"),
+        (gated, "*.linear_fc1"), (plain, ""),
+    ):  # fmt: skip
+        if pattern:
+            with pytest.raises(UnsortedError) as asked:
+                sort_parameters(model)
+            assert re.findall(r"^\{'(.*?)': \(", asked.value.arguments["split"]) == [pattern]
+        decisions = sort_parameters(model, split={pattern: 2} if pattern else {})
+        assert [len(decision.fused.pieces) for decision in decisions if decision.fused.pieces] == [2] * bool(pattern)
+
+
+def test_projections_of_one_name_and_several_shapes_are_told_apart():
+    model = tree({"text.0.qkv": linear(24, 8), "text.1.qkv": linear(24, 8), "picture.0.qkv": linear(12, 4)})
+    with pytest.raises(UnsortedError) as asked:
+        sort_parameters(model)
+    assert asked.value.arguments == {"split": "{'text.*.qkv': (q, k, v), 'picture.*.qkv': (q, k, v)}"}

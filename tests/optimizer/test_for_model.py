@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -18,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import muonckpt
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule
+from muonckpt.optimizer import Muon, StepExecution
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule
 
 
 def net() -> nn.Sequential:
@@ -58,11 +60,96 @@ def test_one_rate_serves_both_only_if_it_is_said():
     assert {rate for _, rate in algorithms(model, optimizer).values()} == {3e-4}
 
 
+def language_model() -> nn.ModuleDict:
+    """With an untied head of as many rows as the embedding, and a fused projection."""
+    parts = {
+        "embed": nn.Embedding(20, 8),
+        "qkv_proj": nn.Linear(8, 16),
+        "out": nn.Linear(8, 8),
+        "lm_head": nn.Linear(8, 20),
+    }
+    return nn.ModuleDict(parts)
+
+
+def test_a_model_without_rules_is_asked_for_its_head_and_its_fused_projections_alone():
+    with pytest.raises(ValueError) as refused:
+        Muon.for_model(language_model(), lr=0.02, adamw_lr=3e-4)
+    lines = str(refused.value).splitlines()
+    assert lines[1].startswith("- qkv_proj.weight [16, 8] in Linear holds q, k, v by its name")
+    assert lines[2].startswith("- lm_head.weight [20, 8] in Linear has as many rows as an embedding")
+    assert lines[3] == "Write head='lm_head', split={'qkv_proj': (q, k, v)}"
+    assert len(str(refused.value).split()) <= 90
+
+
+@pytest.mark.parametrize("head", ["lm_head", "lm_head.weight", ["lm_head"], nn.Module], ids=str)
+def test_the_head_is_a_module_or_its_name_and_its_bias_a_vector(head):
+    model = language_model()
+    given = model["lm_head"] if head is nn.Module else head
+    optimizer = Muon.for_model(model, lr=0.02, adamw_lr=3e-4, head=given, split={"qkv_proj": (8, 4, 4)})
+    kinds = {decision.names[0]: decision.kind for decision in optimizer.decisions()}
+    assert kinds == {
+        "embed.weight": "embedding", "qkv_proj.weight": "matrix", "qkv_proj.bias": "vector", "out.weight": "matrix",
+        "out.bias": "vector", "lm_head.weight": "head", "lm_head.bias": "vector",
+    }  # fmt: skip
+    assert [group.get("pieces") for group in optimizer.param_groups] == [None, (8, 4, 4), None]
+
+
+def test_a_model_that_is_said_to_have_no_head_gives_it_to_muon():
+    model = language_model()
+    optimizer = Muon.for_model(model, lr=0.02, adamw_lr=3e-4, head=None, split={"*qkv_proj": None})
+    assert algorithms(model, optimizer)["lm_head.weight"] == ("muon", 0.02)
+    assert [group.get("pieces") for group in optimizer.param_groups] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"head": "lm_heads"}, ValueError, r"head='lm_heads': no such matrix in the model; did you mean 'lm_head'"),
+        ({"head": nn.Linear(3, 3)}, ValueError, "no such matrix in the model. Write head=None"),
+        ({"head": 3}, TypeError, "head: expected a module or its name, found a int. Write head='lm_head'"),
+        ({"head": nn.Parameter(torch.ones(2, 2))}, TypeError, "found a Parameter"),
+        ({"split": {"*.qkv": 3}}, ValueError, r"split: '\*.qkv' names no matrix; did you mean 'qkv_proj'"),
+        ({"split": {"qkv_proj": "q"}}, TypeError, "expected the rows of each matrix of 'qkv_proj', found 'q'"),
+        ({"split": {"qkv_proj": 0}}, ValueError, "expected counts of at least 1"),
+        ({"head": "lm_head", "split": {"qkv_proj": (8, 4)}}, ValueError, "add up to the 16 rows"),
+        ({"head": "lm_head", "split": {"qkv_proj": 2, "qkv*": 4}}, ValueError, "disagree"),
+        ({"pieces": (8, 4, 4)}, TypeError, r"Write split=\{'\*.qkv_proj': \(q, k, v\)\}"),
+        ({"momentum_dtype": "bfloat16"}, TypeError, "Write kinds={'matrix': {'momentum_dtype': 'bfloat16'}"),
+        ({"gram": (2,)}, TypeError, r"Write kinds=\{'matrix': \{'gram': \(2,\)\}"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_the_model_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Muon.for_model(language_model(), lr=0.02, adamw_lr=3e-4, **arguments)
+
+
+def test_a_head_that_is_the_embedding_stays_the_embedding():
+    model = language_model()
+    model["lm_head"].weight = model["embed"].weight
+    for arguments in ({}, {"head": "lm_head"}):
+        decisions = Muon.for_model(model, lr=0.02, adamw_lr=3e-4, split={"qkv_proj": None}, **arguments).decisions()
+        assert [decision.kind for decision in decisions if "lm_head.weight" in decision.names] == ["embedding"]
+
+
+def test_rules_stand_behind_the_head_and_the_splits():
+    rules = [[Rule("other", "*.weight")], MODULE_TYPES]
+    model, arguments = language_model(), {"head": "lm_head", "split": {"qkv_proj": (8, 4, 4)}}
+    optimizer = Muon.for_model(model, lr=0.02, adamw_lr=3e-4, rules=rules, **arguments)
+    kinds = {decision.names[0]: decision.kind for decision in optimizer.decisions()}
+    assert (kinds["lm_head.weight"], kinds["qkv_proj.weight"], kinds["out.weight"]) == ("head", "matrix", "other")
+
+
+def test_neither_signature_has_more_than_fourteen_arguments():
+    for function in (Muon, Muon.for_model):
+        assert len(inspect.signature(function).parameters) <= 14
+    assert {field.name for field in fields(StepExecution)} == {"stages", "exchange", "cost", "form"}
+
+
 def wrapped(rank: int, world: int, given: bool) -> list[tuple[int, ...]]:
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(nn.Linear(6, 12, bias=False), process_group=group)
     replicas = {"replicas": dist.new_group([rank], use_local_synchronization=True)} if given else {}
-    optimizer = Muon.for_model(model, lr=0.02, rules=[[NO_HEAD], MODULE_TYPES], **replicas)
+    optimizer = Muon.for_model(model, lr=0.02, **replicas)
     model.module.weight.grad = model.module.weight.detach().clone()
     optimizer.step()
     return list(optimizer.schedules)

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonckpt.optimizer.groups import (
     MODULE_TYPES,
-    NO_HEAD,
     Decisions,
     Rule,
     Split,
+    UnsortedError,
     sort_parameters,
 )
 
@@ -41,47 +41,42 @@ def test_subclasses_count_as_their_type():
         pass
 
     model = tree({"proj": Scaled(4, 6), "bag": nn.EmbeddingBag(9, 4)})
-    found = sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
+    found = sort_parameters(model, MODULE_TYPES)
     assert kinds(found) == {"proj.weight": "matrix", "proj.bias": "vector", "bag.weight": "embedding"}
 
 
 # Output heads.
 
 
-def test_a_head_must_be_named_and_the_error_says_which_it_may_be():
-    [tall] = refusal(simple(), MODULE_TYPES)
-    assert tall == "head.weight [20, 8] has as many rows as an embedding: is it an output head?"
-    small = tree({"up": linear(12, 8), "down": linear(8, 12)})
-    [asked] = refusal(small, MODULE_TYPES)
-    assert asked.startswith("which matrix is the output head, if there is one: up.weight, down.weight?")
+def test_a_matrix_as_tall_as_an_embedding_is_asked_about_until_the_head_is_known():
+    [tall] = refusal(simple())
+    assert tall == "head.weight [20, 8] in Linear has as many rows as an embedding: is it the output head?"
+    with pytest.raises(UnsortedError, match=r"(?m)^Write head='head'$"):
+        sort_parameters(simple())
+    assert kinds(sort_parameters(simple(), head="head")) == SIMPLE
+    assert kinds(sort_parameters(simple(), HEAD, MODULE_TYPES)) == SIMPLE
+    assert kinds(sort_parameters(simple(), head=None))["head.weight"] == "matrix"
+    assert kinds(sort_parameters(simple(), head="up"))["head.weight"] == "matrix"
 
 
-def test_what_the_error_says_helps():
-    assert kinds(sort_parameters(simple(), HEAD, MODULE_TYPES))["head.weight"] == "head"
-    matrix = (NO_HEAD, Rule("matrix", "head.weight"))
-    assert kinds(sort_parameters(simple(), matrix, MODULE_TYPES))["head.weight"] == "matrix"
-
-
-@pytest.mark.parametrize("said", [(NO_HEAD,), (Rule("head", "up.weight"),)])
-def test_a_matrix_as_tall_as_an_embedding_is_refused_whatever_else_was_said(said):
-    [tall] = refusal(simple(), said, MODULE_TYPES)
-    assert tall.startswith("head.weight [20, 8] has as many rows")
+def test_a_model_without_an_embedding_of_such_rows_needs_no_word_about_a_head():
+    model = tree({"up": linear(12, 8), "down": linear(8, 12)})
+    assert kinds(sort_parameters(model)) == {"up.weight": "matrix", "down.weight": "matrix"}
+    padded = tree({"tokens": nn.Embedding(20, 8), "lm_head": linear(24, 8)})
+    [asked] = refusal(padded)
+    assert asked.startswith("lm_head.weight [24, 8]")
 
 
 def test_frozen_embeddings_and_those_of_other_types_count_too():
     frozen = simple()
     frozen.tokens.weight.requires_grad_(False)
-    assert len(refusal(frozen, (NO_HEAD,), MODULE_TYPES)) == 1
+    assert len(refusal(frozen)) == 1
     custom = tree({"tokens.table": stack(20, 8), "head": linear(20, 8)})
-    assert len(refusal(custom, (NO_HEAD, Rule("embedding", "tokens.table")), MODULE_TYPES)) == 1
+    assert len(refusal(custom, (Rule("embedding", "tokens.table"),), MODULE_TYPES)) == 1
 
 
 def test_a_head_that_may_be_missing_is_no_answer_where_types_decide():
-    model = tree({"tokens": nn.Embedding(20, 8), "to_logits": linear(24, 8)})  # a padded vocabulary
-    [asked] = refusal(model, (Rule("head", "lm_head.weight", optional=True),), MODULE_TYPES)
-    assert "which matrix is the output head" in asked
-    [asked] = refusal(model, (Rule("matrix", "*"),), MODULE_TYPES)
-    assert "which matrix is the output head" in asked
+    assert len(refusal(simple(), (Rule("head", "lm_head.weight", optional=True),), MODULE_TYPES)) == 1
 
 
 # Shared parameters.
@@ -123,19 +118,43 @@ def test_a_tied_model_is_not_asked_for_another_head():
     assert kinds(sort_parameters(model, MODULE_TYPES))["tall.weight"] == "matrix"
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 8), (1, 3, 5)])
-def test_a_stack_that_no_rule_selects_is_experts_first_and_a_convolution_is_not(shape):
-    model = tree({"up": linear(12, 8)})
-    model.experts = nn.Parameter(torch.zeros(shape))
-    [line] = refusal(model, (NO_HEAD,), MODULE_TYPES)
-    assert line.startswith(f"experts {list(shape)}") and "of kind 'experts' if it is a stack of matrices" in line
-    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('experts', 'experts'\)\], RULES\]"):
-        sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
-    said = sort_parameters(model, (Rule("experts", "experts"),), (NO_HEAD,), MODULE_TYPES)
-    assert kinds(said)["experts"] == "experts"
+# Stacks.
+
+
+@pytest.mark.parametrize(
+    ("shapes", "are_experts"),
+    [
+        ({"w1": (4, 6, 8), "w2": (4, 8, 6), "w3": (4, 6, 8)}, True),
+        ({"w1": (4, 6, 8), "w2": (4, 8, 6), "scale": (6,)}, True),
+        ({"gate_up_proj": (4, 12, 8), "down_proj": (4, 8, 6)}, True),
+        ({"w1": (4, 6, 8), "w2": (4, 8, 6), "table": (4, 6, 6)}, False),
+        ({"w1": (4, 6, 8), "w2": (2, 8, 6)}, False),
+        ({"w1": (1, 6, 8), "w2": (1, 8, 6)}, False),
+        ({"positions": (4, 6, 8)}, False),
+        ({"by_rows": (4, 6, 6), "by_columns": (4, 8, 8)}, False),
+    ],
+)
+def test_stacks_are_experts_where_their_shapes_prove_it_and_asked_about_otherwise(shapes, are_experts):
+    model = tree({f"experts.{name}": stack(*shape) for name, shape in shapes.items()})
+    if are_experts:
+        found = kinds(sort_parameters(model, split={"*.gate_up_proj": 2} if "down_proj" in shapes else {}))
+        assert all(found[f"experts.{name}"] == "experts" for name, shape in shapes.items() if len(shape) == 3)
+    else:
+        assert len(refusal(model)) == len(shapes)
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((4, 6, 8), "experts"), ((1, 3, 5), "other"), ((3, 5), "matrix")])
+def test_the_rule_to_write_for_a_bare_parameter(shape, kind):
+    model = tree({"up": linear(12, 8), "bare": stack(*shape)})
+    assert refusal(model) == [f"bare {list(shape)} in Module: no rule selects it"]
+    with pytest.raises(UnsortedError, match=r"Write rules=\[\[.*\], MODULE_TYPES\]") as refused:
+        sort_parameters(model)
+    assert refused.value.arguments == {"rules": f"[[Rule({kind!r}, 'bare')], MODULE_TYPES]"}
+    assert kinds(sort_parameters(model, eval(refused.value.arguments["rules"])))["bare"] == kind
     conv = tree({"conv": nn.Conv1d(4, 6, 3, bias=False)})
-    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight'\)\], RULES\]"):
-        sort_parameters(conv, (NO_HEAD,))
+    with pytest.raises(UnsortedError) as refused:
+        sort_parameters(conv, (Rule("head", (), optional=True),))
+    assert refused.value.arguments == {"rules": "[[Rule('convolution', 'conv.weight', split=split_by_groups)], RULES]"}
 
 
 @pytest.mark.parametrize(
@@ -146,8 +165,8 @@ def test_the_rule_to_write_gives_no_matrix_to_adamw(kind, name, meant):
     model.experts = nn.Parameter(torch.zeros(4, 6, 8))
     own = [Rule(kind, name), Rule("experts", "experts")] if name == "up.weight" else [Rule(kind, name)]
     with pytest.raises(ValueError, match=rf"Write rules=\[\[Rule\('{meant}', '{name}'\)\], RULES\]"):
-        sort_parameters(model, own, (NO_HEAD,), MODULE_TYPES)
-    said = kinds(sort_parameters(model, (Rule(meant, name),), own, (NO_HEAD,), MODULE_TYPES))
+        sort_parameters(model, own, MODULE_TYPES)
+    said = kinds(sort_parameters(model, (Rule(meant, name),), own, MODULE_TYPES))
     assert said["experts"] == "experts" and said["up.weight"] == "matrix"
 
 
@@ -159,10 +178,10 @@ def test_what_is_not_shared_is_not_tied():
 def test_a_shared_module_is_one_parameter_with_all_its_names():
     shared = linear(4, 4)
     model = tree({"a.proj": shared, "b.proj": shared})
-    [decision] = sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
+    [decision] = sort_parameters(model, MODULE_TYPES)
     assert decision.names == ("a.proj.weight", "b.proj.weight")
     placed_once(model, Decisions((decision,)))
-    [line] = refusal(model, (NO_HEAD, Rule("matrix", "a.*"), Rule("other", "b.*")))
+    [line] = refusal(model, (Rule("matrix", "a.*"), Rule("other", "b.*")))
     assert "disagree" in line
 
 
@@ -236,7 +255,6 @@ RULES = [
     Rule("experts", dims=(3,)),
     Rule("other", module=nn.Conv1d),
     Rule("other", "*.1.*"),
-    NO_HEAD,
 ]
 
 
@@ -261,10 +279,11 @@ def selects(rule: Rule, model: nn.Module, name: str) -> bool:
         and (rule.module is None or isinstance(model.get_submodule(owner), rule.module))
         and rule.attribute in (None, attribute)
         and (rule.dims is None or model.get_parameter(name).dim() in rule.dims)
+        and (rule.where is None or rule.where(model.get_submodule(owner)))
     )
 
 
-REST = [NO_HEAD, Rule("other", "*", optional=True)]
+REST = [Rule("other", "*", optional=True)]
 
 
 @given(
@@ -280,7 +299,7 @@ def test_every_parameter_has_one_place_or_the_call_raises(parts, layers, lenient
     if lenient:
         layers = [*([replace(rule, optional=True) for rule in layer] for layer in layers), REST]
     model = tree(made)
-    expected = naive(model, layers)
+    expected = naive(model, layers if any(layers) else [[*MODULE_TYPES]])
     try:
         decisions = sort_parameters(model, *layers)
     except ValueError:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from muonckpt.algebra.layout import TensorLayout
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule, Split, sort_parameters
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule, Split, sort_parameters
 from muonckpt.optimizer.megatron_fsdp import attach, layouts
 
 Where = Callable[[torch.Tensor], TensorLayout]
@@ -118,7 +118,7 @@ def test_parameters_that_torch_has_cut_already_are_where_the_layout_says():
     assert run(4, misplaced_of_tensor_parallel_dtensors) == [[]] * 4
 
 
-RULES = [NO_HEAD, Rule("matrix", "*.qkv.weight", split=Split((8, 8, 8))), Rule("experts", "*.stack")]
+RULES = [Rule("matrix", "*.qkv.weight", split=Split((8, 8, 8))), Rule("experts", "*.stack")]
 
 
 def sorted_and_stepped(rank: int, world: int) -> dict[str, str]:

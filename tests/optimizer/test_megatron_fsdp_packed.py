@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 import muonckpt
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule
 from muonckpt.optimizer.megatron_fsdp import attach, layouts
 
 THREE = TOPOLOGIES["version 2, 3 ranks"]
@@ -183,9 +183,10 @@ def partly_sharded(rank: int, world: int) -> tuple[list[bool], list[str]]:
         torch.manual_seed(0)
         model = Outside()
         fully_sharded(model.net, Topology(shard=world, version=2))
-        rules = [[Rule("head", "head.weight"), Rule("experts", "*.stack")], NO_HEAD, MODULE_TYPES]
+        rules = [[Rule("experts", "*.stack")], MODULE_TYPES]
+        where = {"layout": layouts(model), "replicas": dist.group.WORLD}
         optimizer = Muon.for_model(
-            model, rules=rules[:1] + rules[2:], lr=0.02, adamw_lr=1e-3, layout=layouts(model), replicas=dist.group.WORLD
+            model, head="head", split={"*.qkv": None}, rules=rules, lr=0.02, adamw_lr=1e-3, **where
         )
         attach(optimizer, model)
         before = {name: local_of(param).clone() for name, param in model.named_parameters()}
@@ -350,14 +351,14 @@ def test_boxes_that_do_not_make_up_a_tensor_are_refused_on_all_ranks():
 
 def of_the_guide() -> dict:
     """What the guide defines for version 2."""
-    names: dict = {"NO_HEAD": NO_HEAD}
+    names: dict = {"stacks": [[Rule("experts", "*.stack")], MODULE_TYPES]}
     page = (Path(__file__).parents[2] / "docs" / "guide" / "megatron_fsdp.md").read_text()
     section = page.partition("\n## Version 2\n")[2]
     code = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
-    head = '[Rule("head", "lm_head.weight")]'
+    head = 'head="lm_head", '
     assert head in code
     # The model here has no head, and stacks of matrices.
-    exec(code.replace(head, '[NO_HEAD, Rule("experts", "*.stack")]'), names)
+    exec(code.replace(head, 'rules=stacks, split={"*.qkv": None}, '), names)
     return names
 
 

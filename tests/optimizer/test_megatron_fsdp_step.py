@@ -16,7 +16,6 @@ from torch import nn
 
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon, clip_grad_norm_
-from muonckpt.optimizer.groups import NO_HEAD
 from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layouts
 
 BOTH = ["FSDP, 2 ranks", "version 2, 2 ranks"]
@@ -152,10 +151,9 @@ def trained_by_the_guide(rank: int, world: int) -> list[float]:
     names: dict = {}
     page = (Path(__file__).parents[2] / "docs" / "guide" / "megatron_fsdp.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
-    head = '[Rule("head", "*.lm_head.weight")]'
+    head = 'head="module.lm_head"'
     assert head in code
-    names["NO_HEAD"] = NO_HEAD
-    exec(code.replace(head, "[NO_HEAD]"), names)  # the model here has no head
+    exec(code.replace(head, 'split={"*.qkv": None}'), names)  # the model here has no head
     tokens, losses = torch.arange(5), []
     with on_cpu():
         net = Net()

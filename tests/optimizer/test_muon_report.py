@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD
 from muonckpt.optimizer.report import LARGEST_VECTOR, MuonReport
 
 
@@ -75,7 +74,8 @@ def test_a_report_is_a_table():
     assert lines[0].split() == ["group", "name", "algorithm", "parameters", "matrices", "elements", "update", "RMS"]
     state = 4 * (768 + 640 + 40 + 16 + 2 * 160 + 1)
     assert lines[-1] == f"{state:,} bytes of state on this rank"
-    assert len(lines) == 7 and lines[1].split() == ["0", "attention", "muon", "1", "3", "768", "0.12"]
+    assert len(lines) == 8 and lines[1].split() == ["0", "attention", "muon", "1", "3", "768", "0.12"]
+    assert lines[5] == "group 0, in each parameter: 3 x 16"
 
 
 def test_a_report_names_the_parameters_of_each_group():
@@ -83,7 +83,7 @@ def test_a_report_names_the_parameters_of_each_group():
     layer = {"up": nn.Linear(4, 8, bias=False), "norm": nn.RMSNorm(4), "router": nn.Linear(4, 3, bias=False)}
     net = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(copy.deepcopy(layer)) for _ in range(3)])})
     for named in (False, True):
-        opt = Muon.for_model(net, rules=[[NO_HEAD], MODULE_TYPES], lr=0.02, adamw_lr=3e-4, named=named)
+        opt = Muon.for_model(net, lr=0.02, adamw_lr=3e-4, named=named)
         report = opt.report()
         assert report.groups[0].names[:2] == ("layers.0.up.weight", "layers.0.router.weight")
         lines = str(report).splitlines()

@@ -18,7 +18,6 @@ from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import (
     KINDS,
     MODULE_TYPES,
-    NO_HEAD,
     Decisions,
     Rule,
     Split,
@@ -37,13 +36,16 @@ def test_earlier_layers_win_and_one_layer_must_agree():
     assert kinds(sort_parameters(simple(), HEAD, MODULE_TYPES, router))["up.weight"] == "matrix"
     [line] = refusal(simple(), HEAD, (*router, *MODULE_TYPES))
     assert line == (
-        f"up.weight [12, 8] in Linear: {router[0]!r} and {MODULE_TYPES[-1]!r} disagree; "
+        f"up.weight [12, 8] in Linear: {router[0]!r} and {MODULE_TYPES[-3]!r} disagree; "
         "put the one that shall win into an earlier layer"
     )
     agreeing = (Rule("router", "up.weight"), Rule("router", "u*.weight"))
     assert kinds(sort_parameters(simple(), HEAD, agreeing, MODULE_TYPES))["up.weight"] == "router"
     splits = (Rule("matrix", "up.weight", split=Split(2)), Rule("matrix", "u*.weight"))
     assert "disagree" in refusal(simple(), HEAD, splits, MODULE_TYPES)[0]
+
+
+NOTHING = Rule("other", (), optional=True)
 
 
 def test_a_rule_that_selects_nothing_is_refused_unless_optional():
@@ -60,12 +62,10 @@ def test_parameters_under_no_rule_are_all_listed_with_shapes_and_modules():
     parts = {"pair": nn.Bilinear(4, 2, 4), "bare": stack(3, 4)}
     model = tree(under("0", parts), {"1.pair": nn.Bilinear(4, 2, 4)})
     assert refusal(model, MODULE_TYPES) == [
-        "0.bare [3, 4] in Module: no rule selects it; add one of kind 'matrix' if it multiplies activations, "
-        "of kind 'other' if not",
-        "*.pair.weight (2 alike) [4, 4, 2] in Bilinear: no rule selects it; add one of kind 'experts' if it is a stack "
-        "of matrices, of kind 'other' if not",
+        "0.bare [3, 4] in Module: no rule selects it",
+        "*.pair.weight (2 alike) [4, 4, 2] in Bilinear: no rule selects it",
     ]
-    assert len(refusal(simple(), [NO_HEAD])) == 7
+    assert len(refusal(simple(), [NOTHING])) == 7
 
 
 SELECTORS = {
@@ -84,7 +84,7 @@ SELECTORS = {
 
 @pytest.mark.parametrize("rule", SELECTORS, ids=range(len(SELECTORS)))  # a repr has addresses, and differs by process
 def test_all_selectors_of_a_rule_must_hold(rule):
-    model, rest = simple(), (NO_HEAD, Rule("embedding", "*"))
+    model, rest = simple(), (Rule("embedding", "*"))
     found = sort_parameters(model, (replace(rule, optional=True),), rest)
     assert {name for name, kind in kinds(found).items() if kind == "other"} == SELECTORS[rule]
     if not SELECTORS[rule]:
@@ -116,22 +116,21 @@ def test_impossible_rules_are_refused(make, message):
      ("vector", (3, 4)), ("convolution", (3, 4)), ("convolution", (2, 2, 2, 2, 2, 2))],
 )  # fmt: skip
 def test_a_kind_that_cannot_have_the_shape_is_refused(kind, shape):
-    [line] = refusal(tree({"part": stack(*shape)}), (NO_HEAD, Rule(kind, "part")))
+    [line] = refusal(tree({"part": stack(*shape)}), (Rule(kind, "part")))
     assert line.startswith(f"part {list(shape)} in Module: kind {kind!r} has ") and KINDS[kind].advice in line
 
 
 def test_a_convolution_is_never_taken_for_experts():
     model = tree({"conv": nn.Conv1d(4, 4, 2, bias=False)})
-    assert refusal(model, [NO_HEAD]) == [
-        "conv.weight [4, 4, 2] in Conv1d: no rule selects it; add one of kind 'convolution' if it mixes channels, "
-        "of kind 'other' if not",
-    ]
+    assert refusal(model, [NOTHING]) == ["conv.weight [4, 4, 2] in Conv1d: no rule selects it"]
     experts = Rule("experts", dims=(3,))
     assert refusal(model, [experts]) == [
         "conv.weight [4, 4, 2] in Conv1d: a convolution's weight is one matrix of its first dim and all others, and no "
         "stack of experts",
     ]
-    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight'\)\], RULES\]"):
+    with pytest.raises(
+        ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight', split=split_by_groups\)\], RULES\]"
+    ):
         sort_parameters(model, [experts])
     assert kinds(sort_parameters(model, [Rule("convolution", "conv.weight")], [experts])) == {
         "conv.weight": "convolution"
@@ -172,13 +171,13 @@ def test_a_rule_of_ones_own_says_whether_groups_are_matrices():
     model = tree({"depthwise": nn.Conv2d(4, 4, 3, groups=4, bias=False), "up": linear(3, 4)})
     whole = Rule("convolution", "depthwise.weight")
     for rule, options in ((whole, {}), (replace(whole, split=split_by_groups), {"pieces": (1, 1, 1, 1)})):
-        matrices, kernels = sort_parameters(model, [rule, NO_HEAD], MODULE_TYPES).groups()
+        matrices, kernels = sort_parameters(model, [rule], MODULE_TYPES).groups()
         assert {key: value for key, value in kernels.items() if key not in ("algorithm", "params")} == {
             "flatten": True, **options,
         }  # fmt: skip
         assert matrices["params"] == [model.up.weight]
     with pytest.raises(ValueError, match=r"'flatten'.* the rules say that, not the options"):
-        sort_parameters(model, [whole, NO_HEAD], MODULE_TYPES).groups(kinds={"convolution": {"flatten": False}})
+        sort_parameters(model, [whole], MODULE_TYPES).groups(kinds={"convolution": {"flatten": False}})
 
 
 # Splits.
@@ -202,7 +201,7 @@ def test_a_rule_of_ones_own_says_whether_groups_are_matrices():
 def test_splits_become_options_of_the_group(split, shape, options, text):
     model = tree({"part": stack(*shape)})
     rule = Rule("matrix" if len(shape) == 2 else "experts", "part", split=split)
-    decisions = sort_parameters(model, (NO_HEAD, rule))
+    decisions = sort_parameters(model, (rule))
     assert re.split(" {2,}", str(decisions).splitlines()[1])[-2:] == [text, "part"]
     assert decisions.groups(muon={"lr": 0.1}) == [{"algorithm": "muon", "lr": 0.1, "params": [model.part], **options}]
     placed_once(model, decisions)
@@ -222,7 +221,7 @@ def test_splits_become_options_of_the_group(split, shape, options, text):
 )
 def test_splits_that_do_not_add_up_are_refused(split, message, shape):
     kind = "matrix" if len(shape) == 2 else "experts"
-    [line] = refusal(tree({"part": stack(*shape)}), (NO_HEAD, Rule(kind, "part", split=split)))
+    [line] = refusal(tree({"part": stack(*shape)}), (Rule(kind, "part", split=split)))
     assert line.startswith(f"part {list(shape)} in Module: ") and line.endswith(message)
 
 
@@ -270,14 +269,14 @@ def test_the_table_is_stable():
 
 def test_numbers_are_folded_only_where_they_differ():
     model = tree({f"blocks.7.experts.{expert}.up2": linear(3, 3) for expert in range(12)})
-    assert str(sort_parameters(model, (NO_HEAD,), MODULE_TYPES)).splitlines()[1].split()[:2] == [
+    assert str(sort_parameters(model, MODULE_TYPES)).splitlines()[1].split()[:2] == [
         "blocks.7.experts.*.up2.weight", "12",
     ]  # fmt: skip
 
 
 def test_a_frozen_parameter_is_listed_needs_no_rule_and_has_no_state():
     model = tree({"conv": nn.Conv1d(2, 2, 2, bias=False).requires_grad_(False), "up": linear(3, 3)})
-    decisions = sort_parameters(model, (NO_HEAD, Rule("other", "conv.*")), MODULE_TYPES)
+    decisions = sort_parameters(model, [Rule("other", "conv.*")], MODULE_TYPES)
     assert kinds(decisions) == {"conv.weight": "frozen", "up.weight": "matrix"}
     placed_once(model, decisions)
     optimizer = Muon(decisions.groups(adamw={"lr": 1e-3}))

@@ -34,7 +34,6 @@ from torch.optim.lr_scheduler import (
 
 import muonckpt
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD
 from muonckpt.runs.resumes import add_resume
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -55,7 +54,7 @@ def module(seed: int = 0) -> nn.Sequential:
 
 
 def muon(model: nn.Module) -> Muon:
-    return Muon.for_model(model, rules=[[NO_HEAD], MODULE_TYPES], lr=0.02, adamw_lr=3e-4)
+    return Muon.for_model(model, lr=0.02, adamw_lr=3e-4)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +65,8 @@ def kinds(decisions: Decisions) -> dict[str, str]:
     return {name: decision.kind for decision in decisions for name in decision.names}
 
 
-def refusal(model: nn.Module, *layers: tuple[Rule, ...]) -> list[str]:
+def refusal(model: nn.Module, *layers: tuple[Rule, ...], **arguments: Any) -> list[str]:
     """What is wrong, a line each."""
     with pytest.raises(ValueError, match=r"^the parameters cannot be sorted:") as error_info:
-        sort_parameters(model, *layers)
+        sort_parameters(model, *layers, **arguments)
     return [line.removeprefix("- ") for line in str(error_info.value).splitlines() if line.startswith("- ")]
