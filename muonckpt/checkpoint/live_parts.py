@@ -91,8 +91,7 @@ class LiveParts:
         _refuse_others(model, optimizers, scheduler)
         # Torch knows no names for parameters of another model, so their state is not asked for.
         foreign = [
-            ResumeDifference(f"optimizer {number}", ABSENT, Dispute(fault))
-            for number, fault in enumerate(foreign_parameters(model, optimizers))
+            ResumeDifference(name, ABSENT, Dispute(fault)) for name, fault in foreign_parameters(model, optimizers)
         ]
         schedulers: dict[str, Any] = {}
         by_name = has_names(loaded.items, loaded.paths)

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ..names.errors import ArgumentError
-from ..names.wording import counted
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 """The keys of the objects in the state dict."""
@@ -64,10 +63,10 @@ class Training:
         Raises:
             ArgumentError: an optimizer steps other tensors than the parameters of the model.
         """
-        if fault := next(foreign_parameters(self.model, self.optimizers), ""):
+        for name, fault in foreign_parameters(self.model, self.optimizers):
             raise ArgumentError(
-                f"{fault}. Make the optimizer after what replaces parameters: fully_shard, parallelize_module, .to() "
-                "of another device, load_state_dict(assign=True)"
+                f"{name} {fault}. Make the optimizer after what replaces parameters: fully_shard, "
+                "parallelize_module, .to() of another device, load_state_dict(assign=True)"
             )
         weights, state = get_state_dict(self.model, self.optimizers)
         states = [scheduler.state_dict() for scheduler in self.schedulers]
@@ -91,13 +90,13 @@ class Training:
         return [f"{SCHEDULER}.{number}" for number in range(len(self.schedulers))]
 
 
-def foreign_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Yield a sentence for each optimizer that steps tensors which are not the model's parameters."""
+def foreign_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
+    """Yield each optimizer that steps tensors which are not the model's parameters, and a phrase that says so."""
     own = {id(param) for param in model.parameters()}
     for number, optimizer in enumerate(optimizers):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if foreign := sum(id(param) not in own for param in params):
-            yield f"optimizer {number} steps {foreign} of {counted(len(params), 'parameter')} that are not the model's"
+            yield f"optimizer {number}", f"steps {foreign} of {len(params)} parameters that are not the model's"
 
 
 def _several(objects: Any) -> tuple[Any, ...]:

@@ -387,7 +387,7 @@ def test_an_optimizer_of_other_tensors_than_the_model_is_reported(tmp_path):
         muonckpt.Series(tmp_path / form).save(1, state)
         restored = muonckpt.Series(tmp_path / form).restore(state, required=True)
         proof = restored.check(model, muon(module()))
-        assert proof.lines[0] == "optimizer 0: optimizer 0 steps 6 of 6 parameters that are not the model's"
+        assert proof.lines[0] == "optimizer 0: steps 6 of 6 parameters that are not the model's"
 
 
 def test_parameters_and_optimizers_are_known_by_names_whatever_their_order(tmp_path):
