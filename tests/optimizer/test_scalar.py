@@ -8,12 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support import torch_since
-from support.every_kind import whole
 from support.interpreted import DEVICE, on_gpu
-from support.workers import run
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.ground import tensors as ground
@@ -247,34 +243,6 @@ def test_what_an_algorithm_does_not_have_is_refused(algorithm, options, message)
 
 
 # --- inside the optimizer ---------------------------------------------------------------------------------------
-
-
-def trained(rank: int, world: int, sharded: bool, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every algorithm, with and without cautious decay, on a vector and a matrix of its own."""
-    mesh = init_device_mesh("cpu", (world,)) if sharded else None
-
-    def place(tensor):
-        return distribute_tensor(tensor, mesh, [Shard(tensor.ndim - 1)], src_data_rank=None) if mesh else tensor
-
-    groups = []
-    for algorithm, cautious in KINDS:
-        params = [nn.Parameter(place(noise(n, n, dtype).view(shape))) for n, shape in ((41, (41,)), (90, (6, 15)))]
-        groups.append({"params": params, "algorithm": algorithm, "cautious": cautious, "lr": 0.02})
-    opt = Muon(groups)
-    params = [p for group in groups for p in group["params"]]
-    for step in range(3):
-        for p in params:
-            p.grad = place(noise(p.numel(), 1000 * (1 + step) + p.numel(), dtype).view(p.shape))
-        opt.step()
-    tensors = [t for p in params for t in (p, *(opt.state[p][slot] for slot in sorted(opt.state[p])))]
-    return [whole(t) for t in tensors]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_algorithm_gives_the_same_bits_on_a_mesh(dtype):
-    expected = trained(0, 1, False, dtype)
-    for found in run(3, trained, True, dtype):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("algorithm", SCALARS)

@@ -43,7 +43,7 @@ TENSORS = [
     ((33, 7), {"algorithm": "normuon", "momentum_dtype": "bfloat16"}),
     ((22, 16), {"algorithm": "adamw"}),
     ((41,), {"algorithm": "adamw"}),
-    ((7,), {"algorithm": "adamw"}),
+    ((7,), {"algorithm": "adamw", "cautious": True}),
     ((19, 3), {"algorithm": "lion", "cautious": True}),
     ((22, 16), {"algorithm": "adamw", "state_dtype": "bfloat16"}),
     ((41,), {"algorithm": "adamw", "state_dtype": "bfloat16"}),
