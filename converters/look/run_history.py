@@ -246,7 +246,8 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
         path: the folder of the run: a path, or a URL such as ``s3://bucket/run``.
 
     Raises:
-        SourceError: the folder cannot be read, or holds no checkpoint in a folder that ends with a number.
+        SourceError: it is no folder, or holds no checkpoint in a folder that ends with a number.
+        UnavailableError: the folder cannot be looked at.
     """
     place = location(path, SourceError)
     history = _history(place, look_at_folder)

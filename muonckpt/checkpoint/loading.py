@@ -622,6 +622,7 @@ def load(
         What was done with which parameters, the same on every rank; print it.
 
     Raises:
+        UnavailableError: the file system or the store cannot answer or be read now, which says nothing about it.
         SourceError: it is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
         LayoutError: it has a hole or an overlap, or elements of the state dict share memory: one value would be left.
         AttestError: what is in memory is not what the checkpoint has.

@@ -57,7 +57,8 @@ class StepFolder:
             damaged: checkpoints that look whole and are known not to be, each with its fault.
 
         Raises:
-            SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
+            SourceError: a checkpoint is of a newer version of this package.
+            UnavailableError: the folder, or a checkpoint in it, cannot be looked at.
         """
         while True:
             names, faults = self._names(), dict[StepName, str]()
@@ -91,7 +92,8 @@ class StepFolder:
         """Return what of a checkpoint is lost, as far as is known without reading data; None if nothing is.
 
         Raises:
-            SourceError: it cannot be read, or is of a newer version of this package.
+            SourceError: it is refused, or of a newer version of this package.
+            UnavailableError: it cannot be looked at.
         """
         step = self._look(name)
         return step.fault if step.has_loss else None

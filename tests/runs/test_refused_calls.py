@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from support import store_server, sweep
+from support import store_server, sweep, workers
 
 import muonckpt
 from muonckpt import MuonckptError, Series, SourceError
@@ -166,6 +166,36 @@ def runs_in(place: str) -> Callable[[], str]:
     return make
 
 
+def refused_on_one(rank: int, world: int, path: str, refused_rank: int) -> list[str]:
+    """What each rank hears of a restore while one of them cannot open a file, and afterwards."""
+    opened, said = os.open, []
+
+    def refused(file: object, *arguments: int, **options: int) -> int:
+        if rank == refused_rank and str(file).endswith(".distcp"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return opened(file, *arguments, **options)
+
+    for opening in (refused, opened):
+        os.open = opening
+        try:
+            into = state(0) | {"large": torch.zeros(1 << 21)}  # enough for each rank to read of it
+            said.append(f"step {Series(path).restore(into).step}")
+        except MuonckptError as error:
+            said.append(f"{type(error).__name__} {'Permission denied' in str(error)}")
+        finally:
+            os.open = opened
+    return said
+
+
+@pytest.mark.parametrize("refused_rank", [0, 1])
+def test_what_one_rank_cannot_read_is_an_error_on_all(refused_rank, tmp_path):
+    for step in range(1, NEWEST + 1):
+        Series(tmp_path).save(step, state(step))
+    Series(tmp_path).save(NEWEST + 1, state(NEWEST) | {"large": torch.ones(1 << 21)})
+    expected = ["UnavailableError True", f"step {NEWEST + 1}"]
+    assert workers.run(2, refused_on_one, str(tmp_path), refused_rank) == [expected, expected]
+
+
 EVERY = sweep([1, 16], 16)
 
 
@@ -196,7 +226,7 @@ def test_a_call_to_a_store_that_fails_once_costs_no_step(name, every, monkeypatc
 
 
 @pytest.mark.parametrize("every", sweep([1, 40], 40))
-@pytest.mark.parametrize("name", ["restore", "verify_run", "inspect_run"])
+@pytest.mark.parametrize("name", sweep(["restore", "verify_run", "inspect_run"], "restore"))
 def test_a_request_to_a_real_store_that_is_refused_once_costs_no_step(name, every, object_store):
     """The server answers with 403, as for an expired token, where libraries do not ask again."""
     server, _ = object_store

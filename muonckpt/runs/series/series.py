@@ -377,7 +377,8 @@ class Series:
         """Return the newest whole checkpoint, or None, and warn of newer ones that are torn.  Reads no data.
 
         Raises:
-            SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
+            SourceError: a checkpoint is of a newer version of this package.
+            UnavailableError: the folder, or a checkpoint in it, cannot be looked at now.
         """
         refuse_mixed_calls(self._group, "Series.latest")
         newest = self._newest()
@@ -418,6 +419,7 @@ class Series:
             DamageError: there are checkpoints, and none is whole.
             SourceError, LayoutError, ArgumentError, LostRankError: as in `muonckpt.load`; or the series is empty, and
                 must not be.
+            UnavailableError: the file system or the store cannot answer or be read now; on all ranks.
             DestinationError: torchrun started several processes, and this one has no process group.
         """
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
