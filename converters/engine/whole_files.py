@@ -97,24 +97,19 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
 
 
 class ZarrFiles(WholeFiles):
-    """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
+    """A zarr hierarchy of chunks and shards."""
 
     name = "zarr"
 
-    def __init__(self, shard_bytes: int | None = None, chunk_bytes: int = zarr_writer.CHUNK_BYTES) -> None:
-        super().__init__(shard_bytes)
-        self.chunk_bytes = chunk_bytes
-
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        arrays = zarr_writer.arrays(_records(tensors), self.shard_bytes, self.chunk_bytes)
+        arrays = zarr_writer.arrays(_records(tensors), self.shard_bytes)
         files: list[OutputFile] = []
         for output, array in zip(tensors, arrays, strict=True):
             files += _array_files(output, array)
         return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        arrays = zarr_writer.arrays(manifest.tensors, self.shard_bytes, self.chunk_bytes)
-        zarr_writer.write_descriptions(manifest, arrays, folder)
+        zarr_writer.write_descriptions(manifest, zarr_writer.arrays(manifest.tensors, self.shard_bytes), folder)
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:

@@ -87,7 +87,7 @@ def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
     return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
 
 
-def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int) -> list[ZarrArray]:
+def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None) -> list[ZarrArray]:
     """Return the array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), or one chunk.
 
     Raises:
@@ -97,7 +97,7 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
     zarr_arrays = []
     for tensor, node in zip(tensors, nodes(tensors), strict=True):
         size = itemsize(tensor.dtype)
-        chunk = _block(tensor.shape, chunk_bytes // size)
+        chunk = _block(tensor.shape, CHUNK_BYTES // size)
         block = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
         shard = tuple(-(-length // part) * part for length, part in zip(block, chunk, strict=True))
         # Stock zarr 3.1 cannot read a shard without dims.
