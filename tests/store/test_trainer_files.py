@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +187,7 @@ def laughs() -> bytes:
 
 def test_files_that_are_more_than_a_state_dict_are_refused_and_damage_is_found(tmp_path):
     for name, content, why in (
-        ("code", {"w": torch.ones(2), "f": Code()}, r"found .* exec; nothing was run"),
+        ("code", {"w": torch.ones(2), "f": Code()}, None),
         ("gaps", {"w": torch.ones(4, 2)[:, 0]}, "each element once"),
         ("shared", {str(key): torch.ones(1 << 18) for key in range(2)}, None),
     ):
@@ -192,6 +195,8 @@ def test_files_that_are_more_than_a_state_dict_are_refused_and_damage_is_found(t
         if why:
             with pytest.raises(SourceError, match=why):
                 muonckpt.open(tmp_path / name)
+    with muonckpt.open(tmp_path / "code") as opened:
+        assert opened.not_read == ["f (undecoded: __builtin__ exec) in code"] and [*opened.tensors] == ["w"]
     (tmp_path / "laughs").write_bytes(hostile.item(laughs()))
     with pytest.raises(SourceError, match=r"expected at most .* values"):
         muonckpt.open(tmp_path / "laughs")
@@ -213,6 +218,103 @@ def test_files_that_are_more_than_a_state_dict_are_refused_and_damage_is_found(t
     (tmp_path / "parts").write_bytes(bytes(data))
     assert muonckpt.verify(tmp_path / "parts").verdict == "faulty"
     assert called("reshard", tmp_path / "parts", tmp_path / "out", "--mesh", "dp=2").returncode == 3
+
+
+class Blocks(torch.Tensor):
+    """State in eight bits, as torchao keeps it: a tensor without elements of its own."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, (4, 3))
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def __tensor_flatten__(self):
+        return ["codes"], []
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls(args[0].codes)
+
+
+class Color(Enum):
+    RED = 1
+
+
+ODD = {
+    "an array": (np.ones(3), "numpy.*multiarray _reconstruct"),
+    "an array in a list": ([1, {"deep": np.ones(3)}], "numpy.*multiarray _reconstruct"),
+    "an array in plain lists": ([[1, (np.ones(3),)]], "numpy.*multiarray _reconstruct"),
+    "a dtype": (torch.bfloat16, "torch bfloat16"),
+    "a dtype of numpy": (np.dtype("f4"), "numpy dtype"),
+    "a path": (Path("x"), "pathlib.* PosixPath"),
+    "a namespace": (Namespace(lr=1), "argparse Namespace"),
+    "a class": (Code, "test_trainer_files Code"),
+    "code": (Code(), "__builtin__ exec"),
+    "an enumeration": (Color.RED, "test_trainer_files Color"),
+    "a set": ({1, 2}, "__builtin__ set"),
+    "a module": (torch.nn.Linear(2, 2), "torch.nn.modules.linear Linear"),
+    "objects as keys": (
+        {(Path("x"), ("a", torch.bfloat16)): np.ones(2), torch.float16: Path("y")},
+        "numpy.*|pathlib.*",
+    ),
+    "a tensor of a class": (Blocks(torch.ones(3)), "test_trainer_files Blocks"),
+    "a parameter of a class": (torch.nn.Parameter(Blocks(torch.ones(3)), False), "test_trainer_files Blocks"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_beside_objects_are_read_and_the_objects_listed(kind, tmp_path):
+    value, name = ODD[kind]
+    pair = (torch.zeros(2), torch.ones(2))
+    content = {"state_dict": {"net.weight": torch.ones(2, 2)}, "hyper_parameters": {"odd": value, "lr": 0.5}, "p": pair}
+    torch.save(content, tmp_path / "x.ckpt")
+    with muonckpt.open(tmp_path / "x.ckpt") as opened:
+        assert opened.tensors["state_dict.net.weight"].numpy().tolist() == [[1, 1], [1, 1]]
+        assert opened.tensors["p.1"].numpy().tolist() == [1, 1]
+        assert opened.items["hyper_parameters.lr"] == 0.5
+        assert all(re.match(rf"hyper_parameters\.odd.* \(undecoded: ({name})\) in x.ckpt", e) for e in opened.not_read)
+        assert opened.not_read
+    done = called("convert", tmp_path / "x.ckpt", tmp_path / "o", "--model-only", "--to-format", "safetensors")
+    assert done.returncode == 0 and "hyper_parameters.odd" in done.stdout + done.stderr, done.stderr
+
+
+UNKNOWN = {
+    "names": {"base.lora": {"step": 1, "exp_avg_B": torch.ones(5)}},
+    "names beside numbers": {0: {"exp_avg": torch.ones(4, 3)}, "global": {"step": 1, "trace": torch.ones(5)}},
+    "tuples": {(0, "a"): {"exp_avg": torch.ones(5)}},
+    "tuples in tuples": {((0, 1), "a"): {"exp_avg": torch.ones(5)}},
+    "slots that are tuples": {0: {("exp_avg", 0): torch.ones(5)}},
+    "nested": {0: {"step": 1, "__bnb_optimizer_quant_state__": {"absmax1": torch.ones(5)}}},
+    "numbers in numbers": {0: {0: {"exp_avg": torch.ones(5)}, (0, 1): {"GG": [torch.ones(5)]}}},
+    "lists": {0: {"GG": [torch.ones(5), [torch.ones(5)]], "Q": (torch.ones(5), None)}},
+    "no dict": {0: torch.ones(5), "step": 3},
+    "objects": {0: {"exp_avg": torch.ones(5), "projector": Namespace(rank=4)}},
+    "classes of tensors": {0: {"exp_avg": Blocks(torch.ones(5))}},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_weights_beside_state_of_an_unknown_form_are_read_and_the_state_named(kind, names, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(4, 3)}, source / "model.safetensors")
+    torch.save({"state": UNKNOWN[kind], "param_groups": [{"params": [0], "lr": 0.5}]}, source / "optimizer.pt")
+    if names and kind != "objects":  # there state of another shape than its weight is taken for another order
+        (source / "parameter_names.json").write_text('["w"]')
+    with muonckpt.open(source) as opened:
+        assert opened.tensors["model.w"].numpy().tolist() == [[1] * 3] * 4
+        state = [key for key in (*opened.tensors, *opened.not_read) if key.startswith("optimizer.state.")]
+        assert bool(state) == (kind != "none")
+    inspected = called("inspect", source)
+    assert inspected.returncode == 0 and "cannot be opened" not in inspected.stderr
+    done = called("convert", source, tmp_path / "o", "--model-only", "--to-format", "safetensors")
+    assert done.returncode == 0, done.stderr
+    with muonckpt.open(tmp_path / "o") as opened:
+        assert [tensor.numpy().tolist() for tensor in opened.tensors.values()] == [[[1] * 3] * 4]
 
 
 def one_group(group: dict, number: int = 0) -> dict:

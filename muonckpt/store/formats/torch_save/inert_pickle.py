@@ -68,7 +68,7 @@ _EMPTY_TUPLE, _SHORT_TEXT = pickle.EMPTY_TUPLE[0], pickle.SHORT_BINUNICODE[0]
 _CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _SKIPS = {pickle.PROTO: 1, pickle.FRAME: 8}
-_SCALARS = (str, int, float, bool, type(None))
+_HASHED = (str, int, float, bool, type(None), Global, Record)
 
 
 class Anything:
@@ -273,10 +273,15 @@ class _Machine:
             SourceError: it is not of a type that is hashed without running code, and without end.
         """
         kind = type(key)
-        if kind in (Record, ObjectColumns) or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
+        if kind in (Record, Global, ObjectColumns) or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
             return
-        parts = key if type(key) is tuple else (key,)
-        if len(parts) > _LONGEST_SEQUENCE or any(type(part) not in _SCALARS for part in parts):
+        # Tuples may be in a tuple, but no deeper.
+        parts: list[object] = [key]
+        for _ in range(2):
+            parts = [*chain.from_iterable(part if type(part) is tuple else (part,) for part in parts)]
+            if len(parts) > _LONGEST_SEQUENCE:
+                break
+        if len(parts) > _LONGEST_SEQUENCE or any(type(part) not in _HASHED for part in parts):
             raise SourceError(f"expected a string, an integer or an object as a dict key, found {kind.__name__}")
         self._num_hard_keys += 1
         limits.check_limit(self._num_hard_keys, limits.KEYS, "dict keys that are large integers, floats or tuples")

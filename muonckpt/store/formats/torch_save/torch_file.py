@@ -126,6 +126,16 @@ class TorchFile:
         return tensor.dtype, Chunk(Box.of(tensor.shape), item, payload, crc32=crc32, strides=strides)
 
 
+def class_of(value: object) -> str | None:
+    """Return the class of a tensor that is of another than torch's, as ``"module name"``; None for others."""
+    match value:
+        case Record(kind=kind, args=(inner, *_)) if kind in _PARAMETERS:
+            return class_of(inner)
+        case Record(kind=kind, args=(Global(), Global() as tensor_class, *_)) if kind == WITH_TYPE:
+            return None if tensor_class in _TYPES else str(tensor_class)
+    return None
+
+
 def is_tensor(value: object) -> bool:
     """Return whether a part of the content stands for a tensor, of any kind."""
     return isinstance(value, Record) and value.kind in _TENSORS

@@ -53,6 +53,7 @@ from .state_tree import (
     AS_PARAMETER,
     NamesFile,
     PlainTensor,
+    Undecoded,
     decoded,
     is_mapping,
     mapping,
@@ -74,6 +75,7 @@ class _Parts:
     Attributes:
         names: the parameters' names that a person wrote beside the files.
         header_of: reads the headers of safetensors files; see `safetensors.read_weights`.
+        not_read: copies of tensors, and objects that are no plain data, each with its file.
     """
 
     folder: Location
@@ -84,17 +86,18 @@ class _Parts:
     checksums: dict[Extent, int] = field(default_factory=dict)
     numbered: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    copies: list[str] = field(default_factory=list)
+    not_read: list[str] = field(default_factory=list)
     faults: list[SourceError] = field(default_factory=list)
 
     def add_file(self, name: str, root: KeyPath, keys: Collection[str] | None = None) -> None:
         """Add what a file of ``torch.save`` has, or of its tensors only those with these keys."""
         file = read_torch_file(self.folder, name)
         with about(self.folder / name):
-            tensors, numbered = _read(file, root, self.names, self.items)
+            tensors, numbered, undecoded = _read(file, root, self.names, self.items)
             tensors = [tensor for tensor in tensors if keys is None or _bare_key(tensor, root) in keys]
             self.tensors += tensors
             self.numbered += numbered
+            self.not_read += undecoded
             self.checksums |= checksums_inside([file], tensors)
         self.files.append(name)
 
@@ -103,7 +106,7 @@ class _Parts:
 
         def read(name: str, digest: str | None) -> dict[str, StateRecord]:
             with about(name):
-                tensors, _ = _read(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
+                tensors, _, _ = _read(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
             return {_bare_key(tensor, root): tensor for tensor in tensors}
 
         # Files and index are compared first, by the keys in them.
@@ -117,7 +120,7 @@ class _Parts:
         # Then each file gives the tensors that count.
         for name, tensors in shards.files.items():
             self.add_file(name, root, tensors.keys())
-        self.copies += shards.copies
+        self.not_read += shards.copies
         self.faults += shards.faults
 
     def add_safetensors(self, place: Location, root: KeyPath) -> None:
@@ -125,7 +128,7 @@ class _Parts:
         weights = safetensors.read_weights(place, self.header_of)
         self.tensors += (replace(t, key=f"{root[0]}.{t.key}", path=(*root, t.key)) for t in weights.tensors)
         self.files += weights.files
-        self.copies += weights.copies
+        self.not_read += weights.copies
         self.faults += weights.faults
 
 
@@ -170,7 +173,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     # Names have to fit the optimizers, and their state the weights of these names.
     with about(folder):
         state = state_by_optimizer(tensors)
-        parts.names.check_used(state)
+        parts.names.check_used([*(tensor.path for tensor in tensors), *(blob.path for blob in parts.items.blobs)])
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
         for optimizer, slots in state.items():
             if optimizer not in parts.numbered:
@@ -178,7 +181,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     not_read = [name for name in listed if name not in parts.files and name != signs.NAMES_FILE]
     provenance = {
         "files": parts.files,
-        signs.NOT_READ: [*(not_read if is_folder(path) else ()), *parts.copies],
+        signs.NOT_READ: [*(not_read if is_folder(path) else ()), *parts.not_read],
         signs.NUMBERED: parts.numbered,
     }
     return trainer_reader(folder, tensors, parts.items, parts.checksums, provenance, parts.faults)
@@ -225,21 +228,23 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
 
 def _read(
     file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory
-) -> tuple[list[StateRecord], list[str]]:
-    """Return a file's tensors, and the roots of its optimizers whose parameters have only numbers; add its items."""
+) -> tuple[list[StateRecord], list[str], list[str]]:
+    """Return a file's tensors, the roots of its optimizers without names, and what is undecoded; add its items."""
     content: object = file.content
     if not is_mapping(content):
         raise SourceError("expected a state dict, found something else; nothing was run")
     if not root and is_optimizer(mapping(content)):
         root = ("optimizer",)
     content, numbered = optimizers_with_names(mapping(content), root, names)
-    tensors = []
+    tensors, undecoded = [], []
     for path, value in decoded(file, content, root):
         if isinstance(value, PlainTensor):
             tensors.append(whole_record(path, value.dtype, value.chunk))
+        elif isinstance(value, Undecoded):
+            undecoded.append(value.listed(path, file.name))
         else:
             items.add(path, value)
-    return tensors, numbered
+    return tensors, numbered, undecoded
 
 
 _ZERO = "zero"

@@ -41,6 +41,7 @@ from .state_tree import (
     NamesFile,
     PlainTensor,
     RankPart,
+    Undecoded,
     decoded,
     is_dtensor,
     is_mapping,
@@ -50,7 +51,6 @@ from .state_tree import (
     optimizers_with_names,
     rank_part,
     same_on_ranks,
-    state_by_optimizer,
     trainer_reader,
 )
 
@@ -123,11 +123,12 @@ def _read(path: Location, is_partial: bool) -> Reader:
             contents.add(values, [file.name for file in root_files])
             if root == "model" and root_files[0].world is not None:
                 order = _parameters(values[0])
-        names.check_used(state_by_optimizer(contents.tensors))
+        paths = [*(tensor.path for tensor in contents.tensors), *(blob.path for blob in contents.items.blobs)]
+        names.check_used(paths)
     known_names = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
     provenance = {
         "ranks": world,
-        signs.NOT_READ: [name for name in listed if name not in known_names],
+        signs.NOT_READ: [*(name for name in listed if name not in known_names), *contents.undecoded],
         signs.NUMBERED: [*numbered],
     }
     checksums = checksums_inside(torch_files, contents.tensors)
@@ -240,6 +241,7 @@ class _JoinedRanks:
     tensors: list[StateRecord] = field(default_factory=list)
     items: ItemsInMemory = field(default_factory=ItemsInMemory)
     faults: list[SourceError] = field(default_factory=list)
+    undecoded: list[str] = field(default_factory=list)
 
     def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
         """Join the values of ranks, which are in these files."""
@@ -258,6 +260,9 @@ class _JoinedRanks:
                     self._add_sharded(path, parts, files)
                 elif types & {RankPart, PlainTensor}:
                     self.tensors.append(_replicated(path, [*values.values()], holders))
+                elif Undecoded in types:
+                    rank, value = next((rank, value) for rank, value in values.items() if isinstance(value, Undecoded))
+                    self.undecoded.append(value.listed(path, files[rank]))
                 else:
                     advice = f": to read the rest, move {files[0]} and its siblings away"
                     self.items.add(path, same_on_ranks("value", values, advice))

@@ -16,9 +16,9 @@ import json
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ....algebra.box import Index
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
@@ -34,16 +34,18 @@ from ...io.regular import read_text_file
 from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
-from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor
+from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, class_of, is_tensor
 
 T = TypeVar("T")
 
 _MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
 _MAX_DEPTH = 32
+_MAX_LOOKED_AT = 1 << 12
+"""Most parts of data in which the object is looked for that makes them no plain data."""
 
 
 def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the tensors, as the pickle has them, and the plain data in a state dict, each with its path."""
+    """Yield the tensors, as the pickle has them, and the other data in a state dict, each with its path."""
     plain, count = PlainParts(file.described), 0
     max_count = limits.FREE_PARTS + file.described // limits.PICKLE_BYTES
 
@@ -55,22 +57,70 @@ def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
         limits.check_limit(len(path), _MAX_DEPTH, "dicts and lists in each other")
         if is_mapping(value):
             for key, part in mapping(value).items():
-                if type(key) not in (str, int):
-                    raise SourceError(f"expected strings or integers as dict keys, found {type(key).__name__}")
-                yield from below(part, (*path, str(key)))
-        elif type(value) is list and any(is_tensor(part) or is_mapping(part) for part in value):
-            for number, part in enumerate(value):
+                yield from below(part, (*path, _word(key)))
+        elif type(value) in (list, tuple) and any(map(_holds_parts, cast(Sequence[object], value))):
+            for number, part in enumerate(cast(Sequence[object], value)):
                 yield from below(part, (*path, number))
         else:
             yield path, value
 
-    # Tensors as they are, everything else as plain data.
+    # Tensors as they are, everything else as plain data, or by the name of what it is.
     for path, value in below(content, root):
         if is_tensor(value):
             yield path, value
-        else:
-            with about(key_of(path)):
-                yield path, plain.part(value)
+            continue
+        with about(key_of(path)):
+            try:
+                decoded_value: object = plain.part(value)
+            except limits.LimitError:
+                raise
+            except SourceError:
+                decoded_value = Undecoded(_kind_in(value))
+            yield path, decoded_value
+
+
+def _holds_parts(value: object) -> bool:
+    """Return whether a part of a list is a tensor or a dict, or a list with one directly in it."""
+    if type(value) in (list, tuple):
+        return any(is_tensor(part) or is_mapping(part) for part in cast(Sequence[object], value))
+    return is_tensor(value) or is_mapping(value)
+
+
+def _word(key: object) -> str:
+    """Return a dict's key as it stands in a path; objects by the name of their class."""
+    match key:
+        case Record(kind=kind):
+            return f"<{kind}>"
+        case tuple():
+            return f"({', '.join(map(_word, key))})"
+    return str(key)
+
+
+def _kind_in(value: object) -> str:
+    """Return the name of the first object in data that is not plain, or what else is odd in it."""
+    remaining = [value]
+    for part in remaining:
+        match part:
+            case Record(kind=kind):
+                return str(kind)
+            case Global():
+                return str(part)
+            case list() | tuple() if len(remaining) < _MAX_LOOKED_AT:
+                remaining += part
+            case dict() if len(remaining) < _MAX_LOOKED_AT:
+                remaining += [*part, *part.values()]
+    return type(value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """Stands for an object that is no plain data, by the ``"module name"`` of its class: nothing of it is run."""
+
+    kind: str
+
+    def listed(self, path: KeyPath, file: str) -> str:
+        """Return it as an entry of `signs.NOT_READ`."""
+        return f"{key_of(path)} (undecoded: {self.kind:.80}) in {file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +134,7 @@ class PlainTensor:
 def decoded(
     file: TorchFile, content: object, root: KeyPath, *, dtensors: bool = False
 ) -> Iterator[tuple[KeyPath, object]]:
-    """Yield tensors, as `PlainTensor` or `RankPart`, and plain data in a state dict, each with its path.
+    """Yield tensors, as `PlainTensor` or `RankPart`, plain data and `Undecoded` in a state dict, each with its path.
 
     Keys of dicts become strings in paths, positions in lists integers, as in DCP.
 
@@ -93,7 +143,7 @@ def decoded(
 
     Raises:
         LimitError: there is more than in proportion to the file.
-        SourceError: there is something else; it is not run.
+        SourceError: a tensor is damaged, or a part of one.
     """
     chunks = []
     for path, value in _leaves(file, content, root):
@@ -101,7 +151,10 @@ def decoded(
             yield path, value
             continue
         with about(key_of(path)):
-            if not is_dtensor(value):
+            tensor_class = class_of(value)
+            if tensor_class is not None and tensor_class not in _DTENSOR:
+                yield path, Undecoded(tensor_class)
+            elif not is_dtensor(value):
                 tensor = PlainTensor(*file.chunk(value))
                 chunks.append(tensor.chunk)
                 yield path, tensor
@@ -212,13 +265,16 @@ class NamesFile:
                     raise SourceError("expected a list of names, or such a list for each of several optimizers")
         return cls(lists)
 
-    def check_used(self, optimizers: Collection[str]) -> None:
-        """Check that it names parameters of these optimizers only.
+    def check_used(self, paths: Iterable[KeyPath]) -> None:
+        """Check that it names parameters only of optimizers that have state or groups at these paths.
 
         Raises:
             SourceError: it has names for others.
         """
-        if not self.of_optimizers.keys() <= {*optimizers}:
+        optimizers = {
+            key_of(path[:at]) for path in paths for at, part in enumerate(path) if part in (STATE, PARAM_GROUPS)
+        }
+        if not self.of_optimizers.keys() <= optimizers:
             raise SourceError(
                 f"{NAMES_FILE} has names for {', '.join(self.of_optimizers)}; optimizers here are "
                 f"{', '.join(sorted(optimizers))}"
@@ -248,10 +304,11 @@ def optimizer_with_names(
     groups = [mapping(group) for group in expect(list, optimizer[PARAM_GROUPS])]
     numbers = parameters_in(groups)
     state = mapping(optimizer[STATE])
-    # All parameters that have state are in a group, and all are numbered: else they have names already.
-    if strange := sorted(map(str, state.keys() - {*numbers})):
-        raise DamageError(f"expected a group with the parameters that have state, found none with {listed(strange, 3)}")
-    if not all(type(number) is int for number in (*numbers, *state)):
+    # Each numbered parameter that has state is in a group; other keys are the optimizer's own (LoRA-FA).
+    if strange := sorted(key for key in state.keys() - {*numbers} if type(key) is int):
+        found = listed(map(str, strange), 3)
+        raise DamageError(f"expected a group with the parameters that have state, found none with {found}")
+    if not all(type(number) is int for number in numbers):
         return optimizer, {}
     # A name for each number, as the groups record them, or as a person wrote them.
     names = _recorded_names(groups) if names_listed is None else list(names_listed)
@@ -265,7 +322,7 @@ def optimizer_with_names(
         raise SourceError("expected every number and every name once, found one twice")
     # Groups and state with names in the place of numbers.
     named_groups = [{**group, PARAMS: [*map(by_number.__getitem__, sequence(group[PARAMS]))]} for group in groups]
-    named_state = {by_number[number]: slots for number, slots in state.items()}
+    named_state = {by_number.get(number, number): slots for number, slots in state.items()}
     return {**optimizer, STATE: named_state, PARAM_GROUPS: named_groups}, by_number
 
 
