@@ -21,7 +21,7 @@ from ...names.errors import DestinationError, SourceError
 from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.limits import gc_paused
-from ...store.io.location import Location, check_memory, items_beside
+from ...store.io.location import Location, check_memory, items_beside, refuse_unseen
 from ...store.io.regular import open_regular
 from .in_step import in_step
 from .job import Job, assignment, check_destination, file_states
@@ -92,6 +92,7 @@ def run_job(
         if workers.me.coordinates:
             staging = unpublished.enter_context(closing(publish.Staging(destination, job.container.root)))
         staged: Location = workers.gather(staging and staging.place)[0]  # type: ignore[assignment]  # the coordinator's
+        refuse_unseen(staged, str(workers.me), DestinationError)
         share = assignment(job, workers.me)
         with job.source.payloads as payloads:
             mover = Mover(payloads, staged, share.chunks, max(memory // (2 * threads), 1 << 16), progress)

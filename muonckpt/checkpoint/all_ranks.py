@@ -41,7 +41,8 @@ class _Outcome:
         """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
         # Where several failed the first one stands for them; a rank is named only where it failed alone.
         for rank, failure in self.failures.items():
-            suffix = f" (rank {rank})" if rank >= 0 and dist.is_initialized() and len(self.failures) == 1 else ""
+            is_alone = rank >= 0 and dist.is_initialized() and len(self.failures) == 1
+            suffix = f" (rank {rank})" if is_alone and not failure.text.startswith(f"rank {rank} ") else ""
             if type(cause) is failure.kind and str(cause) == f"{failure.text}{suffix}":
                 raise cause  # told once
             raise failure.kind(f"{failure.text}{suffix}") from cause

@@ -25,16 +25,16 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
+from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, UnseenError, called_like, warn_on_rank
 from ..names.keys import key_of
 from ..names.resumption import LOAD_LINES, NAMES_OF_GROUPS, Choices, LoadReport, LoadTraffic
 from ..names.vocabulary import HISTORY_OPTIONS
 from ..record.columns import UNKNOWN
 from ..record.record import Extent, Manifest, StateRecord
 from ..store.io.limits import gc_paused
-from ..store.io.location import Location, Remote, location
+from ..store.io.location import Location, Remote, is_there, location, refuse_unseen
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
-from ..store.verify.diagnosis import advice_on, open_to_load, recorded_loss
+from ..store.verify.diagnosis import advice_on, diagnosis_by_files, open_to_load, recorded_loss
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
@@ -184,9 +184,11 @@ class JointLoad:
         refuse_mixed_calls(self.group, "load")
         try:
             report, matching = self._load(), self._matching
-        except DamageError as error:  # on all ranks
+        except (DamageError, UnseenError) as error:  # on all ranks
             if ADVICE in str(error):
                 raise
+            if isinstance(error, UnseenError) and not broadcast_from_first(self.group, self._has_lost_files):
+                raise UnseenError(f"{error}. The first rank does: give a path that all nodes mount alike") from error
             advice = broadcast_from_first(self.group, lambda: advice_on(self._place))
             raise DamageError(str(error), advice) from error
         if matching.own_options:
@@ -213,7 +215,7 @@ class JointLoad:
         # 2. Each byte is read by one rank, and checked, before any rank writes.
         if self._has_closed_items:
             self._open_together(agreement)
-        decide_on_first(self.group, SourceError, lambda: self._read(agreement), self._judge)
+        decide_on_first(self.group, SourceError, lambda: self._seen(lambda: self._read(agreement)), self._judge)
         # 3. Elements go to the ranks that asked for them.
         with unusable('; check="before" finds damage before any tensor is touched'):
             device = wire_device(self.group, agreement.devices)
@@ -277,6 +279,8 @@ class JointLoad:
         packed = broadcast_from_first(self.group, pack)
 
         def unpack() -> tuple[OpenCheckpoint, str]:
+            if not opened:
+                refuse_unseen(self._place, f"rank {dist.get_rank()}", SourceError)
             if packed is not None:
                 return opened[0] if opened else pickle.loads(zlib.decompress(packed)), ""
             checkpoint = opened[0] if opened else open_to_load(self._place)
@@ -355,12 +359,33 @@ class JointLoad:
         """Open this rank's chunks, of which only the items tell whether a part of them is a run of bytes."""
         whole = self._whole_chunks
         while True:
-            on_ranks = gather_on_all(self.group, SourceError, lambda: self._open_chunks(agreement).strided_chunks)
+            on_ranks = gather_on_all(
+                self.group, SourceError, lambda: self._seen(lambda: self._open_chunks(agreement).strided_chunks)
+            )
             strided = frozenset[tuple[str, int]]().union(*on_ranks)
             if all(chunk in whole.get(key, {}) for key, chunk in strided):
                 return
             for key, chunk in strided:
                 whole.setdefault(key, {}).setdefault(chunk)
+
+    def _seen(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` does, and tell files that this rank does not see from those that may be lost.
+
+        Raises:
+            UnseenError: this rank does not see a file, of which the first one has to say whether it is there.
+        """
+        try:
+            return work()
+        except DamageError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, FileNotFoundError):
+                cause = cause.__cause__
+            if cause is None or is_coordinator(self.group):
+                raise
+            raise UnseenError(f"rank {dist.get_rank()} does not see a file: {error}") from error
+
+    def _has_lost_files(self) -> bool:
+        return not is_there(self._place) or bool(diagnosis_by_files(self._checkpoint, None))
 
     def _open_chunks(self, agreement: _Agreement) -> ChunkReader:
         """Plan who reads what, and open the items of this rank's chunks."""

@@ -36,7 +36,7 @@ from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import publish
 from ..store.io.checksums import Sums, crc32_of, xxh3_128
 from ..store.io.limits import gc_paused
-from ..store.io.location import Location, location
+from ..store.io.location import Location, location, refuse_unseen
 from ..store.io.new_file import Writing, create_file
 from .all_ranks import decide_on_first, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
 from .bits import bits_of, dtype_name, integer_view
@@ -158,11 +158,17 @@ class JointSave:
             # All ranks agree on who writes what, and where, before any of them writes.
             live, plan, staged = self._agree(state)
             file = staged / rank_file(self._rank)
+
+            def write() -> bytes:
+                if plan.joint_plan is None:  # another rank has made the folder
+                    refuse_unseen(staged, f"rank {dist.get_rank()}", DestinationError)
+                return _write_share(live, plan.share, file, self._progress)
+
             # Each rank writes its file; the coordinator publishes only when the receipts of all are there.
             decide_on_first(
                 self._group,
                 DestinationError,
-                lambda: _write_share(live, plan.share, file, self._progress),
+                write,
                 lambda receipts: self._publish(plan, staged, receipts),
             )
         finally:

@@ -61,6 +61,10 @@ class DamageError(SourceError):
         self.fault = fault
 
 
+class UnseenError(SourceError):
+    """A process does not see a file or folder that another one sees, so that nothing is known of the checkpoint."""
+
+
 class LostFileError(DamageError):
     """A file of a checkpoint is missing or cut: its contents are lost, and all else may be whole."""
 
@@ -115,12 +119,17 @@ def lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         raise LostRankError(
-            "another rank was lost: killed, stopped, cut off, or silent for longer than the process group waits (torch "
-            f"says: {' '.join(str(error).split())}). Start all ranks again. A step may be done in part, and tensors "
-            "that were being loaded or moved are not to be trained on: go on from a checkpoint. A save that was cut "
-            "off has published nothing, unless all of it"
+            f"another rank was lost, or slower than the time-out of the process group (torch says: {reason}). Start "
+            "all ranks again from a checkpoint: tensors may be half changed; a save has published nothing, or all of "
+            "it. If the rank was slow, wait longer: process_group=dist.new_group(timeout=...), for steps "
+            "init_process_group(timeout=...)"
         ) from error
+
+
+_MAX_REASON = 160
+"""Characters of torch's message that ours repeats."""
 
 
 _FRAMES_OF_CALLS = ("muonckpt.", "torch.", "contextlib", "functools")

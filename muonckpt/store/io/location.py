@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ...names.errors import DamageError, DestinationError, DiskError, SourceError, UnavailableError
+from ...names.errors import DamageError, DestinationError, DiskError, MuonckptError, SourceError, UnavailableError
 
 GAP = 128 << 10
 """Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a
@@ -255,6 +255,12 @@ def kind_of(place: Location) -> Kind | None:
 def is_there(place: Location) -> bool:
     """Return whether anything has this name, if only a link that leads nowhere; raises as `kind_of`."""
     return (kind_of(place) if isinstance(place, Remote) else _status(place, follow_symlinks=False)) is not None
+
+
+def refuse_unseen(place: Location, process: str, kind: type[MuonckptError]) -> None:
+    """Refuse a folder of this machine that another process has opened or made, and this one does not see."""
+    if isinstance(place, Path) and not is_there(place):
+        raise kind(f"{process} does not see {place}. The first one does: give a path that all nodes mount alike")
 
 
 def is_folder(place: Location) -> bool:
