@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 import uuid
 import warnings
@@ -16,6 +17,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support import killed_saves
+from support.commands import called
 from support.damages import flip_last_bit
 from support.forked import printed
 from support.workers import run
@@ -216,6 +218,18 @@ def test_a_run_of_which_the_only_step_has_lost_its_manifest_does_not_begin_anew(
     (tmp_path / "step-00000001" / "muonckpt.json").unlink()
     with pytest.raises(DamageError, match=r"its muonckpt\.json is missing"):
         Series(tmp_path).restore(state(-1))
+
+
+def test_the_warning_of_a_newer_step_ends_with_the_command_that_says_how_to_have_it(tmp_path):
+    for step in (1, 2):
+        Series(tmp_path).save(step, state(step))
+    (tmp_path / "step-00000002" / "muonckpt.json").unlink()
+    with pytest.warns(RuntimeWarning, match="is not whole: .* instead") as told:
+        assert restored(Series(tmp_path)) == 1
+    command = shlex.split(str(told[0].message).rpartition("Whether it can be had: muonckpt ")[2])
+    [cure] = re.findall(r"^\(a\) muonckpt (.*)$", called(*command).stdout, re.MULTILINE)
+    assert called(*shlex.split(cure)).returncode == 0
+    assert restored(Series(tmp_path)) == 2
 
 
 def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_path):

@@ -525,7 +525,8 @@ class Series:
             return
         for name, fault in newest.faults.items():
             path = self._folder.path(name)
-            warn_on_rank(f"{path} is not whole: {fault}; {consequence}", RuntimeWarning)
+            message = f"{path} is not whole: {fault}; {consequence}. Whether it can be had: muonckpt verify {path}"
+            warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
             warn_on_rank(message, RuntimeWarning)
