@@ -385,7 +385,7 @@ class JointLoad:
             raise UnseenError(f"rank {dist.get_rank()} does not see a file: {error}") from error
 
     def _has_lost_files(self) -> bool:
-        return not is_there(self._place) or bool(diagnosis_by_files(self._checkpoint, None))
+        return not is_there(self._place) or bool(diagnosis_by_files(self._checkpoint))
 
     def _open_chunks(self, agreement: _Agreement) -> ChunkReader:
         """Plan who reads what, and open the items of this rank's chunks."""

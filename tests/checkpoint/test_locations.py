@@ -273,4 +273,4 @@ def test_a_rank_that_sees_another_file_without_checksums_reads_it_by_its_own_hea
     assert all(torch.equal(state[key], value) for state in states for key, value in VALUES.items())
     (tmp_path / "1" / "c.safetensors").unlink()
     first, second = run(2, in_sight_of_its_own, str(tmp_path))
-    assert first == second and "c.safetensors" in first and "(rank 1)" in first and "UNUSABLE" not in first
+    assert first == second and "rank 1 does not see c.safetensors" in first and "UNUSABLE" not in first

@@ -42,7 +42,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 def apart(rank: int, world: int, root: str, lost: str) -> dict[str, str]:
     """Save two steps where both ranks see them, then call where the second rank sees other files."""
-    former, state = os.getcwd(), sharded()
+    former, state = Path.cwd(), sharded()
     os.chdir(f"{root}/0")
     try:
         with muonckpt.Series(f"{HERE}/run") as series:
