@@ -6,6 +6,7 @@ import signal
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
-from muonckpt.optimizer.groups import Rule
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'integrations')")
 
@@ -208,7 +210,8 @@ def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str])
     names = script("lightning.md")
     with as_launched(rank, world), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        names["Rule"] = lambda kind, name: Rule(kind, (name, "1.up.weight"))
+        rules = [Rule("other", "1.up.weight"), MODULE_TYPES]
+        names["Muon"] = SimpleNamespace(for_model=partial(Muon.for_model, rules=rules))
         names["MuonckptStrategy"] = partial(names["MuonckptStrategy"], fresh=fresh)
         told = raised(names["train"], folder, world, "fsdp2", resume)
         return told, "\n".join(str(warning.message) for warning in caught)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ KINDS = ["padded-nscost", "decoupled-total-order"]
 """The layouts of Megatron's main branch and of its branch dev."""
 
 
-def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
+def train(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
     """The script; whole parameters, and who owns matrices."""
     with as_launched(rank, world):
-        model, optimizer = script("megatron.md")["train"](f"{folder}/saved", kind, resume)
+        model, optimizer = script("megatron.md")["train"](folder, kind)
         return {
             "parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
             "owners": set(optimizer.buffers[0].owners.values()),
@@ -50,8 +51,8 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, saved, re
     """Also in the other layout."""
     folder, _ = uninterrupted[KINDS[0], saved]
     for kind in KINDS:
-        (tmp_path / kind).mkdir()
-        result = run(resumed, train, kind, str(tmp_path / kind), str(folder / "saved"))[0]
+        copytree(folder, tmp_path / kind)
+        result = run(resumed, train, kind, str(tmp_path / kind))[0]
         gap = distance(result, uninterrupted[kind, resumed][1])
         assert gap == 0 if (saved, kind) == (resumed, KINDS[0]) else gap < 2e-5
 
@@ -59,8 +60,9 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, saved, re
 def test_a_run_becomes_a_checkpoint_that_megatron_reads(uninterrupted, tmp_path):
     folder, _ = uninterrupted[KINDS[0], 2]
     options = {"to_dialect": "torch_dist_chained", "format": "torch_dist"}
-    muonckpt.convert(folder / "saved", tmp_path / "iter_0000003", **grouped(**options))
-    ours, theirs = (muonckpt.verify(path).fingerprints for path in (folder / "saved", tmp_path / "iter_0000003"))
+    saved = folder / "step-00000002"
+    muonckpt.convert(saved, tmp_path / "iter_0000003", **grouped(**options))
+    ours, theirs = (muonckpt.verify(path).fingerprints for path in (saved, tmp_path / "iter_0000003"))
     name, slot = "blocks.0.up.weight", "momentum_buffer"
     assert theirs[f"chained_0.optimizer.state.{slot}.{name}"] == ours[f"optimizer.state.{name}.{slot}"]
     assert theirs[name] == ours[f"model.{name}"]
