@@ -95,16 +95,6 @@ class Schedule:
     stages: tuple[Stage, ...]
     digest: bytes
 
-    def params(self) -> list[list[int]]:
-        """Return, by stage, the parameters of which this rank holds or owns something that the stage needs."""
-        of_unit = np.array([unit.param for unit in self.units], np.int64)
-        params = []
-        for stage in self.stages:
-            tensors = stage.gather.sends.source, stage.gather.local.source, stage.scatter.receives.target, stage.owned
-            units = np.concatenate(tensors).astype(np.int64) % max(1, len(of_unit))
-            params.append(np.unique(of_unit[units]).tolist())
-        return params
-
 
 @dataclass(frozen=True, slots=True)
 class Work:

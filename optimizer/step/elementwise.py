@@ -77,12 +77,15 @@ class LocalTensors:
         all_gradients = cast("Sequence[Tensor]", self.gradients)
         for numbers in lists:
             rate = 1 - self.groups[numbers[0]]["momentum"]
-            gradients = [all_gradients[number] for number in numbers]
-            for momenta, added in cut_portions([[self.momenta[number] for number in numbers], gradients]):
-                with rounded_once(momenta) as [exact]:
-                    dtype = exact[0].dtype
-                    widened = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in added]
-                    interpolate_(exact, widened, rate)
+            momenta, gradients = ([tensors[number] for number in numbers] for tensors in (self.momenta, all_gradients))
+            dtype = exact_dtype(momenta[0])
+            if all(tensor.dtype == dtype for tensor in (*momenta, *gradients)):
+                interpolate_(momenta, gradients, rate)
+                continue
+            # Copies in float32 are of a portion at a time.
+            for portion, added in cut_portions([momenta, gradients]):
+                with rounded_once(portion) as [exact]:
+                    interpolate_(exact, [tensor.to(dtype) for tensor in added], rate)
 
     def equal_momenta(self, numbers: Iterable[int]) -> list[list[int]]:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
@@ -125,15 +128,12 @@ def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:
     """Return, by stage, the parameters of which it is the first to need the momentum; those that none needs come with
     the first.
     """
-    stages = schedule.params()
-    first: dict[int, int] = {}
-    for stage in reversed(range(len(stages))):
-        first |= dict.fromkeys(stages[stage], stage)
-    # A parameter that no stage needs has momentum all the same.
-    lists: list[list[int]] = [[] for _ in stages]
-    for param in range(count):
-        lists[first.get(param, 0)].append(param)
-    return lists
+    of_unit, first = np.array([unit.param for unit in schedule.units], np.int64), np.zeros(count, np.int64)
+    for number, stage in reversed(list(enumerate(schedule.stages))):
+        tensors = stage.gather.sends.source, stage.gather.local.source, stage.scatter.receives.target, stage.owned
+        units = np.concatenate(tensors).astype(np.int64) % max(1, len(of_unit))
+        first[of_unit[units]] = number
+    return [np.flatnonzero(first == number).tolist() for number in range(len(schedule.stages))]
 
 
 @dataclass(frozen=True, slots=True)
