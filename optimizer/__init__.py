@@ -1,10 +1,10 @@
 """A complete Muon for sharded training: ``Muon`` is a ``torch.optim.Optimizer``.
 
-``groups`` sorts a model's parameters by rules, ``methods/`` has the algorithms, ``planning/`` decides who does which
-matrix, ``step/`` runs an update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, ``ground/`` has tools,
-and ``layer_wise/`` is a runtime for whole matrices with owners.  ``options`` checks hyper-parameters, whose defaults
-are in ``muonckpt/names/vocabulary``; ``state`` follows parameters that a framework replaces, ``restoration`` loads it;
-``megatron_fsdp`` is an adapter.  Open ``muon`` first.
+``groups`` sorts a model's parameters, with ``rules``, ``families``, ``decisions`` and ``questions``; ``methods/`` has
+the algorithms, ``planning/`` decides who does which matrix, ``step/`` runs an update, ``newton_schulz/`` is the
+arithmetic, ``triton/`` its kernels, ``ground/`` has tools, and ``layer_wise/`` is a runtime for whole matrices with
+owners.  ``options`` checks hyper-parameters, whose defaults are in ``muonckpt/names/vocabulary``; ``state`` follows
+parameters that a framework replaces, ``restoration`` loads it; ``megatron_fsdp`` is an adapter.  Open ``muon`` first.
 """
 
 from .clipping import clip_grad_norm_

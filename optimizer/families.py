@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from .planning.matrices import Split
-from .rules import CONVOLUTIONS, Rule, split_by_groups
+from .rules import CONVOLUTIONS, Rule
 
 _COMMON = (
     Rule("embedding", module=nn.Embedding, attribute="weight"),
@@ -59,7 +59,7 @@ _HF_EXPERTS = (
 )
 
 MODULE_TYPES = _ready(
-    *(Rule("convolution", module=kind, attribute="weight", split=split_by_groups) for kind in CONVOLUTIONS),
+    *(Rule("convolution", module=kind, attribute="weight") for kind in CONVOLUTIONS),
     Rule("matrix", module=nn.Linear, attribute="weight"),
     Rule("experts", dims=(3,), where=is_stacked_mlp),
     Rule("experts", dims=(3,), where=gate_over_up),

@@ -36,7 +36,6 @@ from .rules import (
     is_convolution,
     is_no_convolution,
     layers_of,
-    split_by_groups,
     stacked_qkv,
 )
 
@@ -58,7 +57,6 @@ __all__ = [
     "UnsortedError",
     "grouped_qkv",
     "sort_parameters",
-    "split_by_groups",
     "stacked_qkv",
 ]
 
@@ -229,7 +227,7 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
         for rule in layer:
             reasons += [(rule, reason) for reason in map(rule.reason, uses) if reason]
         if reasons:
-            rule, why = _agreed_rule(reasons, is_shared=len(uses) > 1)
+            rule, why = _agreed_rule(reasons, uses)
             flatten = KINDS[rule.kind].flatten
             try:
                 if rule.kind == "experts" and is_in(uses, *CONVOLUTIONS):
@@ -240,7 +238,7 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
             except ValueError as error:
                 raise UnclearError(str(error), usual_rule) from error
             # Its kind has been checked to have rows and columns.
-            split = next(rule.split_in(use.owner) for use in uses if rule.reason(use))
+            split = _split_in(rule, uses)
             return decision if split == WHOLE else replace(decision, fused=split.of(shape, flatten))
     raise UnselectedError("no rule selects it", usual_rule)
 
@@ -260,15 +258,19 @@ def _usual_rule(uses: Sequence[Use], names: tuple[str, ...]) -> Rule:
     return Rule("other", names)
 
 
-def _agreed_rule(reasons: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[Rule, str]:
+def _split_in(rule: Rule, uses: Sequence[Use]) -> Split:
+    return next(rule.split_in(use.owner) for use in uses if rule.reason(use))
+
+
+def _agreed_rule(reasons: Sequence[tuple[Rule, str]], uses: Sequence[Use]) -> tuple[Rule, str]:
     """Return the rule on which a layer's rules agree, and its reason."""
     rules = list(dict.fromkeys(rule for rule, _ in reasons))
-    if all((rule.kind, rule.split or WHOLE) == (rules[0].kind, rules[0].split or WHOLE) for rule in rules):
+    if len({(rule.kind, _split_in(rule, uses)) for rule in rules}) == 1:
         return reasons[0]
     embedding = next(((rule, why) for rule, why in reasons if rule.kind == "embedding"), None)
     # A rule for a module type does not know that its parameter is an embedding elsewhere; a rule with names does.
     is_tied = all(rule.kind in ("embedding", "head") or is_typed_matrix(rule) for rule in rules)
-    if is_shared and embedding and is_tied:
+    if len(uses) > 1 and embedding and is_tied:
         return embedding[0], f"{embedding[1]} (tied)"
     winner = next((rule for rule in rules if rule.names), rules[0])
     listed = " and ".join(map(repr, rules))

@@ -14,7 +14,7 @@ from ..names.resumption import in_globs
 from ..names.wording import find_heads, folded, unnumbered
 from .decisions import Decision
 from .families import FUSED, GATED
-from .rules import Rule, Use, split_by_groups
+from .rules import Rule, Use
 
 Uses = Mapping[Tensor, Sequence[Use]]
 Results = Mapping[Tensor, Decision | ValueError]
@@ -129,8 +129,7 @@ def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, s
 
 def _knows_fused(rule: Rule, name: str) -> bool:
     """Return whether a rule says which matrices a projection of this name holds: it has a split, or spells it out."""
-    has_split = rule.split is not None and rule.split is not split_by_groups
-    return has_split or any(name in selector for selector in (*rule.patterns, rule.attribute or ""))
+    return rule.split is not None or any(name in selector for selector in (*rule.patterns, rule.attribute or ""))
 
 
 def _arguments(

@@ -56,13 +56,6 @@ def is_no_convolution(module: nn.Module) -> bool:
     return not is_convolution(module)
 
 
-def split_by_groups(convolution: nn.Module) -> Split:
-    """Return the split of a convolution's weight into a matrix for each of its groups: equal parts of the first dim,
-    which is the out channels, or the in channels of a transposed convolution.
-    """
-    return Split(convolution.groups)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, slots=True)
 class Use:
     """One place of a parameter in a model: its qualified name, its module, and its name there."""
@@ -85,8 +78,8 @@ class Rule:
         attribute: name of the parameter in that module.
         dims: numbers of dims of the parameter.
         where: a condition on that module.
-        split: the matrices that are fused in the parameter, or a function of that module that returns them.  None: one
-            matrix, unless the parameter has a known fused name (`families.FUSED`), which these names have to spell out.
+        split: the matrices that are fused in the parameter.  None: one, or one for each group of a convolution; then
+            ``names`` have to spell a known fused name out (`families.FUSED`).
         optional: selecting nothing is no error, as in a set for several models.
         why: a reason, shown with the decision.
     """
@@ -98,7 +91,7 @@ class Rule:
     attribute: str | None = None
     dims: tuple[int, ...] | None = None
     where: Callable[[nn.Module], bool] | None = None
-    split: Split | Callable[[nn.Module], Split] | None = None
+    split: Split | None = None
     optional: bool = False
     why: str = ""
 
@@ -115,8 +108,14 @@ class Rule:
         return (self.names,) if isinstance(self.names, str) else self.names or ()
 
     def split_in(self, module: nn.Module) -> Split:
-        """Return the matrices that are fused in a parameter of this module."""
-        return self.split(module) if callable(self.split) else self.split or WHOLE
+        """Return the matrices that are fused in a parameter of this module.
+
+        The groups of a convolution are equal parts of the first dim: the out channels, or the in channels of a
+        transposed one.
+        """
+        if self.split is None and self.kind == "convolution" and isinstance(module, CONVOLUTIONS):
+            return Split(module.groups)
+        return self.split or WHOLE
 
     def reason(self, use: Use) -> str | None:
         """Return in words why this rule selects a parameter, or None."""

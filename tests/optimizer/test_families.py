@@ -372,7 +372,10 @@ def test_a_family_without_a_gate_does_not_take_a_query_with_one_for_one_matrix()
     with pytest.raises(UnsortedError) as asked:
         sort_parameters(model, QWEN)
     assert "'*.q_proj': (q, gate)" in asked.value.arguments["split"]
-    assert "split=split_by_groups" in asked.value.arguments["rules"]
+    rules = eval(asked.value.arguments["rules"], {"Rule": Rule, "RULES": QWEN})
+    split = ASKED["qwen3_5_text"][1]
+    [convolution, *_] = [d for d in sort_parameters(model, rules, split=split) if d.kind == "convolution"]
+    assert convolution.fused.pieces == (1,) * convolution.shape[0], "a depthwise one has a matrix for each channel"
     named = [[Rule("matrix", ("*.q_proj.weight", "*.in_proj_qkv.weight"))], MODULE_TYPES]
     assert {decision.kind for decision in sort_parameters(model, named, head="lm_head")} >= {"matrix", "head"}
 

@@ -154,7 +154,7 @@ def test_the_rule_to_write_for_a_bare_parameter(shape, kind):
     conv = tree({"conv": nn.Conv1d(4, 6, 3, bias=False)})
     with pytest.raises(UnsortedError) as refused:
         sort_parameters(conv, (Rule("head", (), optional=True),))
-    assert refused.value.arguments == {"rules": "[[Rule('convolution', 'conv.weight', split=split_by_groups)], RULES]"}
+    assert refused.value.arguments == {"rules": "[[Rule('convolution', 'conv.weight')], RULES]"}
 
 
 @pytest.mark.parametrize(

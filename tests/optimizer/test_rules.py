@@ -23,7 +23,6 @@ from muonckpt.optimizer.groups import (
     Split,
     grouped_qkv,
     sort_parameters,
-    split_by_groups,
     stacked_qkv,
 )
 
@@ -128,9 +127,7 @@ def test_a_convolution_is_never_taken_for_experts():
         "conv.weight [4, 4, 2] in Conv1d: a convolution's weight is one matrix of its first dim and all others, and no "
         "stack of experts",
     ]
-    with pytest.raises(
-        ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight', split=split_by_groups\)\], RULES\]"
-    ):
+    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight'\)\], RULES\]"):
         sort_parameters(model, [experts])
     assert kinds(sort_parameters(model, [Rule("convolution", "conv.weight")], [experts])) == {
         "conv.weight": "convolution"
@@ -169,8 +166,9 @@ def test_a_convolution_is_a_matrix_for_each_of_its_groups(name):
 
 def test_a_rule_of_ones_own_says_whether_groups_are_matrices():
     model = tree({"depthwise": nn.Conv2d(4, 4, 3, groups=4, bias=False), "up": linear(3, 4)})
-    whole = Rule("convolution", "depthwise.weight")
-    for rule, options in ((whole, {}), (replace(whole, split=split_by_groups), {"pieces": (1, 1, 1, 1)})):
+    by_groups = Rule("convolution", "depthwise.weight")
+    whole = replace(by_groups, split=Split())
+    for rule, options in ((whole, {}), (by_groups, {"pieces": (1, 1, 1, 1)})):
         matrices, kernels = sort_parameters(model, [rule], MODULE_TYPES).groups()
         assert {key: value for key, value in kernels.items() if key not in ("algorithm", "params")} == {
             "flatten": True, **options,
