@@ -158,6 +158,8 @@ def _row(tensor: TensorDifference) -> tuple[object, ...]:
         shapes = [" x ".join(map(str, shape)) or "scalar" for shape in (shape_a, shape_b)]
         return name, f"shape {', '.join(shapes)}", *("-" * 6)
     share = f"all {s.elements}" if s.changed == s.elements else f"{s.changed} of {s.elements}"
+    if tensor.by == "bits":
+        return name, share, *("-" * 6)
     cosine = "-" if s.cosine is None else f"{s.cosine:.6f}"
     norms = f"{s.norm_a:.4g}", f"{s.norm_b:.4g}", f"{s.rms_change:.4g}"
     return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *norms
@@ -182,7 +184,7 @@ def _summary(difference: Difference) -> Iterator[str]:
     ways = Counter(tensor.by for tensor in difference.tensors)
     labels = {"same": "same", "moved": "moved only", "close": "within the tolerance", "changed": "changed"}
     parts = ", ".join(f"{counts[status]} {labels[status]}" for status in labels if counts[status] or status == "same")
-    details = [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "shape") if ways[way]]
+    details = [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "bits", "shape") if ways[way]]
     details.append(f"{size(difference.read)} read" if difference.read else "nothing read")
     yield f"{counted(len(difference.tensors), 'tensor')} in both: {parts} ({', '.join(details)})"
     nonfinite = [tensor.key for tensor in difference.tensors if tensor.statistics and tensor.statistics.nonfinite_b]

@@ -10,6 +10,7 @@ import click
 
 from ..converters.compare.stats import STATS_MEMORY, CheckpointStats, stats
 from ..names.wording import counted
+from ..programs.quantised import describe_quantised
 from ..store.io.location import Location
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
@@ -64,6 +65,8 @@ def stats_command(
     updates = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in figures.updates]
     print_section(("weights since the earlier", "RMS of change", "per step", "lr", "factor"), updates)
     print_line()
+    if figures.quantised:
+        print_line(f"not measured: {describe_quantised(figures.quantised)}")
     for finding in figures.health:
         print_line(f"look at: {finding.message}", fg="red")
         print_line(f"         usually {finding.means}")

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..names.errors import called_like, warn_on_rank
+from ..names.renaming import WRAPPERS
 from ..names.resumption import in_globs
 from ..names.vocabulary import FUSION, GROUP_OPTIONS, MOMENTUM_DTYPE, STATE_DTYPE
 from .decisions import FAMILIES, Decisions
-from .groups import NO_SPLITS, WRAPPERS, Heads, Splits, UnsortedError, layers_for, sort_by_layers, sort_parameters
+from .groups import NO_SPLITS, Heads, Splits, UnsortedError, layers_for, sort_by_layers, sort_parameters
 from .methods.scalar import SCALARS
 from .options import FLAG, as_numbers, check_value, params_of
 from .rules import KINDS, Rule, Rules

@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..names.errors import called_like, did_you_mean
+from ..names.renaming import WRAPPERS
 from .decisions import FROZEN, Decision, Decisions
 from .families import DEEPSEEK, LLAMA, LORA, MIXTRAL, MODULE_TYPES, QWEN, TORCHTITAN
 from .planning.matrices import Fused, Split
@@ -64,9 +65,6 @@ FSDP1 = (
     "a wrapper such as FSDP1 (FullyShardedDataParallel) flattens parameters and cuts the vector, so that no rank has "
     "matrices; shard the model with fully_shard (FSDP2), in Lightning with ModelParallelStrategy"
 )
-
-WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
 Heads = str | nn.Module | Sequence[str | nn.Module] | EllipsisType | None
 """The output head: a module or its name, several of them, or None if there is none; ``...`` leaves it open."""

@@ -383,6 +383,8 @@ def test_names_of_compiled_and_checkpointed_blocks_are_renamed_by_the_table_to_w
     model, optimizer = wrapped(saved_as)
     truth = by_plain_name(model, optimizer)
     muonckpt.save(as_dict(model, optimizer), "OLD")
+    shown = "'_orig_mod' is a part of 8 names" in called("inspect", "OLD").stdout
+    assert shown == (saved_as == "checkpointed, of compiled")
     for number, kind in enumerate(WRAPPINGS):
         model, optimizer = wrapped(kind)
         state, path = zeroed(as_dict(model, optimizer)), "OLD"

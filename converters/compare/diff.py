@@ -17,6 +17,7 @@ from ...algebra.box import Box
 from ...names.errors import DamageError, MuonckptError, SourceError
 from ...names.wording import fields_of, listed
 from ...programs.model_view import Role
+from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...programs.registry import program
 from ...record.record import by_key, entry_keys, match_keys, names_of
 from ...store.formats.torch_save.plain_item import plain_value
@@ -241,7 +242,8 @@ def _difference(
 class _Side:
     """One of the two checkpoints, perhaps translated; ``is_located`` says whether the places of all elements are known.
 
-    ``look`` sorts its metadata, which takes time and is not always needed.
+    ``look`` sorts its metadata, which takes time and is not always needed.  ``quantised`` has the keys of quantised
+    weights, each with that of its scales.
     """
 
     opened: OpenCheckpoint
@@ -249,6 +251,7 @@ class _Side:
     tensors: Mapping[str, OutputTensor]
     items: Mapping[str, OutputItem]
     is_located: bool
+    quantised: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -268,14 +271,12 @@ class _Side:
             outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in blobs])
         else:
             outputs = Request(program(from_dialect), program(to_dialect)).outputs(opened)
-        return cls(
-            opened,
-            look,
-            by_key(outputs.tensors),
-            by_key(outputs.items),
-            to_dialect is not None,
-            outputs.notes,
-        )
+        tensors_by_key, notes = by_key(outputs.tensors), outputs.notes
+        quantised = scales_of_quantised(tensor.record for tensor in outputs.tensors)
+        if quantised:
+            notes = (*notes, f"note: {describe_quantised(quantised)}: compared bit by bit, not as numbers")
+        is_located = to_dialect is not None
+        return cls(opened, look, tensors_by_key, by_key(outputs.items), is_located, quantised, notes)
 
     @property
     def place(self) -> str:
@@ -334,7 +335,8 @@ def _compare_tensors(
         total += itemsize(record.dtype) * math.prod(record.shape)
 
     def compare(pair: tuple[StoredSide, StoredSide]) -> TensorDifference:
-        return compare_elements(*pair, tolerance, memory // jobs, lambda count: progress(count, total))
+        are_codes = pair[0].tensor.record.key in a.quantised.keys() | b.quantised.keys()
+        return compare_elements(*pair, tolerance, memory // jobs, lambda count: progress(count, total), are_codes)
 
     with ThreadPoolExecutor(jobs) as pool:
         differences.update(zip(unread_keys, pool.map(compare, pairs), strict=True))

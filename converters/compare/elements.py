@@ -146,10 +146,13 @@ class Statistics:
         )
 
 
-def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tolerance) -> Statistics:
-    """Compare two parts of the same shape.  Types that are not numbers have only counts."""
+def statistics_of(
+    a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tolerance, are_codes: bool = False
+) -> Statistics:
+    """Compare two parts of the same shape.  Types that are not numbers, and codes, have only counts."""
     is_same_type = a_dtype == b_dtype
-    numbers = [as_float64(a, a_dtype), as_float64(b, b_dtype)] if has_numbers(a_dtype) and has_numbers(b_dtype) else []
+    are_numbers = has_numbers(a_dtype) and has_numbers(b_dtype) and not are_codes
+    numbers = [as_float64(a, a_dtype), as_float64(b, b_dtype)] if are_numbers else []
     if not numbers or numbers[0].size != numbers[1].size:
         is_comparable = a.shape == b.shape and a.dtype == b.dtype
         changed = int(np.count_nonzero(a != b)) if is_comparable else a.size
@@ -200,6 +203,9 @@ BYTES_PER_ELEMENT = 80
 SAME, MOVED, CLOSE, CHANGED = "same", "moved", "close", "changed"
 """The same bits in the same boxes; in other boxes; other bits within the tolerance; and anything else."""
 
+ELEMENTS, BITS = "elements", "bits"
+"""Whether tensors were compared as numbers, or as codes that are none without their scales."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
@@ -207,7 +213,8 @@ class TensorDifference:
 
     Attributes:
         status: ``same``, ``moved`` (the same elements in other boxes), ``close`` (within the tolerance), ``changed``.
-        by: ``fingerprint`` if no element was read, else ``elements``; ``shape`` if shapes differ.
+        by: ``fingerprint`` if no element was read, else ``elements``; ``bits`` if these are codes of quantised weights;
+            ``shape`` if shapes differ.
         statistics: None if elements were not read.
     """
 
@@ -223,7 +230,9 @@ class TensorDifference:
         names = ("elements", "changed", "far", "max_abs", "max_rel", "norm_a", "norm_b", "rms_change", "cosine",
                  "nonfinite_a", "nonfinite_b")  # fmt: skip
         statistics = dict.fromkeys(names)
-        if self.statistics is not None:
+        if self.statistics is not None and self.by == BITS:
+            statistics |= {"elements": self.statistics.elements, "changed": self.statistics.changed}
+        elif self.statistics is not None:
             statistics = {name: getattr(self.statistics, name) for name in names}
         return {"key": self.key, "status": self.status, "by": self.by, "shapes": self.shapes, "dtypes": self.dtypes,
                 **statistics}  # fmt: skip
@@ -255,11 +264,17 @@ def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:
 
 
 def compare_elements(
-    a: StoredSide, b: StoredSide, tolerance: Tolerance, memory: int, passed: Callable[[int], None]
+    a: StoredSide,
+    b: StoredSide,
+    tolerance: Tolerance,
+    memory: int,
+    passed: Callable[[int], None],
+    are_codes: bool = False,
 ) -> TensorDifference:
     """Compare two tensors of the same shape.
 
     Args:
+        are_codes: one of them is quantised.
         memory: bytes to use.
         passed: receives bytes that have been compared.
     """
@@ -270,10 +285,11 @@ def compare_elements(
     statistics = Statistics()
     for band in bands(Box.of(record_a.shape), max(memory // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:
-            statistics += statistics_of(a.words(box), record_a.dtype, b.words(box), record_b.dtype, tolerance)
+            words = a.words(box), record_a.dtype, b.words(box), record_b.dtype
+            statistics += statistics_of(*words, tolerance, are_codes)
             passed(box.numel * (itemsize(record_a.dtype) + itemsize(record_b.dtype)))
     status = CHANGED if tolerance.exact or statistics.far else CLOSE
     if statistics.changed == 0 and record_a.dtype == record_b.dtype:
         status = SAME if a.boxes() == b.boxes() else MOVED
     shapes, dtypes = (record_a.shape, record_b.shape), (record_a.dtype, record_b.dtype)
-    return TensorDifference(record_a.key, status, "elements", shapes, dtypes, statistics)
+    return TensorDifference(record_a.key, status, BITS if are_codes else ELEMENTS, shapes, dtypes, statistics)

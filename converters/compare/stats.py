@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from ...names.errors import SourceError
 from ...names.wording import Finding, fields_of, unnumbered
 from ...programs.model_view import Role, matrix_sides
+from ...programs.quantised import scales_of_quantised
 from ...record.record import StateRecord, by_key, match_keys, names_of
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
@@ -46,6 +47,7 @@ class CheckpointStats:
         tensors: figures of weights, momentum, masters and moments.
         updates: of the weights that both checkpoints have.
         health: what looks odd, with what it usually means.
+        quantised: the keys of quantised weights, which are codes and not measured, each with that of its scales.
     """
 
     checkpoint: str
@@ -54,6 +56,7 @@ class CheckpointStats:
     tensors: tuple[TensorFigures, ...]
     updates: tuple[WeightUpdate, ...]
     health: tuple[Finding, ...]
+    quantised: Mapping[str, str] = field(default_factory=dict)
 
     def folded(self) -> tuple[Mapping[str, Any], ...]:
         """Summarise tensors with layers folded, by parameter and role.
@@ -142,6 +145,8 @@ Measurable = Sequence[tuple[Role, StateRecord]]
 def measurable(look: FirstLook, select: Sequence[str] = ()) -> Measurable:
     """Choose weights, momentum, masters and moments that match, or all tensors if the program is unknown.
 
+    Quantised weights are left out: their elements are codes.
+
     Raises:
         TargetError: a pattern matches nothing.
     """
@@ -152,7 +157,8 @@ def measurable(look: FirstLook, select: Sequence[str] = ()) -> Measurable:
         tensors = [(Role.OTHER, tensor) for tensor in look.manifest.tensors if tensor.shape]
     names, noun = names_of(look.manifest.tensors), "tensor of weights or state"
     keys = match_keys(select, [tensor.key for _, tensor in tensors], names, noun)
-    return [(role, tensor) for role, tensor in tensors if tensor.key in keys]
+    quantised = scales_of_quantised(look.manifest.tensors)
+    return [(role, tensor) for role, tensor in tensors if tensor.key in keys and tensor.key not in quantised]
 
 
 def measured(
@@ -225,7 +231,8 @@ def stats_of(
     steps = earlier_look.step if earlier_look else None, look.step
     updates = tuple(_updates(look, steps, changes))
     since = str(earlier.path) if earlier else None
-    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(_health(tensors, updates)))
+    health, quantised = tuple(_health(tensors, updates)), scales_of_quantised(look.manifest.tensors)
+    return CheckpointStats(str(opened.path), since, steps, tensors, updates, health, quantised)
 
 
 def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:

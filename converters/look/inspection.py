@@ -15,8 +15,10 @@ from typing import Any
 
 from ...algebra.box import box_at
 from ...names.errors import SourceError, TargetError
+from ...names.renaming import wrappers_in
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
 from ...programs.model_view import ModelView, Role
+from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...record.columns import UNKNOWN
 from ...record.record import Manifest, StateRecord, by_key, entry_keys, find_key, match_keys, names_of
 from ...store.io.limits import gc_paused
@@ -63,6 +65,8 @@ class Inspection:
         balance: how evenly the files of ranks hold ``bytes`` and, if each matrix is whole on a rank, ``newton_schulz``
             (FLOPs of one iteration); each None if unknown.
         buffers: `buffer_summary` of the flat buffers.
+        quantised: the keys of quantised weights, each with the key of its scales.
+        wrappers: parts that wrappers have put into names of parameters, and into how many.
         slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
         checks: the numbers of chunks by the best checksum in the metadata: ``digest``, ``crc32``, ``in_the_item``
             (known when it is opened).  `verify` says whether they hold.
@@ -94,6 +98,8 @@ class Inspection:
     cuts: tuple[Mapping[str, Any], ...]
     balance: Mapping[str, Any]
     buffers: tuple[Mapping[str, Any], ...]
+    quantised: Mapping[str, str]
+    wrappers: Mapping[str, int]
     slots: tuple[Mapping[str, Any], ...]
     checks: Mapping[str, int]
     verified: Verification | None
@@ -255,6 +261,8 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         cuts=tuple({"cut": cut, "tensors": count} for cut, count in Counter(map(cut_text, tensors)).most_common()),
         balance=_balance(manifest, view),
         buffers=_buffers(manifest.provenance),
+        quantised=scales_of_quantised(tensors),
+        wrappers=wrappers_in(view.parameters),
         slots=tuple({"slot": slot or NO_STATE, **_sizes(members)} for slot, members in by_slot.items()),
         checks=_checks(manifest),
         verified=diagnosis.verified,
@@ -406,6 +414,10 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     empty = f" and {inspection.empty_chunks} empty" if inspection.empty_chunks else ""
     chunks = f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}{empty}, {size(inspection.bytes)}"
     yield "tensors", f"{chunks}; {items}"
+    if inspection.quantised:
+        yield "quantised", describe_quantised(inspection.quantised)
+    for part, count in inspection.wrappers.items():
+        yield "wrapper", f"{part!r} is a part of {counted(count, 'name')}, as the program's wrapper has put it there"
     layouts = [f"{counted(layout['tensors'], 'tensor')} {_layout_text(layout)}" for layout in inspection.layouts]
     yield from _limited("layout", layouts)
     cuts = [f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MAX_CUTS]]

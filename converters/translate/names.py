@@ -7,7 +7,6 @@ its optimizer state.  A table of rules is TOML, so that it can be printed, edite
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,8 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ...names.errors import SourceError, TargetError, did_you_mean
-
-PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
+from ...names.renaming import PLACEHOLDER
 
 
 def _placeholders(pattern: str) -> frozenset[str]:

@@ -7,7 +7,6 @@ shifted.  The result is again a layout, proved to tile its tensor, to which furt
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +16,10 @@ from itertools import chain
 from ...algebra.box import Box, Index, flat_boxes, row_major
 from ...algebra.layout import Fragment, Piece, TensorLayout, stacked, through
 from ...names.errors import LayoutError, about
+from ...names.renaming import compiled, filled
 from ...names.wording import listed
 from ...record.chunks import Chunks
-from .names import PLACEHOLDER, NameRule, NameRules
-
-_ESCAPED_PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
-
+from .names import NameRule, NameRules
 
 JoinedRows = tuple[tuple[int, ...], int]
 """The rows of each part that was joined to a parameter, in one turn, and the number of turns."""
@@ -79,7 +76,7 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
                 is_numbered = rule.splits and rule.each is not None
                 patterns = rule.target * len(products) if is_numbered else rule.target
                 for number, (pattern, product) in enumerate(zip(patterns, products, strict=True)):
-                    name = _filled(pattern, {**placeholders, str(rule.each): str(number)})
+                    name = filled(pattern, {**placeholders, str(rule.each): str(number)})
                     if name in results:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
                     # Groups know a product by its new name, or by the whole's, where a program lists that.
@@ -100,7 +97,7 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
     matches: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
     for name in names:
         for index, pattern in enumerate(rule.source):
-            match = _compiled(pattern, rule.each).fullmatch(name)
+            match = compiled(pattern, rule.each).fullmatch(name)
             if match:
                 values = match.groupdict()
                 number = int(values.pop(rule.each)) if rule.each in values else index
@@ -111,21 +108,6 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
         if missing := [number for number in numbers if number not in parts]:
             raise LayoutError(f"rule {rule}: found {', '.join(parts.values())} without part {listed(missing)}")
         yield tuple(parts[number] for number in numbers), dict(placeholders)
-
-
-@lru_cache(maxsize=1024)
-def _compiled(pattern: str, each: str | None) -> re.Pattern[str]:
-    def group(match: re.Match[str]) -> str:
-        name, many = match.groups()
-        if name == each:
-            return f"(?P<{name}>0|[1-9][0-9]*)"
-        return f"(?P<{name}>.+)" if many else f"(?P<{name}>[^.]+)"
-
-    return re.compile(_ESCAPED_PLACEHOLDER.sub(group, re.escape(pattern)))
-
-
-def _filled(pattern: str, values: Mapping[str, str]) -> str:
-    return PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
 
 
 # Splitting and joining.

@@ -165,8 +165,8 @@ class Refusal:
                 quantised[key] = scales
         if not quantised:
             return ""
-        text = describe_quantised(quantised, (records[key].dtype for key in quantised))
-        return f"It has {text}: dequantise them with the program that wrote it; a cast would lose the scales"
+        what = describe_quantised(quantised)
+        return f"It has {what}: dequantise with the program that wrote it, as a cast would lose the scales"
 
     def _renaming(self) -> str:
         """Return the rules that give parameters the names that they have here; empty if that cannot be told exactly."""

@@ -6,14 +6,25 @@ A rule is a pair of patterns.  ``{x}`` stands for one part of a dotted name, ``{
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, product
 from string import ascii_lowercase
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too, mostly."""
+
+
+def wrappers_in(names: Collection[str]) -> dict[str, int]:
+    """Return the parts of names that wrappers have put there, and into how many; ``module`` if all begin with it."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        counts.update(WRAPPERS.intersection(name.split(".")))
+    if names and all(name.startswith("module.") for name in names):
+        counts["module"] = len(names)
+    return dict(sorted(counts.items()))
+
 
 PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
 _ESCAPED_PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it

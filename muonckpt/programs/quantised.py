@@ -33,7 +33,8 @@ def scales_of_quantised(tensors: Iterable[StateRecord]) -> dict[str, str]:
         module, words = (*tensor.path[:-1], *modules), tuple(filter(None, re.split("[_:]", leaf.lower())))
         places = [place for place, word in enumerate(words) if word in _SCALE_WORDS]
         if places:
-            scales[module].setdefault(words[: places[0]], tensor.key)
+            former = scales[module].get(words[: places[0]], tensor.key)  # the scales of scales have longer names
+            scales[module][words[: places[0]]] = min(former, tensor.key, key=len)
         elif _CODE_DTYPES.match(tensor.dtype) or (tensor.dtype == "int32" and not _PACKED_WORDS.isdisjoint(words)):
             codes[tensor.key] = module, leaf, words
     # Scales are beside the codes, under the name of these or alone in the module, or below the codes' name.
@@ -50,8 +51,7 @@ def scales_of_quantised(tensors: Iterable[StateRecord]) -> dict[str, str]:
     return quantised
 
 
-def describe_quantised(quantised: Mapping[str, str], dtypes: Iterable[str]) -> str:
+def describe_quantised(quantised: Mapping[str, str]) -> str:
     """Return what is quantised, in words."""
     key, scales = next(iter(quantised.items()))
-    weights = counted(len(quantised), "quantised weight")
-    return f"{weights} in {', '.join(sorted({*dtypes}))}, such as {key!r} with its scales in {scales!r}"
+    return f"{counted(len(quantised), 'quantised weight')}, such as {key!r} with its scales in {scales!r}"
