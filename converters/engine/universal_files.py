@@ -9,7 +9,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -43,28 +43,29 @@ class UniversalFiles(Container):
             raise TargetError("a universal folder has a file for each tensor: leave out `shard_size=`")
 
     def arrange(self, request: WriteRequest) -> Arranged:
-        content = _Content.of(request)
+        weights, state, groups, run = _sort(request)
         # A file for each weight and each slot of a parameter of a group.
         files: list[OutputFile] = []
         shapes: list[Record] = []
         grouped: set[str] = set()
         last_step = 0
-        for number in sorted(content.options):
-            names = content.names(number)
+        for number, group in enumerate(groups):
+            names = _parameters(group, number, weights, state)
             grouped |= {*names}
-            shapes.append(_ordered_dict({name: _torch_size(content.weights[name].record.shape) for name in names}))
+            shapes.append(_ordered_dict({name: _torch_size(weights[name].record.shape) for name in names}))
             for name in names:
-                for slot, output in {"fp32": content.weights[name], **content.state.get(name, {})}.items():
+                for slot, output in {"fp32": weights[name], **state.get(name, {})}.items():
                     tensor = _tensor(output, 0)
                     if slot == STEP:
                         last_step = max(last_step, int(_scalar(output, request.payloads)))
                     else:
                         tensor = {"param": tensor, "cat_dim": 0}
                     files.append(_archive(f"zero/{name}/{slot}.pt", tensor, [output]))
-        groups = {PARAM_GROUPS: content.groups(), "ds_version": _VERSION}
-        files.append(_archive("zero/optimizer_state.pt", groups, ()))
+        # The groups as the optimizer of the partitions has them, each with one parameter.
+        flat_groups = [{**group, PARAMS: [position]} for position, group in enumerate(groups)]
+        files.append(_archive("zero/optimizer_state.pt", {PARAM_GROUPS: flat_groups, "ds_version": _VERSION}, ()))
         # Other weights, such as buffers, are in the file of the model.
-        others = {name: output for name, output in content.weights.items() if name not in grouped}
+        others = {name: output for name, output in weights.items() if name not in grouped}
         module = {name: _tensor(output, number) for number, (name, output) in enumerate(others.items())}
         model = {
             "optimizer": None,
@@ -73,12 +74,12 @@ class UniversalFiles(Container):
             "ds_config": {},
             "buffer_names": [],
             "shared_params": {},
-            **content.run,
+            **run,
             "mp_world_size": 1,
             "ds_version": _VERSION,
             "module": _ordered_dict(module),
             "param_shapes": shapes,
-            "global_steps": content.run.get("global_steps", last_step),
+            "global_steps": run.get("global_steps", last_step),
             "dp_world_size": 1,
         }
         files.append(_archive("mp_rank_00_model_states.pt", model, [*others.values()]))
@@ -89,75 +90,69 @@ class UniversalFiles(Container):
         """Nothing: the files describe themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What is to be written: weights by name, state by name and slot, options of groups, and values of the run."""
+Weights = Mapping[str, OutputTensor]
+"""Weights by name."""
 
-    weights: Mapping[str, OutputTensor]
-    state: Mapping[str, Mapping[str, OutputTensor]]
-    options: Mapping[int, Mapping[str, Any]]
-    run: Mapping[str, Any]
+State = Mapping[str, Weights]
+"""State by name and slot."""
 
-    @classmethod
-    def of(cls, request: WriteRequest) -> _Content:
-        """Sort the outputs of a request.
+Options = Mapping[str, Any]
+"""Options of a group, or values of the run, by name."""
 
-        Raises:
-            SourceError: DeepSpeed's files have no place for one of them, or need groups that there are not.
-        """
-        # Tensors by name and slot.
-        weights: dict[str, OutputTensor] = {}
-        state: defaultdict[str, dict[str, OutputTensor]] = defaultdict(dict)
-        for output in request.outputs.tensors:
-            match output.record.path:
-                case ("model", str(name)):
-                    weights[name] = output
-                case ("optimizer", "state", str(name), str(slot)):
-                    state[name][slot] = output
-                case path:
-                    raise _no_place_for("the tensor", path)
-        # Options of groups, and values of the run, which are written into the pickles.
-        options: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        run: dict[str, Any] = {}
-        for item in request.outputs.items:
-            data = item.data if item.source is None else checked_blob(request.payloads, item.source)
-            match item.path:
-                case ("optimizer", "param_groups", int(number), str(option)):
-                    options[number][option] = plain_value(data)
-                case ("deepspeed", str(name)):
-                    run[name] = plain_value(data)
-                case path:
-                    raise _no_place_for("item", path)
-        if not options or any(PARAMS not in group for group in options.values()):
-            raise SourceError(
-                "DeepSpeed's files need parameter groups that list their parameters: convert with "
-                '`to_dialect="deepspeed"` from a checkpoint that has groups'
-            )
-        return cls(weights, state, options, run)
 
-    def names(self, number: int) -> list[str]:
-        """Return the parameters of a group, in DeepSpeed's order.
+def _sort(request: WriteRequest) -> tuple[Weights, State, list[Options], Options]:
+    """Return the weights, the state, the options of each group, and the values of the run in a request.
 
-        Raises:
-            SourceError: one has no weight, or another set of slots than its siblings.
-        """
-        names = list(map(str, self.options[number][PARAMS]))
-        slot_sets = {tuple(sorted(self.state.get(name, ()))): name for name in names}
-        weightless = [name for name in names if name not in self.weights]
-        if weightless or len(slot_sets) > 1:
-            several = " and ".join(map(repr, slot_sets.values()))
-            fault = f"none of {weightless[0]!r}" if weightless else f"other slots of {several}"
-            raise SourceError(f"group {number}: expected a weight and the same state for each parameter, found {fault}")
-        if any(MOMENTUM in slots for slots in slot_sets):  # DeepSpeed's Muon sorts them so
-            names.sort(key=lambda name: self.weights[name].record.shape, reverse=True)
-        return names
+    Raises:
+        SourceError: DeepSpeed's files have no place for something, or need groups that there are not.
+    """
+    # Tensors by name and slot.
+    weights: dict[str, OutputTensor] = {}
+    state: defaultdict[str, dict[str, OutputTensor]] = defaultdict(dict)
+    for output in request.outputs.tensors:
+        match output.record.path:
+            case ("model", str(name)):
+                weights[name] = output
+            case ("optimizer", "state", str(name), str(slot)):
+                state[name][slot] = output
+            case path:
+                raise _no_place_for("the tensor", path)
+    # Options and values, which are written into the pickles.
+    groups: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+    run: dict[str, Any] = {}
+    for item in request.outputs.items:
+        data = item.data if item.source is None else checked_blob(request.payloads, item.source)
+        match item.path:
+            case ("optimizer", "param_groups", int(number), str(option)):
+                groups[number][option] = plain_value(data)
+            case ("deepspeed", str(name)):
+                run[name] = plain_value(data)
+            case path:
+                raise _no_place_for("item", path)
+    if not groups or any(PARAMS not in group for group in groups.values()):
+        raise SourceError(
+            "DeepSpeed's files need parameter groups that list their parameters: convert with "
+            '`to_dialect="deepspeed"` from a checkpoint that has groups'
+        )
+    return weights, state, [groups[number] for number in sorted(groups)], run
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the groups as the optimizer of the partitions has them, each with one parameter."""
-        groups = []
-        for position, number in enumerate(sorted(self.options)):
-            groups.append({**self.options[number], PARAMS: [position]})
-        return groups
+
+def _parameters(group: Options, number: int, weights: Weights, state: State) -> list[str]:
+    """Return the names of a group's parameters, in DeepSpeed's order.
+
+    Raises:
+        SourceError: one has no weight, or another set of slots than its siblings.
+    """
+    names = list(map(str, group[PARAMS]))
+    slot_sets = {tuple(sorted(state.get(name, ()))): name for name in names}
+    weightless = [name for name in names if name not in weights]
+    if weightless or len(slot_sets) > 1:
+        several = " and ".join(map(repr, slot_sets.values()))
+        fault = f"none of {weightless[0]!r}" if weightless else f"other slots of {several}"
+        raise SourceError(f"group {number}: expected a weight and the same state for each parameter, found {fault}")
+    if any(MOMENTUM in slots for slots in slot_sets):  # DeepSpeed's Muon sorts them so
+        names.sort(key=lambda name: weights[name].record.shape, reverse=True)
+    return names
 
 
 def _no_place_for(noun: str, path: Sequence[str | int]) -> SourceError:
