@@ -19,7 +19,7 @@ from support import sweep, workers
 from support.commands import cli
 from support.forked import Scripts
 from support.golden import golden
-from support.launched import STRUCK, Commands, environment, free_port, together
+from support.launched import STRUCK, environment, free_port, together
 from support.resharded import contents, make_job, nothing_but, plan_job, tensors_only
 from support.sharded import edit
 from support.trees import tree
@@ -236,11 +236,15 @@ def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path)
     job = plan_job(tmp_path / "source", RANKS)
     payload = max((c.payload for t in job.manifest.tensors for c in t.chunks), key=lambda payload: payload.length)
     edit(tmp_path / "source" / payload.file, payload.offset)
-    with Commands("reshard", tmp_path / "source", tmp_path / "out", "--mesh", "dp=2") as started:
+    (tmp_path / "told").mkdir()
+    port = free_port()
+    variables = [environment(rank, 2, port) | {"GLOO_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    command = (STRUCK[1], 0, "none", "reshard", tmp_path / "source", tmp_path / "out", "--mesh", "dp=2")
+    with Scripts(tmp_path / "told", variables, *command) as started:
         ended = started.ended([0, 1])
     assert [code for code, _, _ in ended] == [3, 3]
     assert all(out == "" and "is damaged" in told and told.count("muonckpt:") == 1 for _, out, told in ended), ended
-    assert nothing_but(tmp_path, "source")
+    assert nothing_but(tmp_path, "source", "told")
 
 
 @pytest.mark.exhaustive

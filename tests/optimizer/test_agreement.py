@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.failing import OutOfMemory, raised
 from support.layer_wise_training import Net, gradients, groups
 from support.workers import run
@@ -79,7 +80,7 @@ def differing_options(rank: int, world: int, replicated: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("replicated", sweep([False, True], True))
 def test_options_that_differ_are_named_on_every_rank(replicated: bool) -> None:
     for messages in run(3, differing_options, replicated):
         for (name, _, _), message in zip(OPTIONS, messages, strict=True):

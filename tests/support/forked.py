@@ -1,7 +1,4 @@
-"""Scripts as processes of their own that need not import torch: forked from the server of `support.workers`.
-
-What starting a program adds, `support.launched.Commands` has: its modules, and the time that they take.
-"""
+"""Scripts as processes of their own that need not import torch: forked from the server of `support.workers`."""
 
 from __future__ import annotations
 

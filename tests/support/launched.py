@@ -1,11 +1,10 @@
-"""One reshard done by several workers: in the processes of `support.workers`, or as commands of their own."""
+"""One reshard done by several workers, in the processes of `support.workers`."""
 
 from __future__ import annotations
 
 import os
 import random
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.workers import joined
 from muonckpt.store.io.location import location
 from support import workers
-from support.commands import COMMAND
 
 STRUCK = [sys.executable, str(Path(__file__).with_name("struck.py"))]
 
@@ -57,37 +55,3 @@ def free_port() -> int:
             listener.bind(("127.0.0.1", port))
             return port
     raise OSError("no port is free")
-
-
-class Commands:
-    """Workers as commands, each with the same arguments, started together; ended with the block.
-
-    Args:
-        commands: how each is started.
-    """
-
-    def __init__(self, *arguments: object, commands: Sequence[Sequence[str]] = (COMMAND, COMMAND)) -> None:
-        port, self.processes = free_port(), list[subprocess.Popen[str]]()
-        for rank, command in enumerate(commands):
-            variables = environment(rank, len(commands), port) | {"GLOO_SOCKET_IFNAME": "lo"}
-            process = subprocess.Popen(
-                [*command, *map(str, arguments)],
-                env=os.environ | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.processes.append(process)
-
-    def __enter__(self) -> Commands:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-    def ended(self, ranks: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Exit code, standard output and standard error of these workers, when they have ended."""
-        outputs = [self.processes[rank].communicate(timeout=120) for rank in ranks]
-        return [(self.processes[rank].returncode, *texts) for rank, texts in zip(ranks, outputs, strict=True)]
