@@ -288,8 +288,10 @@ def main() -> None:
         sys.stdout.flush()
     except OSError:
         _discard_output()
-    if threading.active_count() > 1:
-        os._exit(code)  # a thread still inside torch would return into an interpreter that has ended
+    # Threads of torch, also those of its process groups, would return into an interpreter that has ended, and abort.
+    if threading.active_count() > 1 or "torch.distributed" in sys.modules:
+        sys.stderr.flush()
+        os._exit(code)
     gc.freeze()  # or the collector would visit every object once more at exit
     sys.exit(code)
 
