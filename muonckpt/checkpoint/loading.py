@@ -196,8 +196,6 @@ class JointLoad:
             warn_on_rank(f"{self.path} does not say options, which stay as the running optimizer's: {kept_options}")
         for doubt in matching.doubts:
             warn_on_rank(f"{self.path}: {doubt}")
-        if is_coordinator(self.group) and (loss := recorded_loss(self._place)):
-            warn_on_rank(f"{self.path} is not whole, and what was loaded of it is: {loss}")
         if dropped_options := dropped_by_torch(matching.added):
             warn_on_rank(
                 f"{self.path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened "
@@ -655,7 +653,10 @@ def load(
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
     choices = {"allow_extra": allow_extra, "fresh": fresh, "grow": grow, "ungrouped": ungrouped}
-    return JointLoad(state_dict, path, choices, LOAD, attest, check, process_group, memory).run()
+    report = JointLoad(state_dict, path, choices, LOAD, attest, check, process_group, memory).run()
+    if is_coordinator(process_group) and (loss := recorded_loss(location(path, SourceError))):
+        warn_on_rank(f"{path} is not whole, and what was loaded of it is: {loss}")
+    return report
 
 
 def load_for(

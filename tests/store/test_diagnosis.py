@@ -362,6 +362,20 @@ def test_without_another_step_a_copy_is_asked_for_and_no_weight_is_given_up(alon
     assert not diagnosed(alone) and bits(alone) == bits(copy)
 
 
+def test_what_is_loaded_of_a_step_that_is_recorded_as_damaged_is_whole_and_the_rest_is_told(series):
+    broken = series / "step-00000003"
+    flipped_in(broken, MOMENTUM)
+    assert called("verify", broken).returncode == 1
+    template = {"model": state(0)["model"]}
+    with pytest.warns(UserWarning, match="is not whole, and what was loaded of it is: verified .* momenta of layer 1"):
+        muonckpt.load(template, broken, allow_extra=True)
+    assert all(torch.equal(template["model"][name], state(3)["model"][name]) for name in NAMES)
+    with pytest.warns(UserWarning, match="is read although not whole: verified "):
+        muonckpt.stats(broken, select=["model.*"], spectra=False)
+    with pytest.raises(DamageError, match="verified .* momenta of layer 1"):
+        muonckpt.stats(broken, spectra=False)
+
+
 def test_lost_momenta_alone_can_begin_anew(alone):
     flipped_in(alone, MOMENTUM)
     _, python = diagnosed(alone).remedies

@@ -6,7 +6,6 @@ Nothing but the files says what there is, so anyone may look at any time, also w
 from __future__ import annotations
 
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ...names.errors import DamageError, SourceError, UnavailableError
+from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
 from ...programs.signs import METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
@@ -242,7 +241,7 @@ def last_verification(checkpoint: Location) -> Verification | None:
             if entry and entry.files == look_at_files(recorded).digest:
                 return entry
     except UnavailableError as error:  # a reader of one checkpoint need not be allowed to see the folder around it
-        warnings.warn(f"whether {checkpoint} was verified is not known: {error}", stacklevel=2)
+        warn_on_rank(f"whether {checkpoint} was verified is not known: {error}")
     return None
 
 
