@@ -372,7 +372,7 @@ def test_what_is_loaded_of_a_step_that_is_recorded_as_damaged_is_whole_and_the_r
     assert all(torch.equal(template["model"][name], state(3)["model"][name]) for name in NAMES)
     with pytest.warns(UserWarning, match="is read although not whole: verified "):
         muonckpt.stats(broken, select=["model.*"], spectra=False)
-    with pytest.raises(DamageError, match="verified .* momenta of layer 1"):
+    with pytest.raises(DamageError, match=r"verified .* momenta of layer 1"):
         muonckpt.stats(broken, spectra=False)
 
 
