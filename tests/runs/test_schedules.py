@@ -1,0 +1,94 @@
+"""Schedulers keep rates by number of the group, which a resume compares with the groups of this optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+import muonckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class TwoGroups:
+    """Two matrices in groups with rates of their own; `resumed` has the same groups in another order."""
+
+    def __init__(self, schedule: Callable[[torch.optim.Optimizer], Any], reverse: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        rates = {"0": (0.1, 0.2), "1": (0.001, 0.5)}
+        groups = [{"params": [self.model[int(name)].weight], "lr": lr} for name, (lr, _) in rates.items()]
+        self.optimizer = torch.optim.SGD(groups[::-1] if reverse else groups, momentum=0.9)
+        self.scheduler = schedule(self.optimizer)
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        weights, state = get_state_dict(self.model, self.optimizer, options=FLAT)
+        return {"model": weights, "optimizer": state, "rates": self.scheduler}
+
+    def set(self, state: dict[str, Any]) -> None:
+        weights, optim = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=optim, options=FLAT)
+
+
+BY_GROUP: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
+    "once": lambda optimizer: OneCycleLR(optimizer, [0.1, 0.001], total_steps=30, cycle_momentum=False),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, [0.01, 0.001], [0.1, 0.2], cycle_momentum=False),
+    "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer), ExponentialLR(optimizer, 0.9)]),
+    "in turn": lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ExponentialLR(optimizer, 0.9)], [2]),
+}
+
+
+@pytest.mark.parametrize("schedule", BY_GROUP)
+def test_rates_by_number_are_compared_with_the_groups_of_this_optimizer(schedule, tmp_path):
+    """Rates of the flat form come back by name, those of a scheduler by number."""
+    first = TwoGroups(BY_GROUP[schedule])
+    for _ in range(3):
+        first.step()
+    muonckpt.Series(tmp_path).save(3, first.state())
+    for reverse in (False, True):
+        again = TwoGroups(BY_GROUP[schedule], reverse)
+        state = again.state()
+        restored = muonckpt.Series(tmp_path).restore(state, required=True)
+        again.set(state)
+        proof = restored.check(again.model, again.optimizer, scheduler=again.scheduler)
+        assert proof.equal is not reverse, str(proof)
+        assert not reverse or any("_last_lr: " in line or "base_lrs: " in line for line in proof.lines)
+    other = TwoGroups(BY_GROUP[schedule])
+    proof = restored.check(again.model, again.optimizer, scheduler=other.scheduler)
+    assert any("steps another optimizer" in line for line in proof.lines)
+
+
+def test_lists_of_a_scheduler_that_nothing_proves_are_named(tmp_path):
+    """Both groups begin a cycle at one rate, so that only the list itself says which of them rises to which."""
+    make = lambda optimizer: CyclicLR(optimizer, 0.001, [0.1, 0.2], cycle_momentum=False)  # noqa: E731
+    muonckpt.Series(tmp_path).save(0, TwoGroups(make).state())
+    again = TwoGroups(make, reverse=True)
+    state = again.state()
+    restored = muonckpt.Series(tmp_path).restore(state, required=True)
+    again.set(state)
+    proof = restored.check(again.model, again.optimizer, scheduler=again.scheduler)
+    assert tuple(p for p in proof.unchecked if "which group" in p) == (
+        "which group each value of rates.max_lrs is for",
+    ), str(proof)
