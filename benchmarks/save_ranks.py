@@ -60,9 +60,9 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=40)
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
-    print(describe())
-    print(f"\n| ranks | bytes of an offer | memory of the coordinator, MiB | CPU s | {options.tensors} tensors |")
-    print("|---|---|---|---|---|")
+    print(f"{describe()}; {options.tensors} tensors")
+    print(f"\n| ranks | bytes of an offer | memory of the coordinator, MiB | CPU s |")
+    print("|---|---|---|---|")
     peaks = {}
     for num_ranks in options.ranks:
         sent = offers(options.tensors, num_ranks)
@@ -73,7 +73,7 @@ def main() -> None:
         plan(sent)
         peaks[num_ranks] = tracemalloc.get_traced_memory()[1] / 2**20
         tracemalloc.stop()
-        print(f"| {num_ranks} | {len(sent[-1])} | {peaks[num_ranks]:.1f} | {seconds:.2f} | |")
+        print(f"| {num_ranks} | {len(sent[-1])} | {peaks[num_ranks]:.1f} | {seconds:.2f} |")
     (first, low), (last, high) = min(peaks.items()), max(peaks.items())
     if last > first:
         print(f"\nexponent of memory: {math.log(high / low) / math.log(last / first):.2f}")
