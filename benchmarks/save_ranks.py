@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
     print(f"{describe()}; {options.tensors} tensors")
-    print(f"\n| ranks | bytes of an offer | memory of the coordinator, MiB | CPU s |")
+    print("\n| ranks | bytes of an offer | memory of the coordinator, MiB | CPU s |")
     print("|---|---|---|---|")
     peaks = {}
     for num_ranks in options.ranks:
