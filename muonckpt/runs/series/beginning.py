@@ -84,7 +84,6 @@ class _Source:
         epochs: the step at which a scheduler was; None if there is none.
     """
 
-    weights: frozenset[str]
     slots: Mapping[str, Mapping[str, tuple[int, ...]]]
     methods: Mapping[str, str]
     updates: int | None
@@ -203,20 +202,18 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> in
 def _read(copy: Location) -> _Source:
     """Read which state the converted checkpoint has of which parameter."""
     with open(copy) as opened:
-        weights, slots, updates = set[str](), dict[str, dict[str, tuple[int, ...]]](), [0]
-        for key, tensor in opened.tensors.items():
+        slots, updates = dict[str, dict[str, tuple[int, ...]]](), [0]
+        for tensor in opened.tensors.values():
             if tensor.name is not None and tensor.slot is not None:
                 slots.setdefault(tensor.name, {})[tensor.slot] = tensor.shape
                 if tensor.slot == STEP:
                     updates.append(int(tensor.numpy().item()))
-            else:
-                weights.add(key.removeprefix(f"{MODEL}."))
         methods: dict[str, str] = {}
         for options in opened.groups.values():
             methods |= dict.fromkeys(options[PARAMS], str(options[ALGORITHM]))
         epochs = opened.items.get(f"{SCHEDULER}.last_epoch")
         is_count = isinstance(epochs, int) and not isinstance(epochs, bool)
-        return _Source(frozenset(weights), slots, methods, max(updates) or None, epochs if is_count else None)
+        return _Source(slots, methods, max(updates) or None, epochs if is_count else None)
 
 
 def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str]:
