@@ -73,15 +73,16 @@ class Training:
         schedules = {SCHEDULER: states[0] if len(states) == 1 else states} if states else {}
         return {MODEL: weights, OPTIMIZER: state, **schedules, **self.extra}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], schedules: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state of the model, then that of the optimizers, and that of the schedulers of their groups."""
-        weights, state = state_dict[MODEL], state_dict[OPTIMIZER]
-        set_state_dict(self.model, self.optimizers, model_state_dict=weights, optim_state_dict=state)
-        if not schedules:
-            return
+        self.load_model_and_optimizers(state_dict[MODEL], state_dict[OPTIMIZER])
         states = state_dict.get(SCHEDULER, [])
         for scheduler, saved in zip(self.schedulers, states if isinstance(states, list) else [states], strict=True):
             scheduler.load_state_dict(saved)
+
+    def load_model_and_optimizers(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
+        """Set the state of the model, then that of the optimizers."""
+        set_state_dict(self.model, self.optimizers, model_state_dict=weights, optim_state_dict=state)
 
     def scheduler_keys(self) -> list[str]:
         """Return the key of each scheduler in the state dict."""

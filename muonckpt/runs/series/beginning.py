@@ -134,7 +134,7 @@ def begin(
             loaded_state[name] = slots
     template: dict[str, Any] = {MODEL: loaded_weights, OPTIMIZER: {"state": loaded_state}}
     load(template, str(copy), allow_extra=True, process_group=group)
-    training.load_state_dict({**state_dict, MODEL: weights | template[MODEL]}, schedules=False)
+    training.load_model_and_optimizers(weights | template[MODEL], state)
     # 3. Schedulers go on with the rates of the code's groups.
     schedule_steps = found.epochs if found.epochs is not None else first
     for scheduler in training.schedulers:
