@@ -24,7 +24,7 @@ from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
 from ...converters.target.topology import Target
 from ...names.errors import ArgumentError, DamageError, SourceError
-from ...names.resumption import Globs
+from ...names.resumption import Globs, as_initialised
 from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
 from ...names.wording import counted
 from ...store.io import publish
@@ -64,7 +64,7 @@ class Beginning:
     schedule_steps: int | None
 
     def __str__(self) -> str:
-        kept = f"{counted(self.kept, 'WEIGHT')} AS INITIALISED, " if self.kept else ""
+        kept = f"{as_initialised(self.kept)}; " if self.kept else ""
         schedules = "" if self.schedule_steps is None else f"; schedules are at their step {self.schedule_steps}"
         return (
             f"begun from {self.path}: {kept}{counted(self.weights, 'weight')} loaded; the state of "
