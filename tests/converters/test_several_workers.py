@@ -180,14 +180,18 @@ def test_a_worker_that_fails_or_is_interrupted_while_it_waits_ends_all(how, erro
 
 
 def counted_calls(rank: int, world: int, source: Path, destination: Path, fails: bool) -> int:
-    """How often a worker has moved bytes; the last one fails at once, and then the others move theirs slowly."""
+    """How often a worker has moved bytes.  The last one fails once the first has moved some, which goes on slowly."""
     calls = 0
+    begun = source.parent / "begun"
 
     def moved(count: int) -> None:
         nonlocal calls
         calls += 1
         if fails and rank == world - 1:
+            while not begun.exists():
+                time.sleep(0.01)
             raise MuonckptError("broken")
+        begun.touch()
         with suppress(Interrupted):
             while fails and calls == 1:
                 group.check_others()
@@ -200,6 +204,7 @@ def counted_calls(rank: int, world: int, source: Path, destination: Path, fails:
 
 def test_no_worker_writes_in_vain_when_another_has_failed(source, tmp_path):
     most = workers.run(2, counted_calls, source, tmp_path / "whole", False)
+    (source.parent / "begun").unlink()
     calls = workers.run(2, counted_calls, source, tmp_path / "out", True)
     assert 0 < calls[0] < most[0] / 2
     assert nothing_but(tmp_path, "whole")
