@@ -46,10 +46,10 @@ def diff_command(
 ) -> int:
     """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
 
-    Of the folders of two runs, what differs by metadata at the steps that both have, and their recorded resumes.
+    For two run folders, compare by metadata the steps that both have, and their recorded resumes.
 
     Every file's presence and size are looked at; a fault exits with 3.  Where both have fingerprints, tensors that are
-    equal are not read without --read, so flipped bytes are not found.  Of the folder of a run, alone, its two newest
+    equal are not read without --read, so flipped bytes are not found.  For one run folder, compare its two newest
     whole steps are compared.
 
     \b
@@ -59,7 +59,7 @@ def diff_command(
     """
     if (options["from_a"] or options["from_b"]) and not options["to_dialect"]:
         raise click.UsageError("--from-a and --from-b have no meaning without --to")
-    # One folder of a run stands for its two newest whole steps; two are compared step by step, by metadata alone.
+    # One run folder: compare its two newest whole steps.  Two: compare them step by step, by metadata alone.
     if b is None:
         run = run_of(a)
         if run is None:
@@ -82,7 +82,7 @@ def diff_command(
 
 
 def _print_runs(difference: RunDifference, as_json: bool) -> int:
-    """Print two runs: the steps of both with what differs, and what is recorded of their resumes."""
+    """Print two runs: the steps of both with their differences, and the recorded resumes."""
     if as_json:
         print_json(difference)
         return int(difference.differs)
@@ -108,7 +108,7 @@ def _print_runs(difference: RunDifference, as_json: bool) -> int:
     print_line()
     for step in [step for step in difference.steps if step.counts[0] or step.counts[2]][:1]:
         print_line(command("diff", difference.a.run.path / step.since, difference.b.run.path / step.name))
-    print_line("different" if difference.differs else "the same, by what is recorded; no elements were read")
+    print_line("different" if difference.differs else "the same by their records; no elements were read")
     return int(difference.differs)
 
 

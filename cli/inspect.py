@@ -1,4 +1,4 @@
-"""`muonckpt inspect`: what is in a checkpoint and how it is laid out, from its metadata alone."""
+"""`muonckpt inspect`: print the contents and the layout of a checkpoint, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.argument("globs", type=KEY, nargs=-1, metavar="[GLOB]...")
 @click.option("--tensor", type=KEY, metavar="KEY", help="Who holds a tensor; for KEY[3, 100:200] at which bytes.")
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="What the files of a rank hold.")
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="List the contents of a rank's files.")
 @click.option("--tree", is_flag=True, help="Tensors by module; layers that are alike as one.")
 @click.option("--items", is_flag=True, help="Hyper-parameters and other items, decoded.")
 @click.option("--groups", is_flag=True, help="Parameter groups as code; with --json as convert --like takes them.")
 @click.option("--fits", type=MeshType(), metavar="MESH", help="Can it be resumed on dp=48,tp=2?  Exit with 1 for no.")
 @shard_option("With --fits: axes that cut matching tensors; repeatable.")
-@click.option("--layout", metavar="LAYOUT", help="With --fits: as reshard has it.")
+@click.option("--layout", metavar="LAYOUT", help="With --fits: the same as reshard's --layout.")
 @click.option("--sort", type=WordType([*_SORTS]), help="Order of listed tensors.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --tensors also the manifest.")
 def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
-    """Say what is in CHECKPOINT, of any format, who holds it, and what looks sick; exit with 1 if files are damaged.
+    """Show the contents of CHECKPOINT, of any format, their owners, and suspicious facts; exit with 1 if it is damaged.
 
-    With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.  Of the folder of
+    With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.  For the folder of
     a run it shows the steps, and with any other option their newest whole one.
 
     \b
@@ -167,7 +167,7 @@ def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_jso
 
 
 def _show_tree(opened: OpenCheckpoint, inspection: Inspection, globs: Sequence[str], as_json: bool, **_: Any) -> object:
-    """Show modules and tensors with their sizes; what is alike is one line, with its count."""
+    """Show modules and tensors with their sizes; equal ones share a line, with their count."""
     branches = inspection.tree(*globs)
     if not as_json:
         print_table(("module", "tensors", "bytes", "shape", "dtype"), list(_branch_rows(branches, 0)))
@@ -223,7 +223,7 @@ def _show_summary(
         matches = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_text(t)) for t in records]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), matches)
         return None
-    # The verdict comes first, then contents, balance, and the lists that were asked for.
+    # The verdict comes first, then contents, balance, and the requested lists.
     for number, line in enumerate(inspection.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
     for label, value in overview(inspection):
@@ -282,7 +282,7 @@ def _row(tensor: StateRecord) -> tuple[object, ...]:
 
 _SCREEN = 24
 _WIDTH = 80
-"""The answer fits into such a terminal, at the expense of the list of what is uneven."""
+"""The answer fits into such a terminal, at the expense of the list of uneven tensors."""
 
 _MIN_ROWS = 3
 

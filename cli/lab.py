@@ -92,7 +92,7 @@ def _conformity_row(comparison: Conformity) -> tuple[object, ...]:
 @click.option("--all", "every", is_flag=True, help="List every parameter, layers not folded.")
 @click.option(
     "--flops", type=click.FloatRange(0, min_open=True), metavar="NUMBER",
-    help="What hypotheses may take in all, by default 4e12; one parameter of each kind comes first.",
+    help="Limit of work for all hypotheses, by default 4e12; one parameter of each kind comes first.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def audit_step_command(
@@ -100,9 +100,9 @@ def audit_step_command(
 ) -> int:
     """Say what the step between two checkpoints did.  Exit with 1 if anything contradicts that.
 
-    Needs no model, data or GPU: weights and momentum of both give back the update and what it was made of.  Which
-    matrices were orthogonalised, with which coefficients, Nesterov, scale and decay, beside what the options say.  Of
-    any program; the checkpoints have to be one step apart.  With GLOB only parameters whose names match.
+    Needs no model, data or GPU: weights and momentum of both give back the update and its parts.  Prints the
+    orthogonalised matrices, with coefficients, Nesterov, scale and decay, beside the options.  Works for any program;
+    the checkpoints have to be one step apart.  With GLOB only parameters whose names match.
 
     \b
     muonckpt lab audit-step run/step-00001000 run/step-00001001
@@ -151,12 +151,12 @@ def _print_audit(audit: StepAudit, every: bool) -> None:
 )  # fmt: skip
 @shard_option("Axes that cut matching parameters, on meshes that have them; repeatable.")
 @click.option("--select", multiple=True, metavar="GLOB", help="Only parameters with a matching name; repeatable.")
-@click.option("--dtype", metavar="DTYPE", help="Of a model's parameters and state, if not the config's.")
-@click.option("--state-dtype", metavar="DTYPE", help=f"Of momentum and moments: {listed(STATE_DTYPES)}.")
+@click.option("--dtype", metavar="DTYPE", help="Dtype of a model's parameters and state, by default the config's.")
+@click.option("--state-dtype", metavar="DTYPE", help=f"Dtype of momentum and moments: {listed(STATE_DTYPES)}.")
 @click.option("--stages", type=click.IntRange(1), metavar="N", help="Most stages of a step, as Muon takes it.")
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
-@click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
-@click.option("--algorithm", metavar="NAME", help="Of a model's matrices: muon, normuon, adamuon or hyperball.")
+@click.option("--ns-dtype", metavar="DTYPE", help="Dtype of Newton-Schulz: bfloat16, float16 or float32.")
+@click.option("--algorithm", metavar="NAME", help="Method of a model's matrices: muon, normuon, adamuon or hyperball.")
 @click.option("--padding", is_flag=True, help="Also print the padding of each layout in flat buffers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def plan_command(

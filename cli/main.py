@@ -40,11 +40,11 @@ from ..names.version import VERSION
 from .printing import BEGAN, print_line, with_options
 
 COMMANDS = {
-    "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
+    "inspect": "Show the contents of a checkpoint, their owners, and suspicious facts.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "stats": "Measure weights and state: norms, spectra, updates; say what looks odd.",
-    "report": "Write a page for a browser: what is wrong, a map of shards, norms; of a checkpoint or a run.",
+    "report": "Write a page for a browser about a checkpoint or a run: its faults, a map of shards, norms.",
     "preflight": "Say whether a job would resume from a checkpoint, before it is queued.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
     "convert": "Rewrite a checkpoint in another format, or for another program.",
@@ -77,7 +77,7 @@ _received_signals: list[int] = []
 
 
 _coloured: list[bool | None] = []
-"""Whether the command line asked for colours; errors are printed when click's context is gone."""
+"""Whether the command line requests colours; errors are printed when click's context is gone."""
 
 
 def _colour(context: click.Context, _: click.Parameter, choice: str | None) -> None:
@@ -92,7 +92,7 @@ def _colour(context: click.Context, _: click.Parameter, choice: str | None) -> N
 _COLOUR_CHOICE = click.Choice(["auto", "always", "never"])
 
 COLOUR = click.Option(["--color"], type=_COLOUR_CHOICE, expose_value=False, callback=_colour, hidden=True)
-"""The option `--color` of every command; the help of `muonckpt` itself has it."""
+"""The option `--color` of every command, listed in the help of `muonckpt` itself."""
 
 
 class Commands(click.Group):
@@ -152,7 +152,7 @@ class _LazyCommands(Commands):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in COMMANDS and name not in self.commands:
-            gc.disable()  # or the collector would search what is imported, all of which stays, again and again
+            gc.disable()  # imported modules stay; the collector would search them in vain
             try:
                 module = import_module(f".{_FILES.get(name, name)}", __package__)
             finally:
@@ -211,7 +211,7 @@ def _run(arguments: Sequence[str]) -> int:
         ):  # libraries turn interruptions into other errors
             _complain("interrupted")
             return 130
-        # Errors that the user can mend have a code; all others are bugs of ours.
+        # Errors that the user can fix have a code; all others are our bugs.
         if "--debug" in arguments:
             import traceback
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="The program that will load it.",
 )
-@click.option("--fresh", multiple=True, metavar="GLOB", help="Parameters that are to begin anew; repeatable.")
+@click.option("--fresh", multiple=True, metavar="GLOB", help="Parameters whose state begins from zero; repeatable.")
 @click.option("--grow", multiple=True, metavar="GLOB", help="Parameters that have more rows now; repeatable.")
 @click.option("--ungrouped", multiple=True, metavar="GLOB", help="Parameters in no group of CHECKPOINT; repeatable.")
 @click.option("--allow-extra", multiple=True, metavar="GLOB", help="Keys that may stay unread; repeatable.")
@@ -48,7 +48,7 @@ def preflight_command(
 
     FUNCTION returns a model and its optimizer, or a list of optimizers; if it takes an argument, that is the device
     mesh.  It is called on the meta device, in a fake process group of the size of the mesh, so that the answer for 512
-    ranks takes no GPU and little memory.  The answer is that of muonckpt.load, or of another program's loader.  Of the
+    ranks takes no GPU and little memory.  The answer is that of muonckpt.load, or of another program's loader.  For the
     folder of a run, its newest whole step is asked.
 
     This runs your file, with your rights: name only what you would run yourself.

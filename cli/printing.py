@@ -173,7 +173,7 @@ _FEW_RANKS = 24
 
 
 def print_buffers(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
-    """Print a summary of flat buffers, with a line for each rank if there are few or all are asked for.
+    """Print a summary of flat buffers, with a line for each rank if there are few or all are requested.
 
     A rank's share is compared with the mean Newton-Schulz work, or with that of elements if no rank owns a matrix.
     """

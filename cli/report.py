@@ -28,7 +28,7 @@ from .runs import exit_code
 )  # fmt: skip
 @click.option(
     "--stats", type=click.Choice(get_args(StatsChoice)),
-    help="What is measured: spectra by default, norms of each step of a run; none reads metadata only.",
+    help="Measurements: spectra by default, norms of each step of a run; none reads metadata only.",
 )  # fmt: skip
 @click.option("--select", type=KEY, multiple=True, metavar="GLOB", help="Measure only these keys; repeatable.")
 @memory_option(STATS_MEMORY)
@@ -43,10 +43,10 @@ def report_command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Write a page about CHECKPOINT, of any format, whole or damaged: what is wrong, findings, a map of its shards,
+    """Write a page about CHECKPOINT, of any format, whole or damaged: its faults, findings, a map of its shards,
     balance, norms, and every tensor.
 
-    With OTHER, such as an earlier checkpoint of the run, also what has changed since.  Of the folder of a run, a page
+    With OTHER, such as an earlier checkpoint of the run, also the changes since.  For the folder of a run, write a page
     about all of its steps.  The page is one file, and needs no network.  Exits with 1 if anything is damaged.
 
     \b

@@ -118,7 +118,7 @@ _LAYOUT_OPTIONS = (
         type=WordType(list(LAYOUTS)),
         default=ROWS,
         metavar="LAYOUT",
-        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
+        help=f"Layout of the output: {', '.join(LAYOUTS)}.",
     ),
 )
 _OPTIONS = (
@@ -197,7 +197,7 @@ _OPTIONS = (
         "--weights",
         type=WordType([weights.value for weights in WeightsFrom]),
         metavar="masters|model",
-        help="Make weights of these, if there are both.",
+        help="Write these as the weights, if the source has both.",
     ),
     _rare("--state-dtype", type=WordType(STATE_DTYPES), metavar="DTYPE", help="Round momentum to float32 or bfloat16."),
     _rare("--shard-size", type=ByteCountType(), help="Largest file of safetensors or zarr."),
@@ -221,8 +221,8 @@ _OPTIONS = (
 def reshard_command(source: Location, **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
 
-    Needs no GPU.  Of the folder of a run, SOURCE is its newest whole step.  DESTINATION must not exist; it appears when
-    all is written and checked.
+    Needs no GPU.  For the folder of a run, SOURCE is its newest whole step.  DESTINATION must not exist; it
+    appears when all is written and checked.
 
     \b
     muonckpt reshard step-1000 on-64 --mesh dp=64 --dry-run
@@ -267,7 +267,7 @@ def _rewrite(function: Callable[..., Report | None], *, as_json: bool, **options
     if as_json:
         print_json(report)
         return
-    # What to know of the source, the plan, what was not taken, then the result.
+    # Notes on the source, the plan, the items left out, then the result.
     for note in report.notes:
         print_line(note)
     if planned:

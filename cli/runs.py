@@ -46,7 +46,7 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
     names = " and ".join(step.name for step in steps)
     print_line(f"of {counted(len(run.steps), 'step')} in {run.path}, the newest whole: {names}", err=True)
     for step in run.steps[run.steps.index(steps[-1]) + 1 :]:
-        print_line(f"note: {step.name} is newer and passed over, as it is {step.state}: {step.fault}", err=True)
+        print_line(f"note: {step.name} is newer and passed over: it is {step.state}: {step.fault}", err=True)
     return [step.path for step in steps]
 
 

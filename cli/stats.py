@@ -39,14 +39,14 @@ def stats_command(
 ) -> None:
     """Measure the weights, momentum and moments of CHECKPOINT, and say what looks odd and what that usually means.
 
-    Reads every element once or several times, in bounded memory.  With GLOB only tensors whose keys match.  Of the
+    Reads every element once or several times, in bounded memory.  With GLOB only tensors whose keys match.  For the
     folder of a run, its newest whole step is measured, since the whole one before it.
 
     \b
     muonckpt stats run/step-00001000 '*momentum*'
     muonckpt stats run/step-00001100 --since run/step-00001000
     """
-    # Of a run: its newest whole step, since the one before if there are two.
+    # For a run: its newest whole step, compared with the whole one before it, if any.
     run = run_of(checkpoint)
     if run is not None:
         *earlier, checkpoint = newest_whole(run, min(max(len(run.whole), 1), 2))

@@ -1,6 +1,6 @@
 """Tables and paragraphs as lines of text, folded between words and columns so that they fit a terminal.
 
-A table that is too wide stays one: what is long in the first column, the keys, stands on a line of its own, words of
+A table that is too wide stays one: long keys in the first column take lines of their own, words of
 other columns are folded, and columns that still find no place go on below, the headers likewise.  Nothing is left out,
 and no word is broken; only a word that alone is too long is wider than the terminal.
 """
@@ -72,7 +72,7 @@ class TextTable:
         unfolded = Folding(natural, (columns,) if columns else ())
         if self.width is None or natural + sum(widths) + GAP * len(widths) <= self.width or not columns:
             return unfolded
-        # Keys as they are, beside the other columns as far as there is room, or on lines of their own.
+        # Keys are never folded: they stay beside the other columns where these fit, or take lines of their own.
         sample = [self.headers, *self.rows[:_SAMPLE_ROWS]]
         longest_words = [max(map(_longest_word, column)) for column in zip(*sample, strict=True)]
         beside = self.width - sum(widths) - GAP * len(widths)
@@ -99,22 +99,22 @@ def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
 
 
-def _blocks(columns: Block, longest_words: Sequence[int], room: int) -> tuple[Block, ...]:
-    """Return columns with widths that fit in the room, in one block if words can be folded so far, else in several."""
+def _blocks(columns: Block, longest_words: Sequence[int], available: int) -> tuple[Block, ...]:
+    """Return columns with widths that fit in the available width: one block if folding suffices."""
 
     def block_width(block: Sequence[tuple[int, int]]) -> int:
         return sum(width for _, width in block) + GAP * (len(block) - 1)
 
     # The widest columns are narrowed first, but none below its longest word, unless that has a line alone.
-    min_widths = [min(width, room) for width in longest_words]
-    for max_width in range(min(max(width for _, width in columns), room), 0, -1):
+    min_widths = [min(width, available) for width in longest_words]
+    for max_width in range(min(max(width for _, width in columns), available), 0, -1):
         narrowed = tuple((column, max(min(width, max_width), min_widths[column])) for column, width in columns)
-        if block_width(narrowed) <= room:
+        if block_width(narrowed) <= available:
             return (narrowed,)
     blocks: list[list[tuple[int, int]]] = [[]]
     for column, width in columns:
-        narrowed_column = (column, max(min(width, room), min_widths[column]))
-        if blocks[-1] and block_width([*blocks[-1], narrowed_column]) > room:
+        narrowed_column = (column, max(min(width, available), min_widths[column]))
+        if blocks[-1] and block_width([*blocks[-1], narrowed_column]) > available:
             blocks.append([])
         blocks[-1].append(narrowed_column)
     return tuple(map(tuple, blocks))

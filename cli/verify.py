@@ -22,7 +22,7 @@ from .printing import print_duration, print_json, print_line, progress
 @click.command("verify")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("-v", "--verbose", is_flag=True, help="List every finding; else those of a kind are one line.")
-@click.option("--all", "every", is_flag=True, help="Of a run: verify every step, the never verified first.")
+@click.option("--all", "every", is_flag=True, help="For a run: verify every step, the never verified first.")
 @click.option(
     "--scrub",
     type=RateType(),
@@ -38,8 +38,8 @@ def verify_command(
 ) -> int:
     """Check that CHECKPOINT is whole; exit with 1 if anything is wrong, with 3 if it cannot be read.
 
-    Says first what is wrong and what to do.  Reads everything and checks coverage, bounds, checksums, fingerprints,
-    and for infinite or NaN values.  Without our manifest, DCP checkpoints are checked by the CRC-32 of each item.  Of
+    Prints faults first, and the next step.  Reads everything and checks coverage, bounds, checksums, fingerprints,
+    and for infinite or NaN values.  Without our manifest, DCP checkpoints are checked by the CRC-32 of each item.  For
     the folder of a run it verifies the newest whole step.  When that was, is recorded in the folder where the
     checkpoint lies: `muonckpt inspect` shows it.
 
@@ -105,7 +105,7 @@ def _print_findings(findings: Sequence[Finding], verbose: bool, max_kinds: int |
 
 
 def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bool) -> int:
-    """Print the verdict of each step as soon as it is known; return the exit code."""
+    """Print the verdict of each step at once; return the exit code."""
     verdicts: list[StepVerdict] = []
     for verdict in verdict_stream:
         verdicts.append(verdict)

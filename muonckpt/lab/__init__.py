@@ -1,4 +1,4 @@
-"""What observes and advises; only commands and the public door import it.
+"""Tools that observe and advise; only commands and the public door import them.
 
 The public names are in ``__init__.pyi``, and imported when first used.  Open ``preflight`` first.
 """

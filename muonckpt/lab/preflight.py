@@ -69,8 +69,8 @@ class Preflight:
     Attributes:
         loader: whose rules were applied.
         refusal: the error that the loader would raise, with the cure; empty if there is none.
-        report: what would be loaded and what would begin anew.
-        changes: options of which the saved values would replace those of the code.
+        report: what would be loaded and what would begin from zero.
+        changes: options whose saved values would replace those of the code.
         warnings: what the loader would not say, and the user would want to know.
         unasked: roots of the checkpoint's keys that neither the model nor the optimizer has, such as "lr_scheduler".
     """
@@ -93,7 +93,7 @@ class Preflight:
         """The answer in one sentence, yes or no first."""
         if self.refusal:
             return f"no: {self.refusal}"
-        fresh = f", {len(self.report.fresh)} would begin anew" if self.report.fresh else ""
+        fresh = f", {len(self.report.fresh)} would begin from zero" if self.report.fresh else ""
         weights = f"{as_initialised(len(self.report.kept))}, " if self.report.kept else ""
         return f"yes: {weights}the state of {len(self.report.loaded)} parameters would be loaded{fresh}"
 
@@ -116,7 +116,7 @@ def preflight(
     """Say whether a job would resume from a checkpoint, before it is queued, as ``muonckpt preflight`` prints it.
 
     The function is called on the meta device, in a fake process group of the size of the mesh; a file that is named is
-    imported, which runs it, with your rights.  Of the checkpoint only metadata and options are read.
+    imported, which runs it, with your rights.  Reads only metadata and options of the checkpoint.
 
     Args:
         make: a function that returns a model and an optimizer (or several), or "FILE.py:FUNCTION".  If it takes an
@@ -137,7 +137,7 @@ def preflight(
     source = make if isinstance(make, str) else getattr(make, "__qualname__", repr(make))
     place = location(checkpoint, SourceError)
     with unless_removed(place), open(place) as opened, _fake_ranks(math.prod(mesh.values()), rank):
-        # 1. No loader reads what is lost.
+        # 1. No loader reads lost tensors.
         diagnosis = diagnosis_by_files(opened)
         if diagnosis and diagnosis.has_loss and not fresh:
             return Preflight(str(checkpoint), source, dict(mesh), loader, str(diagnosis), LoadReport(), (), (), ())
@@ -154,7 +154,7 @@ def preflight(
         _put(state_dict, model_root, weights)
         _put(state_dict, optimizer_root, state)
         unasked = tuple(_unasked_roots(stored, state_dict))
-        # 3. What the loader would do with both.
+        # 3. Find what the loader would do with both.
         if loader == "muonckpt":
             unasked_keys = [f"{glob.escape(root)}*" for root in unasked]
             patterns = (
@@ -319,7 +319,7 @@ def _with_stand_ins(value: Any, stand_ins: dict[Any, Tensor]) -> Any:
 
 
 def _stand_in(tensor: Tensor, stand_ins: dict[Any, Tensor]) -> Tensor:
-    """Return a tensor of the same shape in memory that nobody writes, and so takes none; tied tensors share it."""
+    """Return a tensor of the same shape in memory that is never written, and so takes none; tied tensors share it."""
     key = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
     if key not in stand_ins:
         stand_ins[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -331,7 +331,7 @@ def _stand_in(tensor: Tensor, stand_ins: dict[Any, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a loader would do.
+    """The answer of a loader.
 
     Attributes:
         sources: keys of the checkpoint, by keys of the state dict.
@@ -346,7 +346,7 @@ class _Outcome:
 
 
 def _by_key(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
-    """Load each key of the state dict: a missing key or another shape is refused, and the rest cast or left."""
+    """Load each key of the state dict: a missing key or another shape is refused, and others are cast or left."""
     values, paths = flatten_state_dict(dict(state_dict))
     entries = stored.entries
     missing_keys = sorted(values.keys() - entries.keys())
@@ -364,7 +364,7 @@ def _by_key(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
         faults.append(f"{counted(len(missing_keys), 'key')} not in the checkpoint: {listed(missing_keys, 4)}")
     if other_shapes:
         faults.append(f"other shapes: {listed(other_shapes, 4)}")
-    # Of what only the checkpoint has, keys of the parts that are loaded are lost without a word.
+    # Keys that only the checkpoint has, in parts that are loaded, are lost without a message.
     roots = {key_of(path[:1]) for path in paths.values()}
     lost_keys = [key for key, entry in entries.items() if key not in values and key_of(entry.path[:1]) in roots]
     lost_state = [key for key in lost_keys if isinstance(entries[key], StateRecord)]
@@ -380,7 +380,7 @@ def _by_key(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
 
 
 def _parameters(paths: Any) -> set[str]:
-    """Return the names of parameters that have a slot at one of these paths."""
+    """Return the names of the parameters with a slot at one of the paths."""
     names = set[str]()
     for path in paths:
         names |= {reading.name for reading in OptimizerKey.of_slot(path)}
@@ -393,7 +393,7 @@ def _by_position(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
     entries = stored.entries
     faults, warnings = list[str](), list[str]()
     sources: dict[str, str] = {}
-    # Weights that one side lacks are told by the trainer and passed over: new ones keep their first values.
+    # The trainer reports weights that one side lacks, and passes over them: new ones keep their first values.
     weights = {key for key, path in paths.items() if STATE not in path and PARAM_GROUPS not in path}
     if missing_weights := sorted(key for key in weights if key not in entries):
         warnings.append(f"weights that keep their first values: {listed(missing_weights, 4)}")
@@ -421,7 +421,7 @@ def _by_position(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
     if misfits and not faults:
         faults.append(f"torch loads it, and the first step fails or computes nonsense: {listed(misfits, 4)}")
     if fresh and not faults:
-        warnings.append(f"parameters that begin anew without a word: numbers {listed(fresh, 8)}")
+        warnings.append(f"parameters that begin from zero without a message: numbers {listed(fresh, 8)}")
     sources |= {key: key for key in weights if key in entries}
     sources |= {key: key for key, path_of_key in paths.items() if PARAM_GROUPS in path_of_key and key in entries}
     return _Outcome(sources, LoadReport(tuple(loaded), tuple(fresh)), "; ".join(faults), tuple(warnings))

@@ -77,7 +77,7 @@ def test_an_unknown_layout_is_a_usage_error_that_names_what_comes_close(tiny_che
 def test_help_names_every_layout(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")  # in a narrow terminal a name may be wrapped
     shown = " ".join(called("reshard", "--help").stdout.split())
-    assert f"What each rank holds: {', '.join(LAYOUTS)}." in shown
+    assert f"Layout of the output: {', '.join(LAYOUTS)}." in shown
 
 
 @pytest.mark.parametrize("memory", ["64kb", "1 GiB", "2gib", "300MB"])

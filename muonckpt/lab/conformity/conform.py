@@ -29,7 +29,7 @@ BITS, ROUNDED, OTHER, UNSURE, REFUSED = (
 _UNKNOWN = "no cut into matrices explains it"
 
 _FLOPS = 1e11
-"""What the audit of one step may take."""
+"""Limit of work for the audit of one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Conformity:
         difference: the largest distance of an update, as a part of the update of one process; None if refused.
         place: the rows and columns that differ, as text.
         cause: what the step did instead, or the error.
-        state: what is wrong with its state for a resume on another mesh; empty if it is that of one process.
+        state: faults of its state for a resume on another mesh; empty if it equals that of one process.
     """
 
     shape: str
@@ -165,7 +165,7 @@ def _cause(trial: Trial, step: int) -> str:
 def _state_faults(reference: Trial, trial: Trial) -> Iterator[str]:
     """Yield why state would not be that of one process after a resume on another mesh."""
     if trial.has_plain_state:
-        yield "a rank's part is a plain tensor, of which torch saves one rank's for all"
+        yield "a rank's part is a plain tensor, and torch saves one rank's for all"
     for slot in reference.states[-1]:
         if slot not in trial.states[-1]:
             yield f"{slot} is not shaped like the parameter"

@@ -75,7 +75,7 @@ class Trial:
         slices: the rows of each rank along one axis of the mesh, and the columns; None where they are not cut.
         weights: before the first step, and after each.
         states: after each step, those tensors that are shaped like the parameter, by slot.
-        failure: of the optimizer; the rest is then incomplete.
+        failure: the optimizer's error; the other fields are then incomplete.
         has_drifted: whether replicas of the weight differ.
         has_plain_state: whether state of a sharded parameter is no DTensor, so that torch takes one rank's for all.
     """

@@ -46,7 +46,7 @@ class ModelParameter:
 
     Attributes:
         method: what steps it as a matrix; None: an element-wise method.
-        options: of its group, where it is a matrix; what is fused is among them.
+        options: its group's options, where it is a matrix; they name its fused parts.
     """
 
     name: str
@@ -110,7 +110,7 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
     carry momentum as matrices.
 
     Args:
-        custom_method: a method that the groups of our optimizer may name; others that are not ours are what is stored
+        custom_method: a method that the groups of our optimizer may name; others are as stored
             of them.
 
     Raises:
@@ -129,7 +129,7 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
             continue
         shape, state = parameter.shape, parameter.state
         momentum = next((tensor for tensor in state.values() if view.role(tensor) is Role.MOMENTUM), None)
-        # Only the groups of our optimizer have our options, and may name a method that nobody here knows.
+        # Only groups of our optimizer have our options, and they may name a method that is not registered here.
         options: dict[str, Any] = {"pieces": momentum.pieces if momentum else None}
         # More than three dims are those of kernels, which every program flattens; three may be a stack.
         options[FLATTEN] = len(shape) > 3 or bool(parameter.options.get(FLATTEN))
@@ -158,8 +158,8 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
         )
     if not any(parameter.method for parameter in parameters):
         raise TargetError(
-            f"{path}: expected matrices with momentum, or groups that name their methods, found none, so who "
-            "orthogonalises what is unknown; give a checkpoint with optimizer state, or the model's config.json"
+            f"{path}: expected matrices with momentum, or groups that name their methods, found none; "
+            "the orthogonalised parameters are unknown; give a checkpoint with optimizer state, or the model's config.json"
         )
     return ModelTensors(str(path), tuple(parameters))
 

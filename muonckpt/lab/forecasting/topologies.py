@@ -245,7 +245,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     notes = NOTE * (ranks - 1)
     sent = np.full((num_stages, 2, ranks), notes, np.int64)
 
-    # The work of owners, and the owners of each kind of matrix: parts lie in the same places for all of it.
+    # The work of owners, and the owners of each kind of matrix: parts have the same places for all matrices of a kind.
     work = np.zeros((num_stages, ranks), np.int64)
     owners_by_kind: defaultdict[tuple[int, int, int, int, int | None], list[int]] = defaultdict(list)
     for unit in schedule.units:
@@ -317,7 +317,7 @@ class PartReplicas:
     """The parts of one matrix and the ranks that have them.
 
     Attributes:
-        numel, first_row, replicas: of each part, its elements, its first row below and the number of these.
+        numel, first_row, replicas: for each part, its elements, its first row below and its replicas.
         rank, part: a row for each replica.
         by_rank: the parts of each rank.
     """

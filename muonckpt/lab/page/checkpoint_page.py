@@ -51,7 +51,7 @@ _FIGURES = ("norm", "rms", "largest", "zeros", "nan", "infinite", "stable_rank",
 
 @dataclass(frozen=True, slots=True)
 class UnreadablePage(HtmlPage):
-    """A page about a checkpoint whose description cannot be read: what is wrong, and what to do."""
+    """A page about a checkpoint whose description cannot be read: the fault, and the next step."""
 
     diagnosis: Diagnosis
     scripts = ("words", "frame", "findings", "unreadable")
@@ -82,7 +82,7 @@ class Page(HtmlPage):
         look: its metadata by role.
         stats: its measured numbers, if any.
         difference: the changes since the other checkpoint (``a``), if there is one.
-        diagnosis: what is wrong with it, and what to do.
+        diagnosis: its faults, and the next step.
         unmeasured, uncompared: the keys of tensors that were left out because parts of them are lost.
     """
 
@@ -142,7 +142,7 @@ def report(
 ) -> Page | UnreadablePage:
     """Make a page about a checkpoint, whole or damaged, as ``muonckpt report`` writes it; needs no torch.
 
-    What is lost is shown, and left out of the numbers.  Where the description is lost, the page has only the verdict.
+    Lost tensors are shown, and left out of the numbers.  Where the description is lost, the page has only the verdict.
 
     Args:
         path: a path or a URL, of any format.

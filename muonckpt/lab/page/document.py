@@ -30,7 +30,7 @@ _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 class HtmlPage(ABC):
-    """A page of which the ``name``, the data, the diagnosis and the scripts (names of assets) are given."""
+    """A page with a ``name``, data, a diagnosis and scripts (names of assets)."""
 
     __slots__ = ()
     diagnosis: Diagnosis
@@ -43,7 +43,7 @@ class HtmlPage(ABC):
 
     @property
     def lines(self) -> Iterator[str]:
-        """The lines for a terminal that say what is wrong, and what to do; none if nothing is wrong."""
+        """The lines for a terminal with the faults and the next step; none if there is no fault."""
         return self.diagnosis.lines
 
     @abstractmethod

@@ -44,7 +44,7 @@ class StepNumbers:
     Attributes:
         findings: in the metadata and the numbers.
         since: the step that it is compared with; None if it is the first, or was not compared.
-        tensors: the numbers of those that were measured, by key.
+        tensors: the numbers of the measured tensors, by key.
         changes: the norm of the change of each tensor since that step, by key.
         left_out: the keys of tensors that were not measured because parts of them are lost.
     """
@@ -57,7 +57,7 @@ class StepNumbers:
 
 
 _NO_NUMBERS = StepNumbers((), None, {}, {}, frozenset())
-"""Those of a step that cannot be read."""
+"""The contents of a step that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def report_run(
 ) -> RunPage:
     """Make a page about all steps of a run, as ``muonckpt report RUN`` writes it; needs no torch.
 
-    Damaged steps are on it, too: what is lost is left out of the numbers.
+    Damaged steps are on it, too: lost tensors are left out of the numbers.
 
     Args:
         path: the folder of the run: a path or a URL.
@@ -130,7 +130,7 @@ def report_run(
         select: shell patterns of the keys of weights and state to measure; by default all.
         memory: the most bytes of elements in memory.
         jobs: the number of threads.
-        progress: called with the bytes read since the last call, and with the total of what is being read.
+        progress: called with the bytes read since the last call, and with the total of the present reading.
 
     Raises:
         SourceError: the folder cannot be read, or holds no checkpoint in a folder that ends with a number.
@@ -195,7 +195,7 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
         remedies += diagnosis_at(damaged.pop(0).path, [step.name for step in bad]).remedies
     elif newest and newer:
         remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
-    # Of others, nothing has to be done before that.
+    # Other steps need nothing done before that.
     for step in damaged[:_MAX_STEPS]:
         remedies.append(Remedy(command("verify", step.path), f"says what {step.name} has lost, and what to do"))
     return Diagnosis(history.run.path, sentence, tuple(remedies))

@@ -82,7 +82,7 @@ class Search:
         cost = 30 * math.prod(shape) * min(shape[0], shape[-1])
         if 4 * cost > self.flops:
             return None
-        # 1. What explained a sibling is believed if it explains this one, too.
+        # 1. A hypothesis that explained a sibling is taken if it explains this one, too.
         if self.sibling is not None:
             result = self._result([self._try(self.sibling.cut, self.sibling.rule)])
             if result.explanations:
@@ -104,7 +104,7 @@ class Search:
                 self._try(self._best().cut, replace(rule, momentum=momentum))
         for cut in cuts[:budget]:
             self._try(cut, self._best().rule)
-        # 4. Of momenta that cannot be told apart the recorded one counts.
+        # 4. Among momenta that cannot be distinguished the recorded one counts.
         result = self._result(self.explanations)
         if not (result.best.rule.nesterov and result.explanations):
             return result
@@ -273,6 +273,6 @@ def rules_to_try(options: Mapping[str, Any], method: str) -> list[UpdateRule]:
         for name, polynomials, steps in schedules.values():
             rules.append(replace(base, nesterov=nesterov, name=name, coefficients=polynomials, steps=steps))
     # Updates without Newton-Schulz come last.
-    for method in ("the sign of the momentum", "the momentum as it is"):
+    for method in ("the sign of the momentum", "the momentum itself"):
         rules += [replace(base, method=method, nesterov=nesterov) for nesterov in flags]
     return rules

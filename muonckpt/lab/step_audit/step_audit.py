@@ -65,7 +65,7 @@ EXPLAINED, AMBIGUOUS, UNEXPLAINED, UNCHANGED, UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class ParameterVerdict:
-    """What the step did to a parameter.
+    """The effect of the step on a parameter.
 
     Attributes:
         status: `EXPLAINED` by one hypothesis, `AMBIGUOUS`: several explain it, or rounding hides it; `UNEXPLAINED`,
@@ -99,7 +99,7 @@ class ParameterVerdict:
 
 @dataclass(frozen=True, slots=True)
 class StepAudit:
-    """What a step did, by parameter.
+    """The effect of a step, by parameter.
 
     Attributes:
         steps: before and after; None where unknown.
@@ -157,7 +157,7 @@ def _refuse_distance(sides: Sequence[OpenCheckpoint], looks: Sequence[FirstLook]
     if before is not None and after is not None and after != before + 1:
         raise TargetError(
             f"{sides[0].path} is of step {before} and {sides[1].path} of step {after}: expected two consecutive steps, "
-            "the earlier first, as the update of one step is asked for. Save two in a row, and audit these"
+            "the earlier first, for the audit needs the update of one step. Save two in a row, and audit these"
         )
 
 
@@ -171,7 +171,7 @@ class _Audit:
         self.explanations: dict[tuple[Any, ...], Explanation] = {}
 
     def verdicts(self, names: Sequence[str], progress: Progress) -> list[ParameterVerdict]:
-        """Return the verdict on each of these parameters."""
+        """Return the verdict on each parameter."""
         parameters = self.looks[1].view.parameters
         kinds: defaultdict[Any, list[str]] = defaultdict(list)
         for name in names:
@@ -220,7 +220,7 @@ class _Audit:
         arrays: list[dict[str, Matrix]] = []
         dtypes: list[tuple[str, str]] = []
         for side, look in zip(self.sides, self.looks, strict=True):
-            # Float32 masters stand for the weight where they are stored.
+            # Stored float32 masters are used as the weight.
             parameter = look.view.parameters[name]
             method = parameter.method.name if parameter.method else "no method that is known"
             slots = parameter.method.slots if parameter.method else {}
@@ -457,7 +457,7 @@ def _findings(verdicts: Sequence[ParameterVerdict], look: FirstLook) -> Iterator
 
 
 def verdict_row(verdict: ParameterVerdict) -> tuple[str, str, str, str, str]:
-    """Return a verdict as cells of a table: the cut, the rule, the scale, what is left over, and the status."""
+    """Return a verdict as cells of a table: the cut, the rule, the scale, the remainder, and the status."""
     cuts = " or ".join(dict.fromkeys(cut_words(cut).partition(" each")[0] for cut in verdict.cuts))
     rules = " or ".join(dict.fromkeys(f"{rule.method} {rule.name}".strip() for rule in verdict.rules))
     # A tenth of a decade, so that layers which do the same are one row.

@@ -23,7 +23,7 @@ Matrix = NDArray[np.float64]
 Rounded = NDArray[np.float32]
 
 _MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
-"""Bits after the point of a number as it is stored."""
+"""Bits after the point of a stored number."""
 
 ROW_SLOTS = frozenset({"rows", "dion_rows"})
 """The common names of NorMuon's second moment of rows."""
@@ -111,7 +111,7 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What two checkpoints have of a parameter: weights and state before and after the step.
+    """A parameter in two checkpoints: weights and state before and after the step.
 
     Attributes:
         state: after the step, by the common name of the slot.
@@ -226,12 +226,12 @@ DIRECTIONS: Mapping[str, Callable[[Evidence, Cut, UpdateRule, bool], Matrix]] = 
     "adamw": _of_adamw,
     "lion": _of_lion,
     "the sign of the momentum": _of_sign,
-    "the momentum as it is": _of_gradient,
+    "the momentum itself": _of_gradient,
 }
 """The direction of an update, up to a factor, by method."""
 
 ELEMENTWISE = frozenset({"adamw", "lion"})
-"""Methods of single elements, of which there is one hypothesis."""
+"""Methods of single elements; each has one hypothesis."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float
     exact_direction = direction(evidence, best.cut, best.rule, False)
     norm = float(np.linalg.norm(exact_direction)) or 1.0
     moved = float(np.linalg.norm(direction(noisy, best.cut, best.rule, False) - exact_direction)) / norm
-    # The same in 16 bits, which most programs compute in; 1e-6 stands for the order of float32 sums.
+    # The same in 16 bits, which most programs compute in; 1e-6 covers the order of float32 sums.
     coarse = float(np.linalg.norm(direction(evidence, best.cut, best.rule, True) - exact_direction)) / norm
     fine = math.hypot(weights, moved, 1e-6)
     return _SAFETY * fine, math.hypot(_SAFETY * fine, _COARSE_SAFETY * coarse)
