@@ -92,7 +92,7 @@ class Values:
         return self._decoded[blob]
 
     def parts(self, blob: Blob) -> Any:
-        """Read an item of which only parts need to be plain data; the rest become inert `Record`s."""
+        """Read an item that is plain data in part; other objects become inert `Record`s."""
         return plain_value(checked_blob(self.payloads, blob), Anything())
 
     def part(self, blob: Blob, key: str, value: object) -> Blob:
@@ -136,7 +136,7 @@ class Items(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Says where a box of a tensor lies in one file; its elements of ``itemsize`` bytes are little-endian.
+    """The place of a box of a tensor in one file; its elements of ``itemsize`` bytes are little-endian.
 
     Attributes:
         file: by its name inside the checkpoint.
@@ -319,7 +319,7 @@ class StoredTensor:
     def __getitem__(self, selection: Selection) -> NDArray[Any]:
         box = self._box(selection)
         elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
-        # A dim of which one index is selected goes away, as numpy has it.
+        # A dim with one selected index goes away, as in numpy.
         ranges = ranges_of(self.shape, selection)
         return elements[tuple([0 if isinstance(indices, int) else slice(None) for indices in ranges])]
 
@@ -371,7 +371,7 @@ def _raise(name: str, error: DiskError) -> None:
 
 
 class OpenCheckpoint:
-    """Reads a checkpoint of any format: its metadata when it is made, items and elements when asked for.
+    """Reads a checkpoint of any format: its metadata when it is made, items and elements on request.
 
     A context manager, which closes the files at its end.  It may have `faults`, for which `open` refuses it.
 
@@ -447,7 +447,7 @@ class OpenCheckpoint:
 
     @property
     def not_read(self) -> list[str]:
-        """Files in its folder that are not read, and copies of tensors in files of which others are."""
+        """Files in its folder that are not read, and copies of tensors in files that are read in part."""
         names = self.provenance.get(NOT_READ, ())  # a checkpoint made of another one also has what was not read there
         return [name for name in names if is_there(self.payloads.directory / name.rpartition(" in ")[2])]
 

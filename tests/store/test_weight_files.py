@@ -171,7 +171,7 @@ def test_what_a_lost_shard_had_is_lost_and_files_with_such_names_are_told(ending
         muonckpt.open(tmp_path / "a")
     other = tmp_path / "a" / f"other.{ending}"
     save({key: value for key, value in state(50).items() if key in KEYS[1:]}, other)
-    with pytest.raises(DamageError, match=rf"{lost}; tensors of these names are in other.{ending}, which the index"):
+    with pytest.raises(DamageError, match=rf"{lost}; tensors with the same names are in other.{ending}, which the index"):
         muonckpt.open(tmp_path / "a")
 
 
@@ -269,7 +269,7 @@ def test_a_shard_that_was_downloaded_twice_and_got_another_name_is_told(ending, 
     (shard,) = (tmp_path / "a").glob("*-00001-of-*")
     shard.rename(shard.with_stem(f"{shard.stem} (1)"))
     (finding,) = muonckpt.verify(tmp_path / "a").findings
-    assert f"tensors of these names are in {shard.stem} (1).{ending}" in finding.message
+    assert f"tensors with the same names are in {shard.stem} (1).{ending}" in finding.message
 
 
 @pytest.mark.parametrize("ending", FORMS)

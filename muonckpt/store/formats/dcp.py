@@ -188,7 +188,7 @@ def is_torch_dist(path: Location) -> bool:
 
 
 def lost_common_file(path: Location, manifest: Manifest) -> tuple[Blob, ...]:
-    """Return Megatron's item of everything but tensors, of one byte as its length is lost, if nothing has it."""
+    """Return Megatron's item of everything but tensors, of one byte if no description gives its length."""
     if any(blob.key == COMMON_STATE for blob in manifest.blobs) or not is_torch_dist(path):
         return ()
     return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, 1)),)
@@ -215,7 +215,7 @@ def _outline(metadata: Metadata) -> Manifest:
             rows.append((item.file, item.offset, item.length, UNKNOWN, UNKNOWN, None, UNKNOWN))
     columns = Columns.of(rows)
 
-    # Paths tell which tensors are the state of which parameters.
+    # Paths map tensors of state to their parameters.
     optimizers = optimizers_of(metadata.paths.values())
     tensors = []
     for (key, tensor), place in zip(metadata.tensors.items(), places, strict=True):
@@ -327,7 +327,7 @@ def siblings_reader(path: Location) -> Reader:
             f"one, such as {path / max(outlines, key=_step_numbers)}"
         )
 
-    # Keys that several folders have are told apart by the folders' names.
+    # Keys that several folders have are distinguished by the folders' names.
     keys = Counter[str]()
     for outline in outlines.values():
         keys.update(entry_keys(outline.tensors))

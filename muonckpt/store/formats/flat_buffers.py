@@ -66,8 +66,8 @@ class StoredBuffer:
 
 
 def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
-    """Place each rank's parts of these buffers, aligned, one after another in its file."""
-    # Parts without bytes take no room in the file.
+    """Place each rank's parts of the buffers, aligned, one after another in its file."""
+    # Parts without bytes take no space in the file.
     ends: defaultdict[int, int] = defaultdict(int)
     stored = []
     for buffer in buffers:

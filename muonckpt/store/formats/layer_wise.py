@@ -117,7 +117,7 @@ def _part(path: Location, description: Description, folder: str) -> _Part:
     members = description.selected([(name, weight.shape, weight.dtype) for name, weight in weights.items()])
     shares = deal(description, members, len(files))
 
-    # What the files say of themselves must not contradict it.
+    # The files' own descriptions must not contradict it.
     for group, expert in {(member.group, member.parameter.expert) for member in members}:
         for file in files:
             stored = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
@@ -139,7 +139,7 @@ def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Itera
     Raises:
         SourceError: the ranks have other tensors, other numbers, or parts that do not fit.
     """
-    # Each rank has the same parameters, and the same of what is not a tensor.
+    # Each rank has the same parameters, and the same values that are not tensors.
     first, folders = parts[0], parallelism.folders
     for rank, part in enumerate(parts):
         if [member.parameter for member in part.members] != [member.parameter for member in first.members]:
@@ -238,7 +238,7 @@ def _buffers(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterat
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield the options of each group that has parameters, with their names; ranks without parameters are ignored."""
     for number, names in sorted(params.items()):
-        # Ranks without parameters of the group have options that nobody used.
+        # Ranks without parameters of the group have options that no parameter used.
         owners = [file for file in files if file.groups[number].states]
         first = owners[0].groups[number].options
         for file in owners:

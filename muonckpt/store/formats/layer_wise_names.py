@@ -1,7 +1,8 @@
 """Megatron's layer-wise optimizer files: one file, the parts of tensor-parallel ranks, and the names that no file has.
 
 A file lists states by number: in each parameter group those of the parameters that its rank owns.  Owners and order
-follow from the parameters and the algorithm that dealt them, which the user describes: docs/formats/layer_wise.md.
+follow from the parameters and the algorithm that distributed them, which the user describes:
+docs/formats/layer_wise.md.
 
 Sources (Megatron core 0.19.2): ``state_dict`` of ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and
 ``ChainedOptimizer`` in ``optimizer.py``; ``_shard_params_from_layout`` and ``_shard_params_ping_pong`` of
@@ -172,7 +173,7 @@ class TensorCut:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelism:
-    """Lists the ``folders`` of tensor-parallel ranks, and the ``cuts``, of which the first that fits counts."""
+    """Lists the ``folders`` of tensor-parallel ranks, and the ``cuts``; the first that fits counts."""
 
     folders: tuple[str, ...]
     cuts: tuple[TensorCut, ...]
@@ -213,8 +214,8 @@ class TensorParallelism:
             lo, hi = [0] * len(shape), [*shape]
             lo[cut.dim], hi[cut.dim] = joined_start, joined_start + length
             chunk = replace(parts[rank].chunks[0], box=Box(tuple(lo), tuple(hi)))
-            # Of several ranges each is a run of rows (`TensorCut` interleaves only dim 0), so its bytes lie together in
-            # the rank's; the checksum is of all of these.
+            # Each of several ranges is a run of rows (`TensorCut` interleaves only dim 0), so its bytes are one run of
+            # the rank's; the checksum covers all ranges.
             if cut.interleaved > 1:
                 assert chunk.payload is not None, "files of torch.save say where their elements are"
                 row_bytes = chunk.payload.length // first.shape[0]
@@ -325,7 +326,7 @@ class Description:
         counts = Counter(member.parameter.name for member in self.members)
         if duplicates := [name for name, count in counts.items() if count > 1]:
             raise SourceError(f"expected distinct names for all parameters, found {duplicates[0]!r} twice")
-        # The files of expert-parallel ranks say nothing of which experts they have.
+        # The files of expert-parallel ranks do not say which experts they have.
         if self.experts > 1 and self.tensor_parallel is not None:
             raise SourceError("parts of tensor parallelism are not joined where there is expert parallelism as well")
         if self.experts < 1 or (self.experts > 1 and self.groups):
@@ -365,7 +366,7 @@ def read_description(path: Location) -> Description | None:
         file = path / name
         if is_file(file):
             try:
-                # Python's reader of TOML is slow for what nobody writes by hand.
+                # Python's reader of TOML is slow for long generated files.
                 text = read_text_file(file).decode()
                 limits.check_limit(max(line.count(".") for line in text.split("\n")), limits.DOTS, "dots in a line")
                 return _description(parse(text))
@@ -407,7 +408,7 @@ def _description(data: Any) -> Description:
     # The files, of one tensor-parallel rank or of several.
     folders = tuple(map(str, data.get("tensor_parallel", ())))
     for name in (*folders, *map(str, data.get("files", ()))):
-        Extent(name, 0, 0)  # which refuses what is no name of a file inside the checkpoint
+        Extent(name, 0, 0)  # refuses a name that is not of a file inside the checkpoint
     cuts = tuple(TensorCut(**_with_names(table, _CUT)) for table in data.get("cut", ()))
     if bool(folders) != bool(cuts):
         raise SourceError("expected both: tensor_parallel with the folders of its ranks, and [[cut]] tables")

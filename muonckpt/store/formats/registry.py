@@ -32,7 +32,8 @@ from ..reading.payloads import Reader
 class Format:
     """Registers one format, built in or of a plug-in.
 
-    What is slow to import may be named as in an entry point, ``"package.module:attribute"``; it is imported when used.
+    A function that is slow to import may be named as in an entry point, ``"package.module:attribute"``; it is imported
+    when used.
 
     Attributes:
         name: for users.
@@ -42,7 +43,7 @@ class Format:
         written_as: the word for ``--format``, if the format is written too.
         writer: a function that returns a `Container` (``converters/engine/container.py``), or its import path.  It is
             called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
-        remains: reads what is left of a damaged checkpoint, where ``reader`` needs it whole: a function like it, or its
+        remains: reads the remains of a damaged checkpoint, where ``reader`` needs it whole: a function like it, or its
             import path.
     """
 
@@ -56,7 +57,7 @@ class Format:
 
     @property
     def of_remains(self) -> Format | None:
-        """The format that reads what is left of a damaged checkpoint; None if ``reader`` does so itself."""
+        """The format that reads the remains of a damaged checkpoint; None if ``reader`` does so itself."""
         return None if self.remains is None else replace(self, reader=self.remains)
 
     def read(self, path: Location) -> Reader:
@@ -194,7 +195,7 @@ _NEEDS_FOLDER = (
 
 
 def format_of(path: Location) -> Format:
-    """Return the format of a checkpoint; DCP's if it shows no sign of any, because its reader says what is missing.
+    """Return the format of a checkpoint; DCP's if it shows no sign of any, because its reader names the missing files.
 
     Raises:
         SourceError: there is nothing, or a plug-in is broken.
@@ -230,7 +231,7 @@ def _without_description(path: Location) -> Format | None:
 
 
 def format_shown(path: Location) -> Format | None:
-    """Return the format of which a directory shows a sign; None if it shows none.
+    """Return the format whose sign a directory shows; None if it shows none.
 
     Raises:
         SourceError: there is no such directory, or a plug-in is broken.

@@ -261,10 +261,10 @@ def reader(path: Location) -> Reader:
 
 
 def remains(path: Location) -> Reader:
-    """Read what is left of a file that is cut, or of a folder where files of a checkpoint, or its index, are lost.
+    """Read the remains of a file that is cut, or of a folder where files of a checkpoint, or its index, are lost.
 
     Raises:
-        SourceError: as `reader`, but for what is cut, missing or damaged; or files are of several saves.
+        SourceError: as `reader`, except for cut, missing or damaged files; or files are of several saves.
     """
     return _reader_of(path, read_weights(path, read_cut_header))
 
@@ -284,7 +284,7 @@ class Weights:
     Attributes:
         files: the names of the files, and of the index, that are read.
         copies: copies of tensors that are not read, each with its file.
-        faults: what is lost or wrongly described.
+        faults: the lost or wrongly described files and tensors.
     """
 
     tensors: Sequence[StateRecord]
@@ -295,7 +295,7 @@ class Weights:
 
 
 def read_weights(path: Location, header_of: HeaderOf) -> Weights:
-    """Read the headers of a file, of the files of an index, or of those that count in a folder.
+    """Read the headers of a file, of the files of an index, or of a folder's files of weights.
 
     Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
 
@@ -364,7 +364,7 @@ def check_storable(tensors: Sequence[StateRecord]) -> None:
 def encode_front(
     tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()
 ) -> bytes:
-    """Return the bytes before the elements of these tensors, which follow one another in this order.
+    """Return the bytes before the elements of the tensors, which follow one another in this order.
 
     Args:
         sums: digest and share of the fingerprint of each tensor; without them the header has the same length.

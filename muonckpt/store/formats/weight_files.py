@@ -113,7 +113,7 @@ class WeightIndex:
             except (ValueError, RecursionError) as error:
                 raise DamageError(f"damaged index: {error}") from error
             for name in index.names:
-                Extent(name, 0, 0)  # refuses what is no name of a file inside the folder
+                Extent(name, 0, 0)  # refuses a name that is not of a file inside the folder
         return index
 
     @classmethod
@@ -151,7 +151,7 @@ class Shards:
 
     Attributes:
         files: the files that are read, with their tensors.
-        faults: why the index does not describe them, or what is lost.
+        faults: why the index does not describe them, or the lost files.
         copies: copies of tensors that are not read, each with its file.
     """
 
@@ -189,7 +189,7 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
     if not index.headers:
         contents |= _unnamed_shards(index, candidates, read)
 
-    # Take each tensor from the last file that has it, as transformers does; the index must not say otherwise.
+    # Take each tensor from the last file with its name, as transformers does; the index must not say otherwise.
     holders: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(contents):
         for key in contents[name]:
@@ -218,7 +218,7 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         with_it = " with it" if reasons else ""
         reasons.append(f"{len(lost_keys)} of {len(index.files)} tensors are lost{with_it} ({listed(lost_keys, 2)})")
         if namesakes := [name for name, entries in unnamed.items() if not entries.keys().isdisjoint(lost_keys)]:
-            reasons.append(f"tensors of these names are in {listed(namesakes)}, which the index does not name")
+            reasons.append(f"tensors with the same names are in {listed(namesakes)}, which the index does not name")
         if unread := sorted(name for name in names if _MODEL_NAME.fullmatch(name) and ending not in name):
             reasons.append(f"{listed(unread)} may have them, and is not read: give its path if you mean it")
         return Shards(files, (UnlistedError("; ".join(reasons)),), tuple(copies))
@@ -309,7 +309,7 @@ def read_shards_without_index(folder: Location, names: Collection[str], ending: 
 
 
 def _readable(names: Collection[str], read: Read, header_digest: str | None) -> dict[str, Entries]:
-    """Return the tensors of those files that are whole, and have a header of this digest if there is one."""
+    """Return the tensors of the whole files, with a header of this digest if one is given."""
     contents = {}
     for name in sorted(names):
         with suppress(SourceError):

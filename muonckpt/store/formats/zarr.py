@@ -197,7 +197,7 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
         SourceError: the data type, the grid, the key encoding or a storage transformer is unknown.
     """
     try:
-        # What would make the bytes mean something else is refused.
+        # Refuse settings that would give the bytes another meaning.
         if fields.get("storage_transformers"):
             raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
         if fields["data_type"] not in _READABLE:
@@ -356,10 +356,10 @@ def reader(path: Location) -> Reader:
 
 
 def remains(path: Location) -> Reader:
-    """Read a hierarchy of which chunks are missing or cut, where tensors have holes, or descriptions are damaged.
+    """Read a hierarchy whose chunks are missing or cut, where tensors have holes, or descriptions are damaged.
 
     Raises:
-        SourceError: as `reader`, but for what is missing or damaged.
+        SourceError: as `reader`, except for missing or damaged files.
     """
     chunk_errors: list[DamageError] = []
     errors: list[DamageError] = []
@@ -490,7 +490,7 @@ def _nodes(
                     continue
         pending += [f"{node}/{name}".lstrip("/") for name in sorted(folders, reverse=True)]
 
-    # The root's copy of an array's description stands in for one that is lost, and must not contradict one.
+    # The root's copy of an array's description replaces a lost one, and must not contradict an existing one.
     arrays_by_node = {array.node: array for array in arrays}
     for node, copied_fields in sorted(consolidated.items()):
         with _reporting(report):
@@ -625,7 +625,7 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
 def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     from google_crc32c import value as crc32c
 
-    # The index lies at either end of the file, with a checksum of its own.
+    # The index is at either end of the file, with a checksum of its own.
     if size < array.index_bytes:
         raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
     with open_regular(path / file) as opened:

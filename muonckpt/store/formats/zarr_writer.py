@@ -77,7 +77,7 @@ def _crc32c(raw: RawBytes, start: int) -> int:
 
 
 def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
-    """Return the index of a shard with the chunks of these numbers end to end; empty without shards."""
+    """Return the index of a shard with the numbered chunks end to end; empty without shards."""
     if not array.sharded:
         return b""
     length = array.chunk_bytes + INDEX_CHECKSUM

@@ -2,7 +2,7 @@
 
 Nothing is read before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may have
 hundreds of megabytes of descriptions, so a long description must be in proportion: no longer than the other files of
-the checkpoint together, as far as these really take room on the disk.
+the checkpoint together, as far as these really take space on the disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ JSON_BYTES = 12
 FREE_PARTS = 1 << 16
 
 KEYS = 10_000
-"""Keys of dicts, in one pickle, of which an attacker can choose many with the same hash: large integers, floats and
+"""Keys of dicts, in one pickle; an attacker can choose many with the same hash: large integers, floats and
 tuples.  Hashes of strings are secret, small integers are their own."""
 
 SMALL_KEY = 1 << 24

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, through fsspec: `Remote` stands where a `pathlib.Path` stands for a local place.
+"""Checkpoints in object stores, through fsspec: `Remote` is their counterpart of a `pathlib.Path`.
 
 A question about a place has three answers, here and nowhere else: something is there, nothing is there, and
 `UnavailableError`.  Nothing is there only if the file system or the store says so: ENOENT, or 404.
@@ -41,7 +41,7 @@ _MAX_PARTS = 9_000
 _CALLS_AT_ONCE = 16
 
 _PAUSES = (0.1, 0.5)
-"""Seconds before a store is asked for the second and the third time."""
+"""Seconds before the second and the third request to a store."""
 
 _LIBRARY_SECONDS = 2.0
 """Seconds after which a store is not asked again: its own library has done so.  s3fs gives up after 8 to 46 s."""
@@ -235,7 +235,7 @@ Kind = Literal["file", "folder", "other"]
 
 
 def kind_of(place: Location) -> Kind | None:
-    """Say what is at a place, along links; None if nothing is.
+    """Return the kind of file at a place, along links; None if there is none.
 
     Raises:
         UnavailableError: the file system or the store cannot say.
@@ -371,7 +371,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
 
 
 def absolute_name(name: str | os.PathLike[str]) -> str:
-    """Return a path as text that names the same place after `os.chdir`; a URL as it is."""
+    """Return a path as text that names the same place after `os.chdir`; a URL unchanged."""
     text = os.fsdecode(name)
     with suppress(OSError, RuntimeError):  # there is no working directory, or no home: whoever goes there will say so
         return text if "://" in text else str(Path(text).expanduser().absolute())

@@ -25,7 +25,7 @@ CLAIM = ".muonckpt.saving"
 """An object by which a save reserves a destination in a store until it is published."""
 
 STAGING = re.compile(r"\.(?P<name>.+?)\.[0-9a-f]{12}\.tmp(?P<discarded>\.[0-9a-f]{12})?")
-"""Names of the staging directories of saves, and of those that `discard` is removing."""
+"""Names of the staging directories of saves, and of the checkpoints that `discard` is removing."""
 
 
 class Staging:
@@ -105,7 +105,7 @@ class Staging:
                 ) from error
 
     def close(self) -> None:
-        """Remove what is not published, and unlock the rest."""
+        """Remove the unpublished, and unlock the others."""
         if not self._has_moved:
             discard(self.place)
         if self._lock is not None:
@@ -163,7 +163,7 @@ def discard(staged: Location) -> None:
             staged.remove()
             return
         match = STAGING.fullmatch(staged.name)
-        if not (match and match["discarded"]):  # under another name nobody publishes it
+        if not (match and match["discarded"]):  # under another name it is never published
             staged = staged.rename(staged.with_name(f"{staged.name}.{uuid.uuid4().hex[:12]}"))
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -196,7 +196,7 @@ def sync_directory(path: Path) -> None:
 
 
 def refuse_other(place: Location, data: bytes) -> None:
-    """Raise `DestinationError` if anything is there but a file of these bytes, as a killed run leaves it."""
+    """Raise `DestinationError` if anything is there but a file with the same bytes, as a killed run leaves it."""
     if is_there(place):
         with suppress(SourceError), open_regular(place) as file:
             if file.size == len(data) and bytes(file.read(0, file.size)) == data:
@@ -271,7 +271,7 @@ def remove(place: Location, descriptions: Collection[str]) -> None:
 
 
 def finish_removal(place: Location, descriptions: Collection[str]) -> None:
-    """Delete the rest of a checkpoint whose removal was cut off."""
+    """Delete the remains of a checkpoint whose removal was interrupted."""
     if isinstance(place, Path):
         shutil.rmtree(place)
         return
@@ -306,7 +306,7 @@ def remove_abandoned(destination: Location) -> None:
     for entry in destination.parent.iterdir():
         match = STAGING.fullmatch(entry.name)
         if match and match["name"] == destination.name:
-            with suppress(_InUse, FileNotFoundError):  # somebody writes there, or removes it as well
+            with suppress(_InUse, FileNotFoundError):  # another process writes there, or removes it as well
                 lock = _lock_directory(entry)
                 if lock is not None:
                     discard(entry)
@@ -316,7 +316,7 @@ def remove_abandoned(destination: Location) -> None:
 
 
 def is_stale(place: Location, folder: Location) -> bool:
-    """Return whether nobody has changed unfinished files for so long, by the clock of ``folder``, that nobody will."""
+    """Return whether unfinished files are so old, by the clock of ``folder``, that no process still writes them."""
     try:
         if isinstance(place, Path):
             last_change = max(entry.lstat().st_mtime for entry in (place, *place.rglob("*")))

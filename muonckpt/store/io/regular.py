@@ -30,7 +30,7 @@ _PACED_BYTES = 1 << 20
 
 
 class LocalFile:
-    """Reads an open local file range by range; it is closed when its block ends, or when nobody has it any more.
+    """Reads an open local file range by range; it is closed when its block ends, or when the last reference is gone.
 
     It is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
 
@@ -118,7 +118,7 @@ class LocalFile:
 
 
 class BytesInMemory:
-    """Lets bytes in memory stand in for a file."""
+    """Reads bytes in memory as a file."""
 
     gap, max_bytes = _MAX_GAP, READ_BYTES
 
@@ -206,7 +206,7 @@ _ANSWERS: Mapping[int | None, tuple[type[SourceError], str]] = {
     errno.ELOOP: (SourceError, "it is a symbolic link, expected a regular file"),
     errno.ENAMETOOLONG: (SourceError, ""),
 }
-"""Errors by which the system says what is there, or that nothing is, each with our error and its reason."""
+"""Errors with which the system names the kind of a file, or its absence, each with our error and its reason."""
 
 
 def open_regular(file: Location) -> File:
@@ -227,9 +227,9 @@ def open_regular(file: Location) -> File:
             raise unavailable(file, error) from error
         kind, reason = _ANSWERS[error.errno]
         raise kind(f"cannot open {file}: {reason or error.strerror}") from error
-    except ValueError as error:  # a zero byte, or what is no text
+    except ValueError as error:  # a zero byte, or no text
         raise SourceError(f"cannot open {str(file)!r}: {error}") from error
-    # What it is can be told only of what is open: a name may come to stand for something else.
+    # Only an open file has a fixed kind: its name may come to name another file.
     opened = LocalFile(Path(file), handle)
     if not stat.S_ISREG(opened.status().st_mode):
         raise DamageError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
@@ -273,7 +273,7 @@ def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -
         extents_in[extent.file].append((extent, noun))
     names = sorted(extents_in)
 
-    # Missing files are told together: there may be thousands.
+    # Report missing files together: there may be thousands.
     are_there = map_each(path, lambda name: is_there(path / name), names)
     present = list(compress(names, are_there))
     if missing := sorted({*names} - {*present}):

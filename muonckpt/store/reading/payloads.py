@@ -31,7 +31,7 @@ Reads = Callable[[int, memoryview], None]
 """Receives bytes as they were read from this byte of a file on."""
 
 _WINDOW_BYTES = READ_BYTES + (READ_BYTES >> 2)
-"""Most bytes of a thread's windows unless it may have fewer: a band of an output may lie in several chunks."""
+"""Most bytes of a thread's windows unless it may have fewer: a band of an output may cross several chunks."""
 
 
 class Windows:
@@ -39,7 +39,7 @@ class Windows:
 
     Outputs cut along other dims than their source consist of small pieces of it.  A call for each costs more than to
     read the gaps, and to read the gaps for every output costs as many times the source.  So a window reaches beyond a
-    box by the size of a gap, and outputs that are written in step find their next pieces there.
+    box by the size of a gap, and outputs that are written together find their next pieces there.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -104,14 +104,14 @@ _MAX_SCRATCH = 64 << 20
 
 
 _OF_THIS_PROCESS = frozenset({"_files", "_states", "_opening", "_scratch"})
-"""Attributes of `Payloads` that other processes make anew."""
+"""Attributes of `Payloads` that other processes make again."""
 
 
 class Payloads:
     """Reads the files of one checkpoint directory, opened when first used; safe to use from several threads.
 
     Args:
-        in_memory: bytes by file name that stand in for files of the directory.
+        in_memory: bytes by file name that replace files of the directory.
     """
 
     def __init__(self, directory: Location, in_memory: Mapping[str, bytes] = MappingProxyType({})) -> None:
@@ -159,7 +159,7 @@ class Payloads:
         return Extent(name, 0, len(raw))
 
     def is_in_memory(self, name: str) -> bool:
-        """Return whether a name stands for bytes in memory that are no file."""
+        """Return whether a name is that of bytes in memory, and of no file."""
         return name in self._in_memory and not is_there(self.place(name))
 
     def is_verbatim(self, name: str) -> bool:
@@ -193,7 +193,7 @@ class Payloads:
         start, reach = payload.offset + place.offset * size, size * strided_span(shape, place.strides)
         file = self.open_file(payload.file, start + reach)
 
-        # Without gaps one read has all, and needs no copy if the elements lie in ``out`` as in the file.
+        # Without gaps one read has all, and needs no copy if ``out`` has the elements in the order of the file.
         if reach == math.prod(shape) * size:
             if place.strides == row_major(shape) and out.flags.c_contiguous and out.dtype == dtype(name).bits:
                 raw = out.reshape(-1).view(np.uint8).data
@@ -206,7 +206,7 @@ class Payloads:
                 out[...] = _strided_words(raw, name, place.strides, shape)
             return
 
-        # With gaps blocks are read, several by one call; one alone may lie in a window, or be followed by others there.
+        # With gaps blocks are read, several by one call; one may be alone in a window, or be followed by others there.
         parts = blocks(shape, place.strides, file.gap // size, file.max_bytes // size)
         for batch in batches(parts, file.max_bytes // size):
             ranges = [(start + block.start * size, block.span * size) for block in batch]
@@ -292,11 +292,11 @@ class Payloads:
     def _bytes(self, name: str) -> FileBytes:
         file = self._files.get(name)
         if file is None:
-            # One thread opens; another may open the same file again, which is closed when nobody has it.
+            # One thread opens; another may open the same file again, which is closed with its last reference.
             with self._opening:
                 file = self._in_memory.get(name) or self._opened(name)
                 if len(self._files) >= self._max_open:
-                    self._files.pop(next(iter(self._files)))  # closed when nobody reads from it any more
+                    self._files.pop(next(iter(self._files)))  # closed when its last reader ends
                 self._files[name] = file
         return file
 
@@ -304,7 +304,7 @@ class Payloads:
         file = self.directory / name
         if name not in self._states and file.parent.resolve() != (self.directory.resolve() / name).parent:
             raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
-        # What is opened again, because others had to be closed, has to be the file that was opened first.
+        # A file that is opened again, because others had to be closed, must be the one that was opened first.
         opened = open_regular(file)
         check_holes(file, opened.size, opened.on_disk)
         if self._states.setdefault(name, opened.state) != opened.state:
@@ -438,7 +438,7 @@ _NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
 
 def count_nonfinite(words: NDArray[Any], name: str) -> int:
     """Count the elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
-    # Of complex numbers both parts count.
+    # Both parts of complex numbers count.
     parts = PARTS.get(name, name)
     flat = words.reshape(-1).view(dtype(parts).bits)
     if parts in ("float32", "float64"):  # numpy's own test is vectorised, but lacks the other types

@@ -1,6 +1,6 @@
 """Tensors in small chunks, checked whole and many at a time, where `audit` makes calls for each chunk.
 
-They are compared with everything that `audit` compares, but it is left to `audit` to find out what is wrong.
+They are compared with everything that `audit` compares, but only `audit` finds the cause.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def examine_small(
     """Compare small tensors with their records; return the examinations of all, which are empty for large ones.
 
     Args:
-        whole_items: the chunks are in items that this package writes, of which all bytes are compared.
+        whole_items: the chunks are in items that this package writes, whose bytes are all compared.
 
     Returns:
         Beside the examinations, whether the items are *framed*: those of their boxes, as the manifest says.
@@ -138,7 +138,7 @@ def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
 
 
 class _Place(NamedTuple):
-    """The place of a chunk's elements among its bytes, of which ``elements`` are theirs.
+    """The place of a chunk's elements among its bytes; ``elements`` are the bytes of the elements.
 
     ``template`` is the item's if whole items are read.
     """
@@ -182,7 +182,7 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Small tensors of which the chunks were read together.
+    """Small tensors whose chunks were read together.
 
     Attributes:
         raw: the bytes of whole items, or of payloads.
@@ -227,7 +227,7 @@ class _Run:
         """Return which chunks ``[tensors, boxes]`` are sound, their fingerprint shares, and whether all are framed.
 
         A chunk is sound if its elements are as recorded and finite, and framed if the item around them is one that this
-        package writes, so that nobody has to parse it.
+        package writes, so that it needs no parsing.
         """
         sound, framed = np.ones(group.rows.shape, np.bool_), True
         shares = np.zeros(group.rows.shape, np.uint64)
@@ -288,7 +288,7 @@ class _Run:
 def _tiles(tensor: StateRecord) -> bool:
     try:
         tensor.chunk_layout()
-    except MuonckptError:  # `audit` says what is wrong
+    except MuonckptError:  # `audit` names the fault
         return False
     return True
 
@@ -307,7 +307,7 @@ def _read_rows(payloads: Payloads, columns: Columns, rows: Column, whole_items: 
     bounds = np.append(0, np.cumsum(ranges.stop - ranges.start))
     raw = np.empty(int(bounds[-1]), np.uint8)
     starts[rows] = offset + np.repeat(bounds[:-1] - ranges.start, np.diff(np.append(ranges.first, len(rows))))
-    # What cannot be read counts as not read.
+    # Bytes that cannot be read count as not read.
     places = zip(
         file[ranges.first].tolist(), ranges.start.tolist(), ranges.stop.tolist(), bounds.tolist(), strict=False
     )

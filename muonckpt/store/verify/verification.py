@@ -45,8 +45,8 @@ class Verification:
 
     Attributes:
         timestamp: of its end, in seconds since 1970.
-        verdict: as `AuditReport` has it.
-        sentence: what is wrong; empty if nothing is.
+        verdict: as in `AuditReport`.
+        sentence: the fault; empty if there is none.
         has_loss: whether elements or items are lost.
         version: of the muonckpt that read it.
         files: the `FilesState.digest` of what was read.
@@ -84,7 +84,7 @@ _FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FilesState:
-    """The files of a checkpoint, without what is in them.
+    """The files of a checkpoint, without their contents.
 
     Attributes:
         bytes: of all of them.

@@ -40,7 +40,7 @@ class Global(str):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Stands for the object that a pickle makes with ``kind(*args)``, with its ``state`` and mapping ``items``."""
+    """Represents the object that a pickle makes with ``kind(*args)``, with its ``state`` and mapping ``items``."""
 
     # Not frozen: BUILD sets the state later.  Compared by identity, so it is harmless as a dict key.
     kind: Global
@@ -130,7 +130,7 @@ class _Machine:
         marks: list[list[object]] = []
         position = num_parts = 0
         for stop in chain(range(_STRIDE, len(data), _STRIDE), (len(data),)):
-            # What an opcode makes is counted at once and compared once in a while, which costs less.
+            # The results of an opcode are counted at once and compared once in a while, which costs less.
             limits.check_limit(num_parts, self._max_parts, "tuples, lists, dicts and objects in a pickle")
             while position < stop:
                 code = data[position]
@@ -256,7 +256,7 @@ class _Machine:
         return Global(name)
 
     def _update(self, target: object, items: list[object]) -> None:
-        """Set items of a dict, or of the mapping that a record stands for: keys and values in turn."""
+        """Set items of a dict, or of the mapping that a record represents: keys and values in turn."""
         keys = items[::2]
         for key in keys:
             if type(key) is not str:
@@ -319,14 +319,14 @@ _SIZE = "torch Size"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """Stands in the model of :class:`ObjectColumns` for a part that differs, whose values are a column."""
+    """Represents, in the model of :class:`ObjectColumns`, a part that differs; its values are a column."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectColumns:
-    """Stands for ``count`` objects in a list, or for as many pairs in a dict, where it is both the key and the value.
+    """Represents ``count`` objects in a list, or for as many pairs in a dict, where it is both the key and the value.
 
     ``model`` is one of them, an object or a key and its value, with a :class:`Leaf` where they differ.
     """
@@ -408,7 +408,7 @@ _LEARN_AFTER = 64
 """Objects that are made one by one before a pattern is compiled, which takes as long as some hundred of them."""
 
 _MAX_PATTERNS, _MAX_PATTERN_BYTES = 8, 1024
-"""Patterns, and the most bytes of the opcodes of which one is made."""
+"""Patterns, and the most bytes of the opcodes in one."""
 
 _MAX_RUNS, _MAX_RUN_BYTES = 8, 1 << 16
 """Runs of objects that are kept, and the most bytes of one."""
@@ -440,7 +440,7 @@ class _Values(dict[bytes, object]):
 
 
 def _opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
-    """Split the opcodes of objects; return the numbers, too, of those that push keys of dicts.
+    """Split the opcodes of objects; return, too, the numbers of the opcodes that push keys of dicts.
 
     Returns nothing if there are other opcodes than of objects with dicts of scalars and tuples.
     """
@@ -449,7 +449,7 @@ def _opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
     while position < len(code):
         kind = code[position]
         length = 2 + code[position + 1] if kind in (_SHORT_TEXT, _LONG1) else _SCALAR_LENGTHS.get(kind, 1)
-        # What it pushes, and what it takes from the stack.
+        # The objects that it pushes, and that it takes from the stack.
         if kind == _MARK:
             frames.append([])
         elif kind == _SETITEMS and len(frames) > 1:
@@ -483,7 +483,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pattern:
-    """Matches the opcodes of one object, or of a key and its value, and of those that differ from it in scalars only.
+    """Matches the opcodes of one object, or of a key and its value, and of others that differ from it in scalars only.
 
     Attributes:
         run_expression, object_expression: match several in a row, and one, with a group for each leaf.
@@ -552,7 +552,7 @@ class _Pattern:
 
 
 class _Unmade:
-    """Stands in the memo for a part of an object that is kept in columns.  Whoever expects that part refuses it."""
+    """Represents, in the memo, a part of an object that is kept in columns.  Code that expects that part refuses it."""
 
 
 _UNMADE = _Unmade()

@@ -35,7 +35,7 @@ _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"
 
 
 def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
-    """Return the object in the bytes of an item: plain data, and `Record`s of these names.
+    """Return the object in the bytes of an item: plain data, and `Record`s of the named classes.
 
     numpy's scalars become Python's numbers, members of an enumeration of words that word, and bytes stay bytes.
 
@@ -172,7 +172,7 @@ class ItemsInMemory:
     """Items made of plain data in files, one after another in memory.
 
     Args:
-        file: the name that stands for this memory in extents.
+        file: the name of this memory in extents.
     """
 
     def __init__(self, file: str = "items-in-memory") -> None:

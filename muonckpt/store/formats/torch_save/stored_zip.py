@@ -25,7 +25,7 @@ MEMBER_ALIGNMENT = 64
 payloads can be mapped as arrays."""
 
 SERIALIZATION_ID = b"0" * 40
-"""Stands in for torch's hash of the item's names and checksums."""
+"""Replaces torch's hash of the item's names and checksums."""
 
 _BIG = 0xFFFFFFFF
 _HEAD_BYTES, _TAIL_BYTES = 1024, 2048
@@ -116,7 +116,7 @@ def descriptor(entry: ZipEntry) -> bytes:
 
 
 def directory(entries: tuple[ZipEntry, ...], start: int) -> bytes:
-    """Return the central directory of these members and the end records, for byte ``start`` of the archive."""
+    """Return the central directory of the members and the end records, for byte ``start`` of the archive."""
     central = b"".join(map(_central, entries))
     count, size = len(entries), len(central)
     return (  # torch writes all three end records, however large the archive
@@ -187,7 +187,7 @@ def _read_exactly(read: Read, offset: int, length: int) -> bytes:
 
 
 def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
-    """Return the members of the item of ``length`` bytes at byte ``offset`` of a file, of which ``part`` reads."""
+    """Return the members of the item of ``length`` bytes at byte ``offset`` of a file, read with ``part``."""
     directory_offset, count, listing = _directory(part, length)
     entries = sorted(_entries(listing), key=lambda entry: entry.header_offset)
     if len(entries) != count:
@@ -307,7 +307,7 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
             if len(big) < 8:
                 raise SourceError(
                     "the directory of a zip archive is damaged: a size or offset is too large for its entry, expected "
-                    "a zip64 field that has it, found none"
+                    "a zip64 field with it, found none"
                 )
             (number,), big = struct.unpack_from("<Q", big), big[8:]
         yield number

@@ -15,7 +15,8 @@ Everything but the payload follows from dtype, shape and the payload's CRC-32.  
 before and after it, and an item is written by laying a payload between them: byte-identical to ``torch.save`` of
 a contiguous CPU tensor (torch 2.13).  All offsets inside are relative to the item, so it can be moved.
 
-Sources: ``torch/serialization.py`` (``_save``) and ``torch/_utils.py`` for the pickle; :mod:`.stored_zip` for the rest.
+Sources: ``torch/serialization.py`` (``_save``) and ``torch/_utils.py`` for the pickle; :mod:`.stored_zip` for the
+archive.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def tensor_pickle(dtype: str, shape: Index) -> bytes:
     if storage is None:
         version, kind, count = b"3", b"torch.storage\nUntypedStorage", numel * itemsize(dtype)
         element = b"ctorch\n" + dtype.encode() + b"\nq%c"
-    # What follows the storage: its strides are row-major, with sizes of at least 1.
+    # The storage is followed by this: its strides are row-major, with sizes of at least 1.
     strides = row_major(tuple(max(size, 1) for size in shape))
     end = b"\x89ccollections\nOrderedDict\nq%c)Rq%c" + element + b"tq%cRq%c."
     numbers = itertools.count(8 if shape else 6)
@@ -304,7 +305,7 @@ class Described:
 
 
 def described_tensor(value: object) -> Described:
-    """Return the tensor that part of a pickle stands for.
+    """Return the tensor that part of a pickle describes.
 
     Raises:
         SourceError: it is something else, a view with gaps or beyond its storage, or more than a plain tensor.

@@ -32,10 +32,10 @@ from .tensor_item import described_tensor, is_row_major
 
 
 class MemberPayloads(Payloads):
-    """Reads files of ``torch.save``, with a checksum for each storage of which tensors use parts.
+    """Reads files of ``torch.save``, with a checksum for each storage that tensors use in part.
 
     Args:
-        in_memory: bytes by file name that stand in for files of the directory.
+        in_memory: bytes by file name that replace files of the directory.
         checksums: the CRC-32 of items that are larger than the payloads in them.
     """
 
@@ -85,7 +85,7 @@ class TorchFile:
     content: object
     members: Mapping[str, ZipMember]
     described: int
-    """Bytes of the pickle, by which limits on what is in it are measured."""
+    """Bytes of the pickle; limits on its contents are in proportion to it."""
 
     def tensor(self, value: object) -> SavedTensor:
         """Decode a tensor, parameter or tensor with attributes of the content.
@@ -137,7 +137,7 @@ def class_of(value: object) -> str | None:
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a part of the content stands for a tensor, of any kind."""
+    """Return whether a part of the content describes a tensor, of any kind."""
     return isinstance(value, Record) and value.kind in _TENSORS
 
 
@@ -147,7 +147,7 @@ def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
 
 
 def checksums_inside(files: Iterable[TorchFile], tensors: Iterable[StateRecord]) -> dict[Extent, int]:
-    """Return the CRC-32 of each storage of these files of which a tensor uses only a part."""
+    """Return the CRC-32 of each storage in the files that a tensor uses only in part."""
     # A tensor that is all of its storage has the checksum itself.
     storages: set[Extent] = set()
     for tensor in tensors:
@@ -181,7 +181,7 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
             raise SourceError("expected little-endian elements")
         pickled = members["data.pkl"].length
         max_bytes = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
-        limits.check_limit(pickled, max_bytes, "bytes in data.pkl, in proportion to the rest of the file")
+        limits.check_limit(pickled, max_bytes, "bytes in data.pkl, in proportion to the other members of the file")
         content = unpickle(member_data(file.read, members["data.pkl"], pickled), Anything())
         return TorchFile(name, content, members, pickled)
 

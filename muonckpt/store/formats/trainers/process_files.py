@@ -4,9 +4,9 @@ DeepSpeed's.
 In a folder, ``optimizer.pt`` (Hugging Face's Trainer) or ``optimizer.bin``, ``optimizer_1.bin``, … (accelerate) are
 under ``optimizer``, ``optimizer_1``, …; weights beside them, in ``model.safetensors`` or ``pytorch_model.bin``, in one
 file or in several with an index, are under ``model``.  A file alone keeps its own keys, but for a bare optimizer's,
-which are under ``optimizer``.  What else lies beside them is not read; the provenance lists it.
+which are under ``optimizer``.  Other files beside them are not read; the provenance lists them.
 
-DeepSpeed's universal folders ``zero/{parameter}`` have a file for each slot, and nothing lists them; what is lost shows
+DeepSpeed's universal folders ``zero/{parameter}`` have a file for each slot, and nothing lists them; a loss shows
 by the other files of a parameter, and by other parameters: ``fp32.pt`` is the weight, under
 ``model``; ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt`` are AdamW's state.  From ZeRO 1 and 2 a file holds a dict
 with the tensor under ``param``; from ZeRO 3 a flat tensor, whose shape is in ``param_shapes`` of a
@@ -149,10 +149,10 @@ def reader(path: Location) -> Reader:
 
 
 def remains(path: Location) -> Reader:
-    """Read what is left where files of weights, or their index, are lost.
+    """Read the remains where files of weights, or their index, are lost.
 
     Raises:
-        SourceError: as `reader`, but for what is missing or wrongly described.
+        SourceError: as `reader`, except for missing or wrongly described files.
     """
     return _opened(path, safetensors.read_cut_header)
 
@@ -170,7 +170,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     else:
         parts.add_file(path.name, ())
     tensors = parts.tensors
-    # Names have to fit the optimizers, and their state the weights of these names.
+    # Names have to fit the optimizers, and their state the weights with their names.
     with about(folder):
         state = state_by_optimizer(tensors)
         parts.names.check_used([*(tensor.path for tensor in tensors), *(blob.path for blob in parts.items.blobs)])
@@ -229,7 +229,7 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
 def _read(
     file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory
 ) -> tuple[list[StateRecord], list[str], list[str]]:
-    """Return a file's tensors, the roots of its optimizers without names, and what is undecoded; add its items."""
+    """Return a file's tensors, the roots of its optimizers without names, and its undecoded objects; add its items."""
     content: object = file.content
     if not is_mapping(content):
         raise SourceError("expected a state dict, found something else; nothing was run")
@@ -264,7 +264,7 @@ def universal_reader(path: Location) -> Reader:
     Raises:
         SourceError: a parameter has no weight, a file is damaged or holds something else, or a shape is not known.
     """
-    # The files of each parameter, and what else lies there.
+    # The files of each parameter, and other files.
     listed, loose = names_in(path), list[str]()
     files: dict[str, list[str]] = {}
     for name in names_in(path / _ZERO):
@@ -283,7 +283,7 @@ def universal_reader(path: Location) -> Reader:
             # A parameter is its weight, and a file for each slot of its state.
             for file in names:
                 tensors += _universal_tensor(path, name, file, items, shapes)
-    # Nothing lists the files: their shapes, and the files of other parameters, show what is wrong.
+    # Nothing lists the files: their shapes, and the files of other parameters, show the faults.
     slots: dict[str, set[str]] = {}
     for name, names in files.items():
         slots[name] = {file.removesuffix(".pt") for file in names}

@@ -1,4 +1,4 @@
-"""State dicts of which each rank saved its part with ``torch.save``: DTensors, put together by their meshes.
+"""State dicts, each rank's part saved with ``torch.save``: DTensors, put together by their meshes.
 
 * verl: ``model_world_size_{W}_rank_{r}.pt``, ``optim_…`` and ``extra_state_…``, which is not read;
 * accelerate with FSDP2 and without DCP: ``pytorch_model_fsdp_{i}_rank{r}.bin`` and ``optimizer_{i}_rank{r}.bin``;
@@ -81,7 +81,7 @@ def reader(path: Location) -> Reader:
 
 
 def remains(path: Location) -> Reader:
-    """Read what is left of such a folder, as if the files that cannot be opened were missing.
+    """Read the remains of such a folder, as if the files that cannot be opened were missing.
 
     Where no replica has what a missing rank held, tensors have holes.
     """
@@ -91,7 +91,7 @@ def remains(path: Location) -> Reader:
 def _read(path: Location, is_partial: bool) -> Reader:
     listed = names_in(path)
     files = _rank_files(listed)
-    # Of what is left, the files that can be read.
+    # The remaining files that can be read.
     if is_partial:
         files = [file for file in files if _opens(path, file.name)]
     if not files:
@@ -159,7 +159,7 @@ def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
 
 
 def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
-    """Return the number of ranks, of each of which there has to be a file of each root."""
+    """Return the number of ranks; each must have a file of each root."""
     worlds: set[int | None] = set()
     for files in by_root.values():
         worlds.update(file.world for file in files)
@@ -264,7 +264,7 @@ class _JoinedRanks:
                     rank, value = next((rank, value) for rank, value in values.items() if isinstance(value, Undecoded))
                     self.undecoded.append(value.listed(path, files[rank]))
                 else:
-                    advice = f": to read the rest, move {files[0]} and its siblings away"
+                    advice = f": to read the other files, move {files[0]} and its siblings away"
                     self.items.add(path, same_on_ranks("value", values, advice))
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
@@ -286,7 +286,7 @@ class _JoinedRanks:
                 raise SourceError(
                     f"the shards overlap: {files[holder]} and {files[rank]} are both of coordinate {part.coordinate}"
                 )
-            # Of replicas the first is read, and the others have to have its checksum.
+            # The first replica is read, and the others must have its checksum.
             for chunk in _chunks_of(part):
                 replica, holder = chunks.setdefault(chunk.box, (chunk, rank))
                 if None not in (replica.crc32, chunk.crc32) and replica.crc32 != chunk.crc32:
@@ -312,7 +312,7 @@ def _replicated(path: KeyPath, values: Sequence[object], files: Sequence[str]) -
     if len(facts) > 1 or not isinstance(first, PlainTensor) or (first.chunk.crc32 is None and len(values) > 1):
         raise SourceError(
             f"expected DTensors, or the same tensor on all ranks, found others in {files[0]} to {files[-1]}, such as "
-            "flat parameters of FSDP1, which do not say what is in them: load them in their program and save a full "
+            "flat parameters of FSDP1, without names: load them in their program and save a full "
             "state dict; to take the weights alone, move the optimizer's files away"
         )
     return whole_record(path, first.dtype, first.chunk)
@@ -325,7 +325,7 @@ def _cut(part: RankPart) -> tuple[object, ...]:
 
 @lru_cache(maxsize=64)
 def _mesh(sizes: Index) -> Mesh:
-    """Return a mesh of these sizes.  Cached: the tensors of a run share a few, which may have many ranks."""
+    """Return a mesh with the sizes.  Cached: the tensors of a run share a few, which may have many ranks."""
     return Mesh.of(*sizes)
 
 
@@ -337,7 +337,7 @@ def _chunks_of(part: RankPart) -> Iterator[Chunk]:
         expected = local_shape(part.shape, mesh, part.placements, rank)
     except LayoutError as error:
         raise SourceError(str(error)) from error
-    # What it has has to have that shape, and each of its runs to be in one piece.
+    # Its part must have that shape, and each of its runs be in one piece.
     local, size = part.local, itemsize(part.dtype)
     if local.box.shape != expected or local.payload is None:
         raise SourceError(f"expected a local tensor of shape {expected} by its placements, found {local.box.shape}")

@@ -87,7 +87,7 @@ def _holds_parts(value: object) -> bool:
 
 
 def _word(key: object) -> str:
-    """Return a dict's key as it stands in a path; objects by the name of their class."""
+    """Return a dict's key in the form of a path; objects by the name of their class."""
     match key:
         case Record(kind=kind):
             return f"<{kind}>"
@@ -114,7 +114,7 @@ def _kind_in(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Undecoded:
-    """Stands for an object that is no plain data, by the ``"module name"`` of its class: nothing of it is run."""
+    """Represents an object that is no plain data, by the ``"module name"`` of its class: nothing of it is run."""
 
     kind: str
 
@@ -164,7 +164,7 @@ def decoded(
                 yield path, part
             else:
                 raise SourceError(
-                    "it is a DTensor, of which this file has the part of one rank: give the folder with the files of "
+                    "it is a DTensor, and this file has the part of one rank: give the folder with the files of "
                     "all ranks, under the names that verl or accelerate gave them (docs/formats/trainers.md)"
                 )
     check_shared(file, chunks)
@@ -426,7 +426,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def rank_part(file: TorchFile, value: object) -> RankPart:
-    """Return the part that a DTensor in a file stands for.
+    """Return the part that a DTensor in a file describes.
 
     Raises:
         SourceError: it is not a DTensor of shards and replicas, or contradicts itself.

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO checkpoints: ``*_optim_states.pt`` with the flat partitions of each rank, and model states.
 
 Weights are the float32 masters, under ``model``; state is under ``optimizer``, and the run's own values, such as
-``global_steps``, under ``deepspeed``.  What the flat tensors hold follows from ``param_shapes`` in the model states.
-Objects of DeepSpeed, such as ``fragment_address``, are read as inert data.
+``global_steps``, under ``deepspeed``.  The contents of the flat tensors follow from ``param_shapes`` in the model
+states.  Objects of DeepSpeed, such as ``fragment_address``, are read as inert data.
 
 Where several ranks hold the momentum of a matrix whole, one copy is read, and compared with the others when it is
 checked.
@@ -51,7 +51,7 @@ _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{
 _MAX_RANKS = 1 << 16
 
 _STEPS = "steps-in-memory"
-"""The name that stands for numbers of updates as tensors."""
+"""The name of numbers of updates as tensors."""
 
 _MASTERS, _MASTERS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 """The keys of the float32 partitions in ZeRO 1 and 2, and in ZeRO 3."""
@@ -80,7 +80,7 @@ def reader(path: Location) -> Reader:
 
 
 def remains(path: Location) -> Reader:
-    """Read what is left of such a folder without the files that cannot be opened.
+    """Read the remains of such a folder without the files that cannot be opened.
 
     Raises:
         SourceError: as `reader`, but for damaged files; or no file names the parameters.
@@ -102,7 +102,7 @@ def _read(path: Location, is_partial: bool) -> Reader:
         missing = _missing(files, num_ranks)
         if all(map(_is_of_rank, models.values())):
             missing += _missing(models, num_ranks)
-        # The optimizer has the weights, too; the model states the rest.
+        # The optimizer has the weights, too; the model states have everything else.
         contents = _Contents()
         first = _add_optimizer(contents, run, _per_rank(files, _Optimizer.of), num_ranks)
         _add_model(contents, run, models, num_ranks)
@@ -178,7 +178,7 @@ class _Copies:
 
 
 class _ZeroPayloads(MemberPayloads):
-    """The bytes of such files, which knows the copies of what is read, by the item of the chunk."""
+    """The bytes of such files, with the copies of each chunk, by its item."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _Contents:
     """The tensors and items of a checkpoint, as they are added.
 
     Attributes:
-        copies: the copies of what is read, by the item of its chunk; each is in ``compared``.
+        copies: the copies of a chunk, by its item; each is in ``compared``.
         steps: numbers of updates as bytes of float32.
     """
 
@@ -235,7 +235,7 @@ class _Contents:
         self.tensors.append(StateRecord(key_of(path), path, shape, dtype, Chunks.of(chunks, len(shape))))
 
     def add_number(self, path: KeyPath, value: object) -> None:
-        """Add state that is no tensor; a number of updates, which fused optimizers keep so, as torch's AdamW has it."""
+        """Add state that is no tensor; numbers of updates take the form of torch's AdamW."""
         if path[-1] != STEP or type(value) is not int:
             self.items.add(path, value)
             return
@@ -245,7 +245,7 @@ class _Contents:
         self.add(path, (), "float32", [Chunk(Box.of(()), place, place, crc32=zlib.crc32(raw))])
 
     def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, PlainTensor]) -> None:
-        """Add the parameters of a layout, of which each rank has a flat part; those of other ranks are lost."""
+        """Add the parameters of a layout with a flat part on each rank; parts of other ranks are lost."""
         dtype = same_on_ranks("dtype", _per_rank(parts, lambda part: part.dtype))
         layouts = layout.tensor_layouts()
         for parameter in layout.parameters:
@@ -259,7 +259,7 @@ class _Contents:
 
 
 def _chunk(box: Box, offset: int, part: PlainTensor) -> Chunk:
-    """Return the chunk of a box whose elements lie in a flat tensor from element ``offset`` on."""
+    """Return the chunk of a box whose elements begin at element ``offset`` of a flat tensor."""
     size, payload = itemsize(part.dtype), part.chunk.payload
     assert payload is not None, "chunks of files have payloads"
     if offset + box.numel > part.chunk.box.numel:
@@ -327,7 +327,7 @@ class _Optimizer:
 def _add_optimizer(
     contents: _Contents, run: Mapping[object, object], optimizers: Mapping[int, _Optimizer], num_ranks: int
 ) -> _Optimizer:
-    """Add the weights, state and options that ranks' optimizers have; return the first of these.
+    """Add the weights, state and options that ranks' optimizers have; return the first rank's.
 
     ZeRO flattens the parameters of each of its own groups to one tensor, cut over ranks.  To the optimizer that it
     wraps, each such tensor is one parameter, and a parameter group of that optimizer may have several of them.
@@ -338,7 +338,7 @@ def _add_optimizer(
     flat_groups = [_parameters(group) for group in expect(list, run.get("param_shapes"))]
     for optimizer in optimizers.values():
         _check_groups(optimizer, len(flat_groups), len(flat_numbers), num_ranks)
-    # Weights and state lie in the ranks' parts of the flat tensors.
+    # Weights and state are in the ranks' parts of the flat tensors.
     layouts = []
     for index, parameters in enumerate(flat_groups):
         masters = {rank: _flat(optimizer.file, optimizer.masters[index]) for rank, optimizer in optimizers.items()}
