@@ -82,8 +82,8 @@ def clip_grad_norm_(
         raise ValueError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "
             "have gradients that others have not (experts of their own on a part of the mesh, say), or other values of "
-            "what is on all of them. Put such parameters on a mesh of all these ranks, sharded on the axis along which "
-            "they differ, or reduce the gradients first"
+            "parameters that are on all of them. Put such parameters on a mesh of all the ranks, sharded on the axis "
+            "along which they differ, or reduce the gradients first"
         )
     gradients = [local_of(param.grad) for param in params if param.grad is not None]
     return clip_with(gradients, squares, max_norm, error_if_nonfinite)
@@ -131,7 +131,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     a part of it has another sum; the least and the greatest ``max_norm``; and the widest sets of ranks that share
     parameters with this one.  Collective.
     """
-    # Parameters by the ranks that share them, whatever meshes say it; the widest of these sets hear of all others.
+    # Parameters by the ranks that share them, on any mesh; the widest of the sets receive the sums of all others.
     by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for param in params:
         by_mesh[param.device_mesh if isinstance(param, DTensor) else None].append(param)
@@ -153,7 +153,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
         squares = sum_of_squares(gradients, members[0].device)
         mesh = members[0].device_mesh if isinstance(members[0], DTensor) else None
         if (group := group_of(ranks, *groups_of_mesh(mesh))) is not None:
-            # The sums of smaller sets are complete, if all of those are in this one.
+            # The sums of smaller sets are complete, if all of their ranks are in this one.
             numbers = [squares, _sum_in_order(terms), squares.new_tensor(len(widest)), *limits]
             received = gather_numbers([number.to(squares) for number in numbers], group)
             squares, sums = received[:, 0].sum(), received[:, 1]

@@ -28,7 +28,7 @@ class CollectiveOptimizer(Optimizer):
     code_options: list[dict[str, Any]]
 
     _has_waiting_peers = False
-    """Whether the other ranks wait for this one's part in the present step."""
+    """Whether the other ranks wait for this rank's part in the present step."""
 
     _grads_consumed = True
     """Whether a step has used the gradients since they were zeroed."""
@@ -55,7 +55,7 @@ class CollectiveOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def _consume_gradients(self) -> Facts:
-        """Start the count anew, and return the fact that shows a rank which alone has left out a step."""
+        """Restart the count, and return the fact that shows a rank which alone has left out a step."""
         count, self._grads_consumed, self._zeroed_unused = self._zeroed_unused, True, 0
         return {"the number of times that gradients were dropped without a step": str(count)}
 

@@ -89,8 +89,9 @@ class Decisions:
     ) -> list[dict[str, Any]]:
         """Return parameter groups for `Muon`; each parameter that is not frozen is in exactly one.
 
-        Schedulers know groups by number, so the order depends on rules and ``kinds`` only: matrices, the rest, then
-        kinds with options of their own, in the order of `KINDS`.  A group of frozen parameters is empty, unless last.
+        Schedulers know groups by number, so the order depends on rules and ``kinds`` only: matrices, other parameters,
+        then kinds with options of their own, in the order of `KINDS`.  A group of frozen parameters is empty, unless
+        last.
 
         Args:
             muon: options of all groups of matrices, such as ``lr`` or ``algorithm="normuon"``.

@@ -19,7 +19,7 @@ _HEAD = Rule("head", ("lm_head.weight", "*.lm_head.weight"))
 
 
 def _ready(*rules: Rule) -> tuple[Rule, ...]:
-    """Return a set for several models, in each of which some rules may select nothing."""
+    """Return a set for several models; in each, some rules may select nothing."""
     return tuple(replace(rule, optional=True) for rule in (*_COMMON, *rules))
 
 
@@ -68,7 +68,7 @@ MODULE_TYPES = _ready(
 each of its groups, stacks that are an MLP for each expert, and vectors."""
 
 LLAMA = _ready(_HEAD, _HF_ATTENTION, _mlp("mlp"))
-"""transformers: Llama, Mistral, Qwen2, Qwen3 and others of these names."""
+"""transformers: Llama, Mistral, Qwen2, Qwen3 and others with the same names."""
 
 QWEN = _ready(
     _HEAD,
@@ -132,8 +132,8 @@ FUSED: Mapping[str, str] = {
     "x_proj": "dt, B, C",
     **dict.fromkeys(("gate_up_proj", "w12", "w13"), "gate, up"),
 }
-"""The matrices in projections of these names, of a module or a parameter, in Megatron, torch, transformers, timm and
-others: users say how they lie there."""
+"""The matrices in projections with known names, of a module or a parameter, in Megatron, torch, transformers, timm and
+others: users give their order."""
 
 GATED: Mapping[str, tuple[str, str]] = {
     "q_proj": ("o_proj", "q, gate"),

@@ -34,7 +34,7 @@ class ModelGroups:
     named: bool
 
     def make_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the groups of the model as it is now."""
+        """Return the groups of the present model."""
         return self.groups_of(sort_by_layers(model, self.layers))
 
     def groups_of(self, decisions: Decisions) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ class ModelGroups:
         if self.named:
             names = {decision.parameter: decision.names[0] for decision in decisions}
             for group in groups:
-                # torch takes a group without parameters for one without names, unless it is told.
+                # Without this, torch takes a group without parameters for one without names.
                 group["param_names"] = [names[param] for param in group["params"]]
         return groups
 
@@ -70,7 +70,7 @@ class ModelGroups:
 EXAMPLE_LINE = "Muon.for_model(model, lr=0.02, adamw_lr=3e-4)"
 
 WITH_ALGORITHM = (
-    f"[{{'params': ..., 'algorithm': ...}}], as it is an option of groups, or {EXAMPLE_LINE[:-1]}, "
+    f"[{{'params': ..., 'algorithm': ...}}], which is an option of groups, or {EXAMPLE_LINE[:-1]}, "
     "kinds={'matrix': {'algorithm': 'normuon'}})"
 )
 
@@ -151,12 +151,12 @@ class ForModel:
         Args:
             model: may be sharded, compiled or wrapped.  A DistributedDataParallel gives ``replicas``.
             lr: rate of matrices.
-            adamw_lr: rate of the rest.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
+            adamw_lr: rate of all others.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
             head: the output head, a module or its name, or several; None: there is none.  It has to be given where an
                 untied layer has as many rows as an embedding; the error says which.
             split: the matrices in fused projections, by patterns of their names: the rows of each, ``(q, k, v)``, their
                 number if they are equal, a `Split`, or None for one matrix.  Known names (`families.FUSED`) are asked.
-            rules: a set, such as `groups.LLAMA`, or several in a list, of which earlier ones beat later ones:
+            rules: a set, such as `groups.LLAMA`, or several in a list; earlier ones beat later ones:
                 ``[[Rule("other", "*.scale")], MODULE_TYPES]``.  By default: `groups.MODULE_TYPES`.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.
             named: give parameters names, by which `Muon.load_state_dict` matches them even across changed groups.
@@ -198,7 +198,7 @@ class ForModel:
             return
         names = {param: name for name, param in model.named_parameters()}
         if grouped.isdisjoint(map(id, names)):
-            return  # the model has other parameters than it had, of which `warn_of_no_gradient` warns
+            return  # the model's parameters have changed, and `warn_of_no_gradient` warns of that
         strangers = (param for param in names if id(param) not in grouped and param.grad is not None)
         ungrouped = {param: names[param] for param in strangers if names[param] not in self._warned}
         # Each once, with the lines that would train them.

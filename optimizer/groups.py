@@ -128,7 +128,7 @@ def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
 
 
 def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
-    """Yield the rules that say which matrices are fused in parameters, or modules, of these names."""
+    """Yield the rules that say which matrices are fused in parameters, or modules, with the names."""
     matrices = [use.name for use in uses if use.parameter.dim() > 1]
     for pattern, parts in split.items():
         names = pattern, f"{pattern}.weight"
@@ -242,7 +242,7 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
 
 
 def _usual_rule(uses: Sequence[Use], names: tuple[str, ...]) -> Rule:
-    """Return the rule that most likely decides a parameter: advice, which the user is told to check."""
+    """Return the rule that most likely decides a parameter: advice, for the user to check."""
     for use in uses:
         for rule in MODULE_TYPES:
             if rule.reason(use):

@@ -73,9 +73,9 @@ class MaxLogits:
         )
 
     def reduce(self, mesh: DeviceMesh | None = None, heads: str | None = None) -> Mapping[str, Tensor]:
-        """Return the largest logits of all ranks, ``[heads]`` of each layer, and begin anew.
+        """Return the largest logits of all ranks, ``[heads]`` of each layer, and restart.
 
-        One collective for all layers, along each axis of the mesh.  `qk_clip` takes the result as it is, and reduces
+        One collective for all layers, along each axis of the mesh.  `qk_clip` takes the result, and reduces
         it no more.
 
         Args:
@@ -172,7 +172,7 @@ class Projection:
         if rows % heads:
             raise ValueError(f"{rows} rows are not a whole number for each of {heads} heads")
         start, stop = self._range()
-        # Factors of all rows, of which this rank takes its own.
+        # Factors of all rows; this rank takes its own.
         head_factors = head_factors.where(~head_factors.isnan(), 1.0)
         row_factors = head_factors.new_ones(self.weight.shape[0]).view(self.split.interleaved, -1)
         row_factors[:, start:stop] = head_factors.repeat_interleave(rows // heads).view(self.split.interleaved, -1)
@@ -207,7 +207,7 @@ def qk_clip(
     ``gamma`` among them, as in Megatron.
 
     In multi-head latent attention ``query`` and ``key`` are the parts without rotary embedding.  All heads share the
-    rotary key, which stays as it is, so the rotary queries take all of ``gamma``.
+    rotary key, which stays unchanged, so the rotary queries take all of ``gamma``.
 
     Collective over the weights' mesh, if they are on one; every rank scales the rows that it holds.
 
@@ -220,7 +220,7 @@ def qk_clip(
         rotary_query: the rotary part of the queries, if it is a piece of its own.
 
     Returns:
-        ``gamma`` of each query head, float64.  NaN where a logit was not finite: the weights of these heads, and of
+        ``gamma`` of each query head, float64.  NaN where a logit was not finite: the weights of such heads, and of
         those that share their key, are unchanged.
 
     Raises:

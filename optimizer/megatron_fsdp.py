@@ -5,7 +5,7 @@
     optimizer = Muon(groups, layout=layouts(model))  # groups of model.parameters()
     attach(optimizer, model)
 
-`layouts.megatron_fsdp` is the door to both versions; here nobody asks which one it was.
+`layouts.megatron_fsdp` is the door to both versions; nothing here depends on the version.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .step.rank_sets import collective_order, group_of, groups_of_mesh, ordinals
 def layouts(model: Any) -> Callable[[Tensor], TensorLayout | None]:
     """Return the ``layout`` argument of `Muon` for this model: a function of a parameter, which does not communicate.
 
-    Of version 1, for FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, with experts on their
+    Version 1: for FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, with experts on their
     own mesh and tensor parallelism.  A parameter is the experts that its name holds on this rank, on the ranks that
     share them; tensor-parallel parts are put end to end.
 
-    Of version 2, for FSDP and hybrid FSDP; the model may be a part of a larger one.  Where DTensors declare their boxes
+    Version 2: for FSDP and hybrid FSDP; the model may be a part of a larger one.  Where DTensors declare their boxes
     by DCP's hooks, and no buffer of the model has their elements, this call asks all ranks of their meshes.
 
     Args:
@@ -73,12 +73,12 @@ def finish_gradients(model: Any) -> None:
 
     :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.
 
-    Of version 1, it calls ``finish_grad_sync()`` once after backward passes, as a second call would undo clipping, and
+    For version 1, it calls ``finish_grad_sync()`` once after backward passes, as a second call would undo clipping, and
     could reduce twice.  An empty shard, whose ``grad`` Megatron-FSDP leaves as None, gets its empty gradient.  As
     always there, a parameter that no backward pass has reached has a gradient of zeros: its momentum fades and its
     weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
 
-    Of version 2, gradients are finished by the last backward pass.
+    For version 2, gradients are finished by the last backward pass.
 
     Raises:
         RuntimeError: hybrid FSDP of version 2 has not reduced them, as the last micro-batch was not marked as such.
@@ -116,7 +116,7 @@ def attach(optimizer: Muon, model: Any) -> Attached:
 
     Raises:
         ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read; or a rank has
-            left a parameter out of the groups of which it has elements.
+            left a parameter with elements out of the groups.
         RuntimeError: (in a step) a closure was given.
     """
     sharded, layout = open_model(model), layouts(model)
@@ -216,7 +216,7 @@ class MeshMembers:
     """The DTensors of a model that are on the same ranks, by name, in the order of the model.
 
     Attributes:
-        group: the process group of these ranks; None for one rank.
+        group: the process group of the ranks; None for one rank.
     """
 
     ranks: Ranks
@@ -305,13 +305,13 @@ def _complete_groups(optimizer: Muon, params: Mapping[str, DTensor]) -> None:
     groups = optimizer.param_groups
     is_named = any("param_names" in group for group in groups)
     for members in _by_ranks(params):
-        # What this rank says of each parameter: its group, whether it is in none, and whether it has elements then.
+        # This rank's facts about each parameter: its group, whether it is in none, and whether it has elements then.
         group_numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
         local_numbers = [group_numbers.get(param, -1) for param in members.params.values()]
         is_missing = [number < 0 for number in local_numbers]
         sizes = [local_of(param).numel() for param in members.params.values()]
         is_partial = [missing and size > 0 for missing, size in zip(is_missing, sizes, strict=True)]
-        # What the ranks say together is the largest of each number; that of the negated count is the fewest groups.
+        # The ranks agree on the largest of each number; for the negated count that gives the fewest groups.
         facts = members.largest([*local_numbers, *is_missing, *is_partial, len(groups), -len(groups), is_named])
         *parameter_facts, most_groups, negated_fewest, is_named_anywhere = facts
         rows = np.array(parameter_facts).reshape(3, -1).tolist()
@@ -334,7 +334,7 @@ def _complete_groups(optimizer: Muon, params: Mapping[str, DTensor]) -> None:
                 if joint_numbers[name] == number:
                     joint_members[param] = name
             _place_members(group, joint_members, named=bool(is_named_anywhere))
-        # A rank that had none of these parameters has not counted this optimizer among those of these ranks.
+        # A rank without these parameters has not counted this optimizer among those of the ranks.
         if members.ranks not in optimizer._ordinals:
             params_here = {*members.params.values()}
             shared_groups = []
@@ -353,7 +353,7 @@ def _refuse_groups(
 
     Args:
         incomplete: names of parameters that are in a group on some ranks only.
-        partial: those among them of which a rank that left them out has elements.
+        partial: those among them with elements on a rank that left them out.
         num_groups: the fewest and the most groups that any rank has.
         is_late: whether there is state already.
     """

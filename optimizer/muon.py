@@ -69,15 +69,15 @@ from .step.step import Step, Steps
 
 _IN_EXECUTION = "Muon(params, execution=StepExecution({}=...)), from muonckpt.optimizer"
 ELSEWHERE = {
-    **{option: f"[{{'params': ..., '{option}': ...}}], as it is an option of groups" for option in ("gram", *FUSION)},
+    **{option: f"[{{'params': ..., '{option}': ...}}], which is an option of groups" for option in ("gram", *FUSION)},
     **{field.name: _IN_EXECUTION.format(field.name) for field in fields(StepExecution)},
     "algorithm": WITH_ALGORITHM,
 }
-"""The line to write for what is no argument of `Muon`."""
+"""The line to write for an option that is no argument of `Muon`."""
 
 
 class Muon(ForModel, CollectiveOptimizer):
-    """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
+    """Muon for matrices and AdamW or Lion for all other parameters, in one optimizer.
 
     Each group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon", "adamuon",
     "hyperball"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on any mesh
@@ -346,7 +346,7 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Move state to parameters that have been replaced, cast or moved, and let those without state begin anew."""
+        """Move state to parameters that have been replaced, cast or moved, and let those without begin from zero."""
         changes = list(find_changes(self._group_snapshots, self.param_groups))
         self._follow_state()
         if not changes:
@@ -369,14 +369,14 @@ class Muon(ForModel, CollectiveOptimizer):
         self._steps.plan_anew()
 
     def _follow_state(self) -> None:
-        """Let parameters begin anew whose state was cleared, as a step of torch's optimizers does."""
+        """Let parameters whose state was cleared begin from zero, as a step of torch's optimizers does."""
         if self._slot_snapshot.is_current(self.state):
             return
         cleared = list(find_cleared(self._group_snapshots, self._slot_snapshot, self.param_groups, self.state))
         fresh = {param: self._fresh_state(param, self.param_groups[number]) for param, number in cleared}
         for param, slots in fresh.items():
             self.state.setdefault(param, {}).update(slots)
-        # Restarted are these, and earlier ones whose state nobody has replaced.
+        # These restart, and earlier ones whose state has not been replaced.
         unreplaced = {p: slots for p, slots in self._restarted.items() if self.state.get(p) is slots}
         self._restarted = {**unreplaced, **{param: self.state[param] for param in fresh}}
         self._slot_snapshot = SlotSnapshot.of(self.state)
@@ -423,8 +423,8 @@ class Muon(ForModel, CollectiveOptimizer):
         history = self._consume_gradients()
 
         def constants(ranks: Ranks) -> Facts:
-            ordinal = f"number {self._ordinals.get(ranks)}"
-            return {"the optimizer, of those built of equal parameters": ordinal, **history}
+            ordinal = f"{self._ordinals.get(ranks)}"
+            return {"the optimizer's number among those with equal parameters": ordinal, **history}
 
         self._steps.update(self.param_groups, self.state, self._replicas, self._plan, failure, constants)
         self._restarted = {}  # all ranks have planned with it

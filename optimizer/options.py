@@ -1,4 +1,4 @@
-"""Options of parameter groups: their checks, and those that the code gave, of which a resume tells what it overrides.
+"""Options of parameter groups: their checks, and the code's own values, for a resume to report which it overrides.
 
 A loaded state brings the rates of the saved run, so the code's present ones have no effect.  They were changed on
 purpose if they differ from the code's at that time, which state dicts have under `GIVEN_KEYS`, as schedules change the
@@ -44,7 +44,7 @@ FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fuse
 """Options of torch's optimizers that no algorithm here has; a group may have them if they are off."""
 
 SHOWN_GROUPS = 4
-"""Groups whose differences are told; others are counted."""
+"""Groups whose differences are printed; others are counted."""
 
 CYCLED_OPTIONS = ("momentum", "betas")
 """Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
@@ -233,7 +233,7 @@ def check_group(group: ParamGroup, scales: Collection[str], method: MatrixMethod
     for name in dict.fromkeys([*_DECLARATIONS, "eps", *(method.options if method is not None else ())]):
         if name in group:
             _check_option(name, group, method)
-    # Those that depend on others: of scales, and the restarts of the Gram form.
+    # Options that depend on others: those of scales, and the restarts of the Gram form.
     if method is None:
         return
     check_value("adjust_lr_fn", group["adjust_lr_fn"], (scales.__contains__, f"a function, or one of {sorted(scales)}"))

@@ -18,7 +18,7 @@ from .rules import Rule, Use
 
 Uses = Mapping[Tensor, Sequence[Use]]
 Results = Mapping[Tensor, Decision | ValueError]
-"""What became of each parameter, in the model's order."""
+"""The result for each parameter, in the model's order."""
 
 _ADAPTED = re.compile(r"\.(base_layer|lora_B)\b.*")
 """The end of the name of a projection with an adapter, and of the half of the adapter that has its rows."""
@@ -67,7 +67,7 @@ class UnsortedError(ValueError):
 
 
 def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Rule]]) -> Iterator[Question]:
-    """Yield what is unclear about the parameters of a model."""
+    """Yield the open questions about the parameters of a model."""
     shapes = {use.name: tuple(use.parameter.shape) for use in chain(*uses_of.values())}
     heights = _head_heights(uses_of, results, layers)
     for parameter, uses in uses_of.items():
@@ -81,7 +81,7 @@ def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Ru
         # A rule that spells the name out knows what it is.
         is_known = rule is None or _knows_fused(rule, fused[0]) if fused else True
         if fused and (isinstance(result, UnselectedError) or (isinstance(result, Decision) and not is_known)):
-            yield Question(names, f"{place} holds {fused[2]} by its name: how do they lie there?", fused=fused[1:])
+            yield Question(names, f"{place} holds {fused[2]} by its name: in which order?", fused=fused[1:])
         elif isinstance(result, ValueError):
             yield Question(names, f"{place}: {result}", rule, is_tall and rule is not None and rule.kind == "matrix")
         elif is_tall and is_typed_matrix(rule):
@@ -94,7 +94,7 @@ def is_typed_matrix(rule: Rule | None) -> bool:
 
 
 def is_in(uses: Sequence[Use], *module_types: type[nn.Module]) -> bool:
-    """Return whether a parameter is in a module of these types."""
+    """Return whether a parameter is in a module of the types."""
     return any(isinstance(use.owner, module_types) for use in uses)
 
 

@@ -60,7 +60,7 @@ def fit_state_dict(
     globs: Globs,
     lasting_slots: Collection[str] = (),
 ) -> FittedState:
-    """Check a state dict, and return it as it is to be loaded.
+    """Check a state dict, and return it in the form to load.
 
     Parameters are matched by their names if both sides have them, each parameter its own, and otherwise by their
     numbers.  A frozen one may be missing, as stock DCP leaves it out, and keeps its state.
@@ -284,7 +284,7 @@ def load_fitting(
                 slots[slot] = loaded[slot].to(former.device, former.dtype)
             optimizer.state[param] = slots
 
-    # After users' hooks that may mend the state dict, and before those that look at the loaded state.
+    # After users' hooks that may fix the state dict, and before those that look at the loaded state.
     hooks = (
         optimizer.register_load_state_dict_pre_hook(check),
         optimizer.register_load_state_dict_post_hook(restore, prepend=True),
@@ -302,7 +302,7 @@ class FreshStart:
 
     For trainers, which load state dicts themselves; otherwise give ``fresh`` to `muonckpt.load` or
     `Muon.load_state_dict`.  It warns of what it does.  The optimizer's own state, which accelerate loads when it
-    prepares an optimizer, stays as it is.
+    prepares an optimizer, stays unchanged.
 
     Args:
         fresh: globs of parameters' names, as for `Muon.load_state_dict`.

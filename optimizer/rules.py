@@ -37,7 +37,7 @@ KINDS: Mapping[str, ParamKind] = {
     "other": ParamKind("adamw"),
 }
 """AdamW trains embeddings and output heads, as in Jordan et al. 2024 and Liu et al. 2025 (arXiv 2502.16982).  Routers
-are matrices as any other: so have it the code of Liu et al., torchtitan's recipe for Kimi K2.5, and Megatron."""
+are matrices as any other: sources are the code of Liu et al., torchtitan's recipe for Kimi K2.5, and Megatron."""
 
 
 WHOLE = Split()
@@ -73,7 +73,7 @@ class Rule:
     Args:
         kind: a key of `KINDS`.
         names: one or more patterns over the whole qualified name.  ``*`` matches anything (dots too), ``?`` one
-            character, ``[qkv]`` one of these; case counts.
+            character, ``[qkv]`` one of the three; case counts.
         module: type of the module that holds the parameter, or a base of it.
         attribute: name of the parameter in that module.
         dims: numbers of dims of the parameter.
@@ -148,7 +148,7 @@ class Rule:
 
 
 Rules = Union[Rule, Iterable["Rules"]]  # noqa: UP007
-"""Rules as users give them: rules side by side are one layer, of which an earlier one beats a later one.  So
+"""Rules as users give them: rules side by side are one layer, where an earlier one beats a later one.  So
 ``[[Rule("other", "*.scale")], MODULE_TYPES]`` has two layers; how deep they are nested says nothing."""
 
 EXAMPLE = "[[Rule('other', '*.scale')], MODULE_TYPES]"

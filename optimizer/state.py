@@ -75,7 +75,7 @@ class DeclaredBoxes(BoxedTensor):
         )
 
     def refuse_gathering(self, *_: object, **__: object) -> NoReturn:
-        """Stand in for `full_tensor` and `redistribute`, which would take the boxes for even shards."""
+        """Replace `full_tensor` and `redistribute`, which would take the boxes for even shards."""
         raise LayoutError(
             f"each rank has other boxes of a tensor of shape {tuple(self.shape)}, which torch cannot gather "
             f"(full_tensor(), StateDictOptions(full_state_dict=True)): {_SAVE_ON_ALL}"
@@ -252,7 +252,7 @@ def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[st
                 f"group {number} had {len(snapshot.params)} parameters, and now it has {len(params)}: add parameters "
                 "with add_param_group(), and keep those that are not to be trained, with requires_grad_(False)"
             )
-        # Those that are new here stand for those that are gone, in order.
+        # New parameters take the place of removed ones, in order.
         former_kinds = dict(zip(map(id, snapshot.params), snapshot.kinds, strict=True))
         replaced = iter([former for former in snapshot.params if id(former) not in members])
         for index, param in enumerate(params):
@@ -311,7 +311,7 @@ def find_cleared(
     """
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"optimizer.state is a {type(state).__name__}, expected a dict. To let all state begin anew write "
+            f"optimizer.state is a {type(state).__name__}, expected a dict. To let all state begin from zero write "
             "optimizer.state = {}"
         )
     former_slots = dict(zip(slot_snapshot.params, slot_snapshot.slots, strict=True))
@@ -320,15 +320,15 @@ def find_cleared(
             name, current = _name_of(group, number, index), state.get(param, {})
             if not isinstance(current, Mapping):
                 raise ValueError(
-                    f"the state of {name} is a {type(current).__name__}, expected a dict. To let it begin anew write "
-                    "optimizer.state.pop(parameter)"
+                    f"the state of {name} is a {type(current).__name__}, expected a dict. To let it begin from zero "
+                    "write optimizer.state.pop(parameter)"
                 )
             # All slots, or none.
             slots = {slot for slot in snapshot.slots & current.keys() if isinstance(current[slot], Tensor)}
             if slots and slots != snapshot.slots:
                 raise ValueError(
                     f"{name} has lost {sorted(snapshot.slots - slots)} of its state and kept {sorted(slots)}: expected "
-                    "all or none. To let it begin anew write optimizer.state.pop(parameter)"
+                    "all or none. To let it begin from zero write optimizer.state.pop(parameter)"
                 )
             if snapshot.slots and not slots:
                 yield param, number
@@ -339,7 +339,7 @@ def find_cleared(
                 if kind != former_kind:
                     raise ValueError(
                         f"{slot} of {name} was replaced by one of {_describe_kind(kind)}, expected "
-                        f"{_describe_kind(former_kind)}: cast it, or to let it begin anew write "
+                        f"{_describe_kind(former_kind)}: cast it, or to let it begin from zero write "
                         "optimizer.state.pop(parameter)"
                     )
 

@@ -93,7 +93,7 @@ def ranges_of(shape: Sequence[int], selection: Selection) -> list[int | range]:
     Raises:
         IndexError: there are more indices than dims, an index is outside its dim, or a step is not one.
     """
-    # The ellipsis stands for whole dims.
+    # The ellipsis means whole dims.
     indices: list[Any] = list(selection) if isinstance(selection, tuple) else [selection]
     indices += [] if ... in indices else [...]
     num_whole = len(shape) - len(indices) + 1
@@ -138,14 +138,14 @@ def row_major(shape: Sequence[int]) -> Index:
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Cut elements ``start:stop`` of the flattened (row-major) tensor into boxes, in flat order.
 
-    A range that lies within one index of the first dim is that index times a range of the rest; any other one is a
+    A range within one index of the first dim is that index times a range of the other dims; any other one is a
     ragged head, a block of whole slices and a ragged tail.  That gives at most ``2 * len(shape) - 1`` boxes.
 
     Raises:
-        LayoutError: the range is reversed or does not lie in the tensor.
+        LayoutError: the range is reversed or not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise LayoutError(f"flat range {start}:{stop} does not lie in a tensor of shape {tuple(shape)}")
+        raise LayoutError(f"flat range {start}:{stop} is not inside a tensor of shape {tuple(shape)}")
     if start == stop:
         return
     if not shape:

@@ -26,7 +26,7 @@ Buffer = int | str
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Element ``k`` (counted per dim from the box's start) lies at ``offset + sum(k[d] * strides[d])``."""
+    """Element ``k`` (counted per dim from the box's start) has the address ``offset + sum(k[d] * strides[d])``."""
 
     buffer: Buffer
     offset: int
@@ -66,9 +66,9 @@ class TensorLayout:
     """Every fragment of one tensor of the given logical shape, as columns: thousands of ranks may hold parts of it.
 
     `of` makes one of fragments, `of_columns` of arrays; ``fragments`` and ``holders`` are made of the columns when they
-    are first asked for, `fragments_of` and `boxes_of` for one buffer alone.
+    are first used, `fragments_of` and `boxes_of` for one buffer alone.
 
-    Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
+    Proved on construction: all boxes are inside the shape; two boxes are either equal (replicas, in different buffers)
     or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
 
     Attributes:
@@ -79,7 +79,7 @@ class TensorLayout:
         offset, strides: of each fragment's place, ``[fragments]`` and ``[fragments, ndim]``.
 
     Raises:
-        LayoutError: names the box, its buffer, and what is missing or covered twice.
+        LayoutError: names the box, its buffer, and the box that is missing or covered twice.
     """
 
     shape: Index
@@ -93,7 +93,7 @@ class TensorLayout:
 
     @classmethod
     def of(cls, shape: Index, fragments: Iterable[Fragment]) -> TensorLayout:
-        """Make the layout of these fragments, in their order."""
+        """Make the layout of fragments, in their order."""
         fragments = tuple(fragments)
         boxes: dict[Box, int] = {}
         buffers: dict[Buffer, int] = {}
@@ -318,7 +318,7 @@ def _prove_tiling(layout: TensorLayout) -> None:
         raise LayoutError(f"no buffer holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
     pairs = np.sort(layout.box * len(layout.buffers) + layout.buffer)  # np.unique would import masked arrays
     if (pairs[1:] == pairs[:-1]).any():
-        raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
+        raise LayoutError("one buffer holds the same box twice; replicas must be in different buffers")
 
 
 def _replica(layout: TensorLayout, box: int) -> Fragment:
@@ -341,7 +341,7 @@ def holes_in(whole: Box, boxes: Iterable[Box], limit: int | None = None) -> list
             continue
         parts = [(lo[~cut], hi[~cut])]
         begin, end, first, last = lo[cut], hi[cut], first[cut], last[cut]
-        for d in range(whole.ndim):  # the rest below and above it, within the covered range of the dims before
+        for d in range(whole.ndim):  # the boxes below and above it, within the covered range of the dims before
             for start, stop in ((begin[:, d], first[:, d]), (last[:, d], end[:, d])):
                 is_part = start < stop
                 part_lo, part_hi = begin[is_part], end[is_part]

@@ -72,7 +72,7 @@ def tile(shape: IntArray, lo: IntArray, hi: IntArray) -> bool:
 
     Volumes add up for many boxes that do not tile, but for those that do they add up whatever the distances between
     cuts are; and only for those, but for a chance of at most ``(d / 2 ** 31) ** 4`` if the distances are random.
-    They are secret, too: nobody can choose boxes for which they would add up.
+    They are secret, too, so an attacker cannot choose boxes for which they would add up.
     """
     # The last column is the volume of the shape itself.
     volumes = np.ones((_LANES, len(lo) + 1), np.uint64)
@@ -87,7 +87,7 @@ def tile(shape: IntArray, lo: IntArray, hi: IntArray) -> bool:
 def first_fault(shape: IntArray, lo: IntArray, hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Return the corners of a box that no box holds, or several do, and the numbers of two that do, if any.
 
-    The boxes, inside the shape and none of them empty, do not `tile` it.  Halves what is searched again and again.
+    The boxes, inside the shape and none of them empty, do not `tile` it.  Halves the searched set again and again.
     """
     begin, end, rows = np.zeros_like(shape), shape, np.arange(len(lo))
     while True:

@@ -23,8 +23,8 @@ from .overlap import IntArray, expanded, overlaps
 class Copies:
     """A table of copies: each row moves a box of elements from its place in a source to its place in a target.
 
-    Element ``k`` of a box, counted per dim, lies at ``offset + (k * strides).sum()`` of its buffer, in elements (on a
-    wire, offsets are in bytes).  All columns are int64.
+    Element ``k`` of a box, counted per dim, has the address ``offset + (k * strides).sum()`` of its buffer, in elements
+    (on a wire, offsets are in bytes).  All columns are int64.
 
     Attributes:
         sizes: of the boxes, ``[n, d]``.
@@ -78,7 +78,7 @@ class Copies:
 
 
 def dense_strides(sizes: IntArray) -> IntArray:
-    """Return the strides of dense row-major boxes of these sizes, ``[n, d]``."""
+    """Return the strides of dense row-major boxes of the sizes, ``[n, d]``."""
     strides = np.ones_like(sizes)
     strides[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
     return strides
@@ -143,7 +143,7 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     Where replicas hold the same box, the target's own buffer is read if it is one of them.  A buffer that holds
     other boxes reads the replica with the number that it has among the holders of its own first box (so it stays in
     its own replica of a mesh); those that hold nothing take the replicas in turn.  So one buffer's copies are known
-    without the rest of the plan.  Cached: tensors of the same geometry share one plan.
+    without the plan's other buffers.  Cached: tensors of the same geometry share one plan.
 
     Raises:
         LayoutError: the shapes differ.

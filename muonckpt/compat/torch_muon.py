@@ -67,7 +67,7 @@ class Muon(optimizer.Muon):
                 if param.ndim != 2:
                     raise ValueError(
                         f"a parameter of shape {tuple(param.shape)}: torch.optim.Muon takes two dims only; use "
-                        "muonckpt.optimizer.Muon for stacks of matrices, and with an 'adamw' group for the rest"
+                        "muonckpt.optimizer.Muon for stacks of matrices, and with an 'adamw' group for all others"
                     )
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _PARTWISE = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.
 
 
 class BoxedTensor(Tensor):
-    """A tensor of global ``shape`` of which this rank holds ``parts``; they share memory with what they were made of.
+    """A tensor of global ``shape``; this rank holds ``parts``, which share memory with their sources.
 
     It goes into state dicts: `muonckpt` and stock DCP find its boxes by DCP's hooks.  It can be cloned, detached and
     deep-copied, and zeros can be made like it; compute with its parts.
@@ -73,7 +73,7 @@ class BoxedTensor(Tensor):
             flat: those elements, in one dim.
 
         Raises:
-            LayoutError: the range does not lie in the tensor.
+            LayoutError: the range is not inside the tensor.
         """
         parts, offset = {}, 0
         for box in flat_boxes(tuple(shape), start, start + flat.numel()):

@@ -2,7 +2,7 @@
 
 Both versions cut padded flat buffers where a shard ends, so their DTensors are uneven in ways that placements do not
 say.  `IndexedModel` reads the buffer index of version 1, `PackedModel` the packed buffers of version 2 (the package's
-``experimental``); `open_model` tells which it is, and behind it nobody asks.  The package is not imported here.
+``experimental``); `open_model` finds the version, and no other code asks for it.  The package is not imported here.
 Checked with megatron-fsdp 0.6.1.
 """
 
@@ -27,7 +27,7 @@ from .mesh import Mesh
 from .tensors import local_of
 
 WeightHook = Callable[[Tensor, Tensor], None]
-"""Is called with a parameter and the tensor that stands for it in a state dict."""
+"""Called with a parameter and its tensor in a state dict."""
 
 
 class ShardedModel(Protocol):
@@ -35,7 +35,7 @@ class ShardedModel(Protocol):
 
     Attributes:
         parameters: the sharded parameters that optimizers take, by name, in the same order on all ranks.
-        parameters_elsewhere: other DTensors, of which no buffer of the model has elements.
+        parameters_elsewhere: other DTensors, without elements in the model's buffers.
     """
 
     parameters: Mapping[str, DTensor]
@@ -137,7 +137,7 @@ class IndexedModel:
             self._model.finish_grad_sync()
         for name, param in self._flat.optimizer_named_parameters:
             gradient = self._flat.dist_main_grad.get(name)
-            # zero_grad_buffer() takes the local tensor out of these.
+            # zero_grad_buffer() takes the local tensor out of them.
             local = None if gradient is None else gradient._local_tensor
             if param.grad is None and local is not None and local.numel() == 0:
                 param.grad = gradient

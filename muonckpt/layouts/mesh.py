@@ -5,7 +5,7 @@ Placements apply from the first mesh axis to the last.  Along each tensor dim a 
 left.  So strided shards, uneven splits and any number of axes on one dim need no special case: the local tensor is
 the row-major product of its runs.  The shares of all ranks are computed together, as arrays.
 
-A strided shard may also stand for a contiguous cut that was made after those of later axes.  Where that is the same,
+A strided shard may also describe a contiguous cut that was made after the cuts of later axes.  Where that is the same,
 placements are read as above; where it is not, they are refused: see `order_of_cuts`.
 """
 
@@ -66,7 +66,7 @@ class DimShares:
         """
         before, length = self.before, self.stop - self.start
         size = -(-self.length // parts)[self.share]
-        # A run lies in several parts: one new run for each.
+        # A run crosses several parts: make one new run for each.
         first_part = before // size
         run, part = expanded(first_part, (before + length - 1) // size - first_part + 1)
         lo, hi = np.maximum(part * size[run], before[run]), np.minimum((part + 1) * size[run], (before + length)[run])
@@ -117,7 +117,7 @@ class Mesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the ranks of a regular grid as its first rank and its strides; equal ones become one object again."""
-        # The rank one further along an axis, of which the first has number 0.
+        # The rank one further along an axis; the first has number 0.
         steps = row_major(self.shape)
         strides = tuple(
             self.ranks[step] - self.ranks[0] if n > 1 else 0 for step, n in zip(steps, self.shape, strict=True)
@@ -155,7 +155,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Parts of ``split`` parts: each of these is cut over the axis, and the rank keeps its share of every one.
+    """Parts of ``split`` parts: each part is cut over the axis, and the rank keeps its share of every one.
 
     Torch writes so that an axis *later* in the mesh cut the dim first (FSDP2 over tensor parallel).
     """
@@ -193,7 +193,7 @@ class MeshPlacement:
         return tuple(map(int, mesh_layout(shape, self.mesh, self.placements).buffers))
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return this as a manifest has it; shared, so callers must not change it."""
+        """Return the manifest's form of this; shared, so callers must not change it."""
         return _placement_json(self)
 
 
@@ -218,7 +218,7 @@ def order_of_cuts(cuts: DimCuts) -> list[tuple[int, int]]:
 
     A strided shard has two meanings.  FSDP2 cuts what earlier cuts have left into contiguous parts, and writes by its
     split how many parts those have made; torch writes any other order of contiguous cuts in the same way.  In the
-    terms of XTuner's Expert-TP, or of ``distribute_tensor``, the split is a number of stripes, each of which is cut.
+    terms of XTuner's Expert-TP, or of ``distribute_tensor``, the split is a number of stripes, and each stripe is cut.
     Both are the same behind contiguous cuts into just so many equal parts; behind stripes they are not, and
     ``fully_shard`` over stripes writes what ``distribute_tensor`` would for other elements.
 
@@ -246,7 +246,7 @@ def _unordered(cuts: DimCuts) -> LayoutError:
     return LayoutError(
         f"placements do not say in which order a dim was cut, and so which elements are here: {shown} is written by "
         "fully_shard for parts of what a rank held before, and by distribute_tensor for other parts of the same sizes. "
-        "To train the parameter, have fully_shard cut another dim of it (shard_placement_fn); to save it as it is, "
+        "To train the parameter, have fully_shard cut another dim of it (shard_placement_fn); to save it unchanged, "
         "give the boxes that each rank holds as a muonckpt.BoxedTensor"
     )
 
@@ -343,7 +343,7 @@ def _shares(size: int, cuts: DimCuts) -> DimShares:
     order = order_of_cuts(cuts)
     splits = [placement.split if isinstance(placement, StridedShard) else 1 for placement, _ in cuts]
     shares = _cut_in_order(size, cuts, list(enumerate(splits)))
-    # Where parts are unequal, the order of cuts that the splits stand for may give other elements.
+    # Where parts are unequal, the order of cuts that the splits describe may give other elements.
     if size % math.prod(parts for _, parts in cuts) and [number for number, _ in order] != [*range(len(cuts))]:
         reordered = _cut_in_order(size, cuts, order)
         if not np.array_equal(shares.holders(), reordered.holders()) and np.array_equal(

@@ -58,7 +58,7 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _local(tensor: DTensor) -> torch.Tensor:
-    # A plain local tensor as it is: to_local() makes a view for autograd first.
+    # Take a plain local tensor itself: to_local() makes a view for autograd first.
     return tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
 
 
@@ -138,7 +138,7 @@ def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
     rank = torch.distributed.get_rank()
     mesh = _mesh(tensor.device_mesh)
     placements, expected = _placements_and_shape(tensor.shape, mesh, tensor.placements, rank)
-    actual = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which takes longer than the rest
+    actual = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which costs most of the time
     if expected is not None and actual != expected:
         raise LayoutError(
             f"rank {rank} holds a local tensor of shape {actual}, but placements {tensor.placements} of a tensor of "

@@ -1,4 +1,4 @@
-"""Words that several rooms need, once: slots, keys, options, coefficient sets, messages and errors.
+"""Words that several packages need, once: slots, keys, options, coefficient sets, messages and errors.
 
 Open ``vocabulary`` first.
 """

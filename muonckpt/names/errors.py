@@ -1,4 +1,4 @@
-"""Errors: each message says what is wrong, what was expected and found, where, and what to do.
+"""Errors: each message says what failed and where, what was expected and found, and the next step.
 
 The command line maps the families to exit codes; nothing else depends on them.
 """

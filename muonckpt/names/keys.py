@@ -108,13 +108,13 @@ def optimizers_of(paths: Iterable[KeyPath]) -> set[KeyPlace]:
 
 
 def slot_in(path: KeyPath, optimizers: Collection[KeyPlace]) -> tuple[str | None, str | None]:
-    """Return the parameter and the slot of a path, or two None if it is in none of these optimizers."""
+    """Return the parameter and the slot of a path, or two None if it is in none of the optimizers."""
     key = next((key for key in OptimizerKey.of_slot(path) if key.place in optimizers), None)
     return (None, None) if key is None else (key.name, key.leaf)
 
 
 def is_of_optimizer(path: KeyPath, optimizers: Collection[KeyPlace]) -> bool:
-    """Return whether a path is that of an option, or of state of a parameter in one of these optimizers."""
+    """Return whether a path is that of an option, or of state of a parameter in one of the optimizers."""
     return slot_in(path, optimizers) != (None, None) or any(OptimizerKey.of_option(path))
 
 

@@ -1,6 +1,6 @@
 """Rules that rename parameters: patterns of names, and the rules that lead from the names of one side to the other's.
 
-A rule is a pair of patterns.  ``{x}`` stands for one part of a dotted name, ``{x*}`` for one or more whole parts.
+A rule is a pair of patterns.  ``{x}`` matches one part of a dotted name, ``{x*}`` one or more whole parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rule = tuple[str, str]
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: str, each: str | None = None) -> re.Pattern[str]:
-    """Return a pattern as a regular expression, in which the placeholder ``each`` stands for a number."""
+    """Return a pattern as a regular expression, in which the placeholder ``each`` matches a number."""
 
     def group(match: re.Match[str]) -> str:
         name, many = match.groups()
@@ -105,8 +105,8 @@ def _rule(old: str, new: str, extra_parts: int, has_numbers: bool) -> Rule:
     """Return the rule for a pair of names and all that begin as they do.
 
     Args:
-        extra_parts: how many of the last parts that both have stand in the rule.
-        has_numbers: whether numbers stand in it as they are, for other layers have other rules.
+        extra_parts: how many of the last parts that both have are in the rule.
+        has_numbers: whether it contains literal numbers, for other layers have other rules.
     """
     old_parts, new_parts = old.split("."), new.split(".")
     common = 0

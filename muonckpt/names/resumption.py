@@ -43,7 +43,7 @@ def with_flatten(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Globs:
-    """Patterns of names or keys: ``*`` stands for any characters, dots among them."""
+    """Patterns of names or keys: ``*`` matches any characters, dots among them."""
 
     patterns: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ class Globs:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return the globs that match none of these names."""
+        """Return the globs that match none of the names."""
         names, unmatched = list(names), []
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -85,7 +85,7 @@ NO_GLOBS = Globs()
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a user has said of parts that do not fit, as globs; `load` says what each argument does."""
+    """A user's globs for the parts that do not fit; `load` says what each argument does."""
 
     allow_extra: Globs
     fresh: Globs
@@ -200,7 +200,7 @@ MAX_GLOBS = 4
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Return names as globs, the first of them, and how many names there are where globs stand for several."""
+    """Return names as globs, the first of them, and how many names there are where a glob matches several."""
     globs = in_globs(names, ())
     return f"{listed(globs, MAX_GLOBS)}{f' ({len(names)})' if len(names) > len(globs) else ''}"
 
@@ -291,7 +291,7 @@ def match_subtrees(
 
 
 def _prefixes(live_path: tuple[Any, ...], saved_path: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what stands in two paths before their longest common end."""
+    """Return the beginnings of two paths before their longest common end."""
     common = 0
     while common < min(len(live_path), len(saved_path)) and live_path[-1 - common] == saved_path[-1 - common]:
         common += 1
@@ -404,7 +404,7 @@ class ParameterMatcher:
             origins.append(by_count[0] if by_count else None)
             for number in by_count[1:]:
                 if options := self._option_differences(by_count[0], number):
-                    reason = f"from a group with other options than the rest of theirs ({options})"
+                    reason = f"from a group with other options than their other groups ({options})"
                     differences |= {name: reason for name in names if saved_groups.get(name) == number}
         report = LoadReport(*map(tuple, (loaded, fresh, discarded, dropped)))
         return Continuation(report, differences, tuple(faults), tuple(origins))
@@ -426,7 +426,7 @@ class ParameterMatcher:
                 saved_value, live_value = saved_options[option], live_options[option]
                 if saved_value != live_value and as_tuples(saved_value) != as_tuples(live_value):
                     return option_difference(option, as_tuples(saved_value), as_tuples(live_value))
-        # Its form: the same slots, each of which fits.
+        # Its form: the same slots, and each fits.
         if eight_bit_slots := sorted(EIGHT_BIT_SLOTS & saved.slots.keys()):
             return f"with {eight_bit_slots[0]} in the checkpoint: state in 8 bits, which is not read"
         live_slots, saved_slots = live.slots.keys(), saved.slots.keys()

@@ -1,4 +1,4 @@
-"""Words that several rooms share: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
+"""Words that several packages share: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
 
 A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `programs`.
 """
@@ -42,7 +42,7 @@ STATE_DTYPE = "state_dtype"
 """The same of groups of AdamW and Lion, for all slots but the number of steps."""
 
 STATE_DTYPES = ("float32", "bfloat16")
-"""The values of these options."""
+"""The values of the options."""
 
 EIGHT_BIT_SLOTS = frozenset(f"{slot}_{part}" for slot in AVERAGES for part in ("codes", "scales"))
 """Slots of state in 8 bits, which this version refuses."""
@@ -65,7 +65,7 @@ HISTORY_OPTIONS = SCHEDULER_OPTIONS | {*GIVEN_KEYS.values()}
 """Options that no update reads: they tell how schedules got where they are."""
 
 RUN_OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
-"""Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
+"""Options that schedules change during a run, so that no other run can replace a checkpoint that lacks them."""
 
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots whose elements are updated independently, so that no rank needs a whole tensor."""

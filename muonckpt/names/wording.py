@@ -1,4 +1,4 @@
-"""Text of results: findings about what is wrong, lists, numbers with their units, and JSON."""
+"""Text of results: findings, lists, numbers with their units, and JSON."""
 
 from __future__ import annotations
 

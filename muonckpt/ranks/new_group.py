@@ -2,7 +2,7 @@
 
 ``torch.distributed.new_group`` names a group by the number of groups in this process.  Where members have different
 numbers, the names differ, and all of them wait for the time-out; where a group was destroyed, a name comes a second
-time.  So a group of ours is named by its ranks and the number of groups of these ranks.
+time.  So a group of ours is named by its ranks and the number of groups of the same ranks.
 """
 
 from __future__ import annotations

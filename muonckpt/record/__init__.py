@@ -1,4 +1,4 @@
-"""What a manifest says: tensors, their chunks in columns, items, and the keys that people ask for.
+"""The contents of a manifest: tensors, their chunks in columns, items, and the keys that users name.
 
 Open ``record`` first.
 """

@@ -21,7 +21,7 @@ _NUMBERS = ("file", "item", "item_length", "payload", "payload_length", "crc32")
 """The columns of integers, as `Columns.of_extents` takes them."""
 
 _OPTIONAL = frozenset({"payload", "payload_length", "crc32"})
-"""The columns in which null stands for what is not known."""
+"""The columns in which null means unknown."""
 
 _FIELDS = itemgetter("boxes", "digest", *_NUMBERS)
 _MAX_CRC32 = 2**32 - 1
@@ -61,7 +61,7 @@ class ColumnReader:
         """Read the chunks of tensors with these numbers of dims.
 
         Raises:
-            DamageError, KeyError, TypeError, ValueError: a field of these or earlier tensors is missing or wrong.
+            DamageError, KeyError, TypeError, ValueError: a field of this or an earlier tensor is missing or wrong.
         """
         numbers, *columns = zip(*map(_FIELDS, chunk_fields), strict=True)
         for fields in chunk_fields:

@@ -84,7 +84,7 @@ class Boxes(Sequence[Box]):
 
     @classmethod
     def of(cls, lo: Column, hi: Column) -> Boxes:
-        """Make boxes of their corners, which nobody may change afterwards."""
+        """Make boxes of their corners, which must not change afterwards."""
         if len(wrong := np.flatnonzero(((lo < 0) | (hi < lo) | (hi > MAX_ELEMENTS)).any(axis=1))):
             Box(tuple(lo[wrong[0]].tolist()), tuple(hi[wrong[0]].tolist()))  # raises
         if ((hi - lo).prod(axis=1, dtype=np.float64) > MAX_ELEMENTS).any():
@@ -285,7 +285,7 @@ def columns_of(tensors: Iterable[Chunks]) -> Columns:
 
 
 def on_columns(tensors: Iterable[Chunks], columns: Columns) -> list[Chunks]:
-    """Return chunks of the same boxes and strides whose bytes are in the rows of these columns, in this order."""
+    """Return chunks of the same boxes and strides whose bytes are in the given rows of columns, in this order."""
     moved, start = list[Chunks](), 0
     for chunks in tensors:
         moved.append(Chunks(columns, start, chunks.boxes, chunks.strides))

@@ -17,7 +17,7 @@ from ..names.errors import SourceError
 _COMPONENT = re.compile(r"[^./\\][^/\\]{0,254}")
 
 UNKNOWN = -1
-"""Stands in a column for what is not known."""
+"""The value of an unknown number in a column."""
 
 Column = NDArray[np.int64]
 
@@ -128,7 +128,7 @@ class Columns:
         return (self.file, self.item, self.frame, self.digest, self.has_digest, self.crc32)
 
     def item_length(self, rows: Rows = _ALL) -> Column:
-        """Return the lengths of items, of all rows or of these, in bytes."""
+        """Return the lengths of items, of all rows or of the given ones, in bytes."""
         return self._frame_field(0, rows)
 
     def item_end(self) -> Column:
@@ -161,7 +161,7 @@ class Columns:
         return frozenset(self.names[number] for number in np.unique(self.file).tolist())
 
     def is_in(self, files: Collection[str]) -> NDArray[np.bool_]:
-        """Return a mask of the rows that lie in these files."""
+        """Return a mask of the rows that are in the given files."""
         return np.isin(self.file, [number for number, name in enumerate(self.names) if name in files])
 
     def renamed(self, name_of: Callable[[str], str]) -> Columns:

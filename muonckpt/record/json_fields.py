@@ -3,7 +3,7 @@
 A reader takes a value of `json.loads`, and raises `TypeError` or `ValueError` if it is not as it should be.
 
 A text that only we write is closed by a digest of its own bytes (`sealed_text`).  A file that other programs may lay
-out anew, as zarr's and Hugging Face's JSON, has a digest of the values in it (`digest_of`).
+out again, as zarr's and Hugging Face's JSON, has a digest of the values in it (`digest_of`).
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def by_key(entries: Iterable[E]) -> dict[str, E]:
 
 
 def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:
-    """Return tensors with the chunks of these ascending numbers alone, on columns that they share."""
+    """Return tensors with the chunks of the ascending numbers alone, on columns that they share."""
     if all(len(of_tensor) == len(tensor.chunks) for tensor, of_tensor in zip(tensors, numbers, strict=True)):
         return [*tensors]
     pairs = zip(tensors, numbers, strict=True)
@@ -447,7 +447,7 @@ def names_of(tensors: Iterable[StateRecord]) -> Names:
 
 
 def find_keys(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
-    """Return the keys that a pattern stands for; empty if it stands for none.
+    """Return the keys that a pattern matches; empty if it matches none.
 
     They are the key itself; or else those that match it as a shell pattern; or that end with it, from a dot on;
     or state whose parameter is called so, with or without the slot.
@@ -468,10 +468,10 @@ def find_keys(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> li
 
 
 def find_key(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> str:
-    """Return the one key of a tensor that a pattern stands for.
+    """Return the one key of a tensor that a pattern matches.
 
     Raises:
-        TargetError: it stands for none, or for several; names the closest, or these.
+        TargetError: it matches none, or several; names the closest, or the matches.
     """
     return _find("tensor", "", pattern, keys, names, is_unique=True)[0]
 
@@ -479,13 +479,13 @@ def find_key(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> str
 def match_keys(
     patterns: Sequence[str], keys: Sequence[str], names: Names = _NO_NAMES, noun: str = "tensor", where: str = ""
 ) -> set[str]:
-    """Return the keys that these patterns stand for; all of them if there are no patterns.
+    """Return the keys that the patterns match; all of them if there are no patterns.
 
     Args:
         noun, where: name the keys in messages.
 
     Raises:
-        TargetError: a pattern stands for nothing, or one without a wildcard for several keys; names them.
+        TargetError: a pattern matches nothing, or one without a wildcard several keys; names them.
     """
     matches = set[str]() if patterns else {*keys}
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""What the host has to know of a device: whether it waits for it, how numbers get there, and how long work takes."""
+"""Facts about a device that the host needs: whether it waits for it, how numbers get there, and how long work takes."""
 
 from __future__ import annotations
 

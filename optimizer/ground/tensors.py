@@ -33,7 +33,7 @@ DEVICE_PORTION_ELEMENTS = 2**26
 """The largest portion on another device, where launching an operation costs more than its cache would save."""
 
 ALIGNMENT = 256
-"""Bytes: a tensor at a multiple of these in a memory gets the bits that it has in a memory of its own.  Libraries
+"""Bytes: a tensor at a multiple of them in a memory gets the bits that it has in a memory of its own.  Libraries
 choose instructions by the address of an operand: MKL by 16 to 64 bytes, a GPU's reductions by 16, cuBLAS by up to 256.
 """
 
@@ -50,7 +50,7 @@ def spacing(numel: int, dtype: torch.dtype) -> int:
 
 
 def aligned_stack(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fresh memory for matrices ``[count, rows, columns]``, each of which is aligned."""
+    """Return fresh memory for matrices ``[count, rows, columns]``, each aligned."""
     count, rows, columns = shape
     pitch = spacing(rows * columns, dtype)
     return torch.empty(count * pitch, dtype=dtype, device=device).as_strided(shape, (pitch, columns, 1))
@@ -128,15 +128,15 @@ def cut_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
 
 
 def number_like(value: float, like: Tensors) -> Tensor:
-    """Return a number as a 0-d tensor like the tensors: torch would make one anew for each tensor of a list."""
+    """Return a number as a 0-d tensor like the tensors: torch would make another one for each tensor of a list."""
     return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
 
 
 def interpolate(starts: Tensors, ends: Tensors, weight: float | Tensor) -> tuple[Tensor, ...]:
     """Return ``torch.lerp`` of tensors pair by pair; the ends themselves, copied, for a weight of 1.
 
-    There torch's vector loop and the loop for the rest of a tensor give zeros other signs, so that bits would depend on
-    where a shard begins.
+    There torch's vector loop and the loop for a tensor's last elements give zeros other signs, so that bits would
+    depend on where a shard begins.
     """
     if not isinstance(weight, Tensor) and weight == 1:
         return tuple(end.clone() for end in ends)
@@ -255,7 +255,7 @@ class Stack:
 
     Attributes:
         memory: ``[places.numel]``, contiguous.
-        turned: each matrix is the transpose of what lies there.
+        turned: each matrix is the transpose of the one in memory.
     """
 
     memory: Tensor

@@ -31,7 +31,7 @@ from ..step.agreement import Facts, plan_facts
 from ..step.exchange import ALL_GATHER
 
 SharingGroup = dist.ProcessGroup | None
-"""The group of ranks that share a parameter; None if only this process has it."""
+"""The group of ranks that share a parameter; None for this process alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Members:
             raise ValueError(f"parameters in no group, whose gradients would not be reduced: {listed(ungrouped)}")
         for name, param in named.items():
             _refuse_unfit(name, param)
-        # Experts are shared by other ranks than the rest of the model.
+        # Experts are shared by other ranks than all other parameters.
         name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
         experts = list(experts)
         if strangers := [tuple(param.shape) for param in experts if param not in name_of]:
@@ -111,7 +111,7 @@ class Members:
             for param in group["params"]:
                 fact = f"{tuple(param.shape)} {param.dtype}, in group {number}"
                 parameters[f"parameter {self.name_of[param]}"] = fact
-        # The buffers stand for all that decides on them: placement, bucket size, previous owners.
+        # The buffers follow from placement, bucket size and previous owners, so comparing them compares all.
         digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
         return {**parameters, **plan_facts(dict(enumerate(groups))), "the layout of buffers": digest}
 
@@ -120,7 +120,7 @@ class Members:
 
 
 def replace_params(groups: Iterable[Mapping[str, Any]], tensors: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
-    """Return parameter groups with other tensors in place of those parameters that have one."""
+    """Return parameter groups with other tensors in place of the parameters that have one."""
     replaced = []
     for group in groups:
         params = [tensors[param] for param in group["params"] if param in tensors]
@@ -138,7 +138,7 @@ def size_of(group: SharingGroup) -> int:
 
 
 def _refuse_unfit(name: str, param: Tensor) -> None:
-    """Raise ValueError for a parameter that cannot lie in flat buffers."""
+    """Raise ValueError for a parameter that cannot be in flat buffers."""
     description = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
     if type(param.data) is not Tensor:
         raise ValueError(

@@ -66,7 +66,7 @@ BUCKET_SIZE = 40_000_000
 
 
 class LayerWise(CollectiveOptimizer):
-    """Muon for data parallelism with whole matrices, in flat buffers; AdamW or Lion for the rest, cut anywhere.
+    """Muon for data parallelism with whole matrices, in flat buffers; AdamW or Lion for all others, cut anywhere.
 
     The model's parameters become views of flat buffers, with the values of rank 0 of their group.  Every backward pass
     reduces gradients into the buffers; run all but the last one of a step under `no_sync`.  ``param.grad`` is None
@@ -141,7 +141,7 @@ class LayerWise(CollectiveOptimizer):
                 "exact": str(exact),
                 "overlap": str(overlap),
                 "gradient_dtype": str(gradient_dtype),
-                "expert_group": "reaches beyond group" if self._outside_ranks else "lies in group",
+                "expert_group": "reaches beyond group" if self._outside_ranks else "inside group",
             }
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
         except Exception as error:
@@ -180,7 +180,7 @@ class LayerWise(CollectiveOptimizer):
 
     def _make_stepper(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
         """Return the `Muon` that steps this rank's parts."""
-        # Of matrices only those that this rank owns; of everything else its part, even an empty one.
+        # For matrices only the owned ones; for everything else this rank's part, even an empty one.
         masters = {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -213,7 +213,7 @@ class LayerWise(CollectiveOptimizer):
                     self.state.setdefault(param, {}).update(shared)
 
     def _follow_state(self) -> None:
-        """Let parameters begin anew whose state was cleared, as `Muon` does; masters stay."""
+        """Let parameters whose state was cleared begin from zero, as `Muon` does; masters stay."""
         if self._slot_snapshot.is_current(self.state):
             return
         cleared = find_cleared(self._snapshots, self._slot_snapshot, self.param_groups, self.state)
@@ -288,7 +288,7 @@ class LayerWise(CollectiveOptimizer):
         groups = dict(enumerate(self.param_groups))
         constants = {
             **plan_facts(groups),
-            "the optimizer, of those built of equal parameters": f"number {self._ordinal}",
+            "the optimizer's number among those with equal parameters": f"{self._ordinal}",
             **self._cleared_fact,
         }
         intent = step_intent(groups, constants)
@@ -344,7 +344,7 @@ class LayerWise(CollectiveOptimizer):
         if self._is_closed:
             raise RuntimeError(
                 "this optimizer was closed, and gets no gradients any more: step the one that was built after it, or "
-                "build LayerWise(model, ...) anew"
+                "build LayerWise(model, ...) again"
             )
 
     def _check_parameters(self) -> None:
@@ -458,8 +458,8 @@ class LayerWise(CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Copy state into this optimizer's, and hyper-parameters as `Muon.load_state_dict` does.  Collective.
 
-        Parameters with masters become the loaded masters, rounded.  The masters of those that start ``fresh`` become
-        their weights.
+        Parameters with masters become the loaded masters, rounded.  The masters of parameters that start ``fresh``
+        become their weights.
 
         Raises:
             Exception: on all ranks, if one of them refuses the state (`plan_restore`); nothing is changed then.

@@ -1,4 +1,4 @@
-"""Triton kernels and how they are launched: the only room that imports triton.
+"""Triton kernels and how they are launched: the only package that imports triton.
 
 ``kernel_products`` runs Newton-Schulz with the products of ``multiply``; ``updates`` has the element-wise parts of a
 step, ``launches`` the helpers of all kernels.  Open ``kernel_products`` first.

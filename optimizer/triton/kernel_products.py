@@ -133,7 +133,7 @@ def copy_padded(memory: Tensor, places: Places, target_places: Places) -> Tensor
     result = torch.empty(target_places.numel, dtype=memory.dtype, device=memory.device)
     if target_places.numel:
         chunks, _ = _chunks(target_places, memory.device)
-        # Not by `launcher`: results of what is copied back begin anywhere.
+        # Not by `launcher`: results that are copied back begin anywhere.
         _moved[(len(chunks),)](memory, result, chunks, _pairs(places, target_places, memory.device), CHUNK, WIDTH)
     return result
 
@@ -161,7 +161,7 @@ def _pairs(source: Places, target: Places, device: torch.device) -> Tensor:
 
 @triton.jit
 def _squares(x, parts, sums, reduced, REDUCTION: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Add up the squares of a chunk, as it is and divided by the reduction."""
+    """Add up the squares of a chunk, both plain and divided by the reduction."""
     part = parts + tl.program_id(0).to(tl.int64) * 3
     begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
     total = tl.zeros((WIDTH,), dtype=tl.float32)

@@ -40,7 +40,7 @@ def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
         nonlocal compiled
         if compiled is None:
             compiled = kernel[(programs,)](*arguments, **options)[(programs, 1, 1)]
-        else:  # an address is taken as it is, where the driver would be asked about a tensor's
+        else:  # take an address itself; for a tensor the driver would be asked
             compiled(*[value.data_ptr() if isinstance(value, Tensor) else value for value in arguments])
 
     return launch

@@ -125,7 +125,7 @@ def multiply(
     if right.memory.dtype is not dtype or added.dtype is not dtype or out.dtype is not dtype:
         raise ValueError(f"expected operands of one dtype, got {[dtype, right.memory.dtype, added.dtype, out.dtype]}")
     if addend is not None and addend.turned:
-        raise ValueError("what is added to results is turned")
+        raise ValueError("the addend of the results is turned")
     if (memory.data_ptr() | right.memory.data_ptr() | added.data_ptr() | out.data_ptr()) % 16:
         raise ValueError("expected memories that begin at multiples of 16 bytes")
     if products.numel:
@@ -157,7 +157,7 @@ class _Products:
             raise ValueError(f"results of {shapes} are not symmetric")
         self.places = Places.of(shapes)
         if kind.addend not in (None, self.places):
-            raise ValueError(f"results are {self.places.runs}, what is added to them is {kind.addend}")
+            raise ValueError(f"results are {self.places.runs}, their addend is {kind.addend}")
         self.numel = self.places.numel
         self._inner = [k for _, k in first] if kind.multiplied else [0] * len(first)
         self._kind = kind
@@ -183,11 +183,11 @@ class _Products:
         if tile in self._launches:
             return self._launches[tile]
         kind = self._kind
-        # Of each program the matrix, and the row and column of its tile.
+        # For each program the matrix, and the row and column of its tile.
         tiles: list[tuple[int, int, int]] = []
         for matrix, (rows, columns) in enumerate(self.places):
             tiles += [(matrix, row, column) for row, column in grid(rows, columns, tile, kind.symmetric)]
-        # Of each matrix rows, columns and inner dim, and where operands and result begin, in elements.
+        # For each matrix rows, columns and inner dim, and where operands and result begin, in elements.
         shapes, depths = np.array(list(self.places), np.int64).reshape(-1, 2), np.array(self._inner, np.int64)
         begins = [np.array(places.begins()[:-1], np.int64) for places in (kind.left, kind.right, self.places)]
         sizes = torch.from_numpy(np.stack([*shapes.T, depths, *begins], axis=1)).to(kind.device)
@@ -219,7 +219,7 @@ def fastest(kind: object, tiles: Sequence[Tile], launch: Callable[[Tile], None])
     """
     if len(tiles) == 1:
         return tiles[0]
-    torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
+    torch.cuda.synchronize()  # running work, such as a collective, would be timed, too
     times = {}
     for tile in tiles:
         try:
@@ -272,7 +272,7 @@ def _multiply(
     right += _aligned(matrix + 4)
     begin = _aligned(matrix + 5)
     rows, columns, inner = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    high, wide = m - top, n - first  # what is left of the matrix from here on
+    high, wide = m - top, n - first  # the remainder of the matrix from here on
 
     if LEFT_TURNED:
         a = left + top + (rows[:, None] + inner[None, :] * m)

@@ -1,6 +1,6 @@
 """The element-wise parts of a step as Triton kernels: one launch for parts of any number of tensors.
 
-A launch walks through blocks of segments of tensors.  Lists of these are made once; tensors and buffers may be others
+A launch walks through blocks of segments of tensors.  Their lists are made once; tensors and buffers may be others
 at every step, and are found by address.  Kernels round where torch's operators do (`step.elementwise`), and fuse
 multiply and add where its kernels do: the same bits.
 
@@ -92,7 +92,7 @@ def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[i
 
 def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
     """Return `Segments.segments`: dims are merged where both sides allow it."""
-    # Dims of size 1 go, and neighbours that lie in one run on both sides become one: from the innermost outwards.
+    # Dims of size 1 go, and neighbours in one run on both sides become one: from the innermost outwards.
     n, ndim = copies.sizes.shape
     dims = np.zeros((n, max(ndim, 2), 3), np.int64)  # sizes and both strides, the innermost dim first
     dims[:, :, 0] = 1

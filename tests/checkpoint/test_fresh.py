@@ -197,7 +197,7 @@ def test_groups_of_equal_options_may_be_joined(tmp_path):
 def test_groups_of_different_options_are_not_joined_silently(tmp_path):
     path = two_groups("nested", tmp_path / "c", 0.25, 0.5)
     message = refusal(template(*grouped((1.0, (0, 1, 2)))), path)
-    assert "from a group with other options than the rest of theirs (lr=0.25, theirs 0.5): 2.weight" in message
+    assert "from a group with other options than their other groups (lr=0.25, theirs 0.5): 2.weight" in message
     state = template(*grouped((1.0, (0, 1, 2))))
     assert muonckpt.load(state, path, fresh=["2.*"]).loaded == ("0.weight", "1.weight")
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.25

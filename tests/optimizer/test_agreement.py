@@ -343,7 +343,7 @@ def test_optimizers_with_equal_parameters_are_told_apart(layer_wise: bool) -> No
     for messages in run(3, crossed_optimizers, layer_wise):
         assert messages[2:6] == ["no error"] * 4
         for told in (*messages[:2], *messages[6:]):
-            assert f"rank {ODD}: the optimizer, of those built of equal parameters is number" in told
+            assert f"rank {ODD}: the optimizer's number among those with equal parameters is" in told
 
 
 def left_out(rank: int, world: int, ranks: tuple[int, ...], made_up: int) -> list[str]:

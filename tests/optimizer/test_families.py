@@ -207,7 +207,7 @@ def test_transposed_experts_under_the_same_names_are_refused():
     with pytest.raises(ValueError) as refused:
         sort_parameters(transformers_like(moe(gqa(), transposed)), QWEN)
     assert re.findall(r"experts\.(\w+) (\[.*\]) in Module(.*)", str(refused.value)) == [
-        ("gate_up_proj", "[4, 8, 12]", " holds gate, up by its name: how do they lie there?"),
+        ("gate_up_proj", "[4, 8, 12]", " holds gate, up by its name: in which order?"),
         ("down_proj", "[4, 6, 8]", ": no rule selects it"),
     ]
 

@@ -171,7 +171,7 @@ def test_what_a_lost_shard_had_is_lost_and_files_with_such_names_are_told(ending
         muonckpt.open(tmp_path / "a")
     other = tmp_path / "a" / f"other.{ending}"
     save({key: value for key, value in state(50).items() if key in KEYS[1:]}, other)
-    with pytest.raises(DamageError, match=rf"{lost}; tensors with the same names are in other.{ending}, which the index"):
+    with pytest.raises(DamageError, match=rf"{lost}; tensors with the same names are in other.{ending}, which"):
         muonckpt.open(tmp_path / "a")
 
 

@@ -159,7 +159,7 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
     if not any(parameter.method for parameter in parameters):
         raise TargetError(
             f"{path}: expected matrices with momentum, or groups that name their methods, found none; "
-            "the orthogonalised parameters are unknown; give a checkpoint with optimizer state, or the model's config.json"
+            "which are orthogonalised is unknown; give a checkpoint with optimizer state, or the model's config.json"
         )
     return ModelTensors(str(path), tuple(parameters))
 

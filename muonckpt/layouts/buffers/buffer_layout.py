@@ -245,7 +245,7 @@ def _prove_parameters(layout: BufferLayout) -> None:
             )
         start, stop = layout.buckets[entry.bucket]
         if not start <= entry.start <= entry.stop <= stop:
-            raise LayoutError(f"{about} does not lie in bucket {entry.bucket}, [{start}, {stop})")
+            raise LayoutError(f"{about} is not inside bucket {entry.bucket}, [{start}, {stop})")
         spans = {(shard.start, shard.stop) for shard in layout.shards_of(entry)}
         if layout.whole and len(spans) > 1:
             raise LayoutError(f"{about} is cut into {len(spans)}, though the layout keeps parameters whole")

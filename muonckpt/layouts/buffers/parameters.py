@@ -15,7 +15,7 @@ from ...names.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter as a rank has it before data parallelism cuts it.
+    """One parameter on a rank before data parallelism cuts it.
 
     Args:
         shape: after tensor and expert parallelism.

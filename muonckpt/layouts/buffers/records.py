@@ -81,7 +81,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
     # Derived fields, such as owners and padding, have to be those of the layout.
     written = to_json(layout)
     if inconsistent := [key for key in LAYOUT if data[key] != written[key]]:
-        raise SourceError(f"damaged buffer layout: {inconsistent} do not agree with the rest")
+        raise SourceError(f"damaged buffer layout: {inconsistent} do not agree with the other fields")
     return layout
 
 
