@@ -49,7 +49,7 @@ def test_a_view_of_a_run_is_that_of_its_newest_whole_step(run):
     done = called("inspect", run, "--groups")
     assert done.stdout == printed(0, "inspect", run / "step-00000002", "--groups")
     assert "the newest whole: step-00000002" in done.stderr
-    assert "note: step-00000003 is newer and passed over, as it is damaged: rank 0's file " in done.stderr
+    assert "note: step-00000003 is newer and passed over: it is damaged: rank 0's file " in done.stderr
 
 
 def test_no_step_is_taken_for_the_newest_whole_one_while_a_newer_one_cannot_be_read(run, monkeypatch):
