@@ -1,4 +1,4 @@
-"""The options that `reshard` and `convert` share, as values: what is translated, and how the work is done."""
+"""The options that `reshard` and `convert` share, as values: the translation, and how the work is done."""
 
 from __future__ import annotations
 

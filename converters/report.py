@@ -126,7 +126,7 @@ def _unbalanced(job: Job) -> Iterator[str]:
     mean, largest = sum(sizes) / ranks, max(sizes, default=0)
     if largest < _MUCH or largest < _UNEVEN * mean:
         return
-    # The cure is for the largest tensor of which some ranks get nothing.
+    # The cure is for the largest tensor without elements on some ranks.
     parts = Counter[str]()
     for file in job.files:
         pairs = zip(file.chunks.outputs, file.chunks.plans, strict=True)

@@ -63,7 +63,7 @@ def reshard(
         execution: memory and threads, and whether only to plan.
 
     Returns:
-        What was done, or would be.  If several processes share the work: None in all but the coordinator, rank 0.
+        The result, or the plan.  If several processes share the work: None in all but the coordinator, rank 0.
 
     Raises:
         TargetError: an argument does not fit the others, or the checkpoint.
@@ -84,7 +84,7 @@ def reshard(
             check_destination(opened.path, place)
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
-            # What the arguments asked for and the format has no use for is said.
+            # Report arguments that the format has no use for.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
             return execution.run(job, place, (*mesh_note, *_notes_on_unread(opened), *momentum), workers)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints of any formats, topologies and, if both are translated, programs."""
+"""Differences between two checkpoints of any formats, topologies and, if both are translated, programs."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Difference:
         steps: of both, None where unknown.
         tensors: one for each tensor that both have.
         only_a, only_b: the keys of tensors and items that one has.
-        items: items that differ; ``same_items`` is the number of those that do not.
+        items: items that differ; ``same_items`` is the number of equal ones.
         unmoved: state, and weights that have state, with the same elements although the steps differ.
         read: bytes of elements that were read.
-        unread: the number of tensors and items that are equal by what is recorded of both, and were not read.
+        unread: the number of tensors and items that are equal by both records, and were not read.
         notes: sentences about translations.
     """
 
@@ -118,7 +118,7 @@ def diff(
     """Compare two checkpoints, as ``muonckpt diff`` prints it; needs no torch.
 
     The presence and the size of every file are looked at.  Tensors whose recorded fingerprints are equal, and items
-    whose recorded digests are, are not read unless ``read`` says so.  Of the others all elements are compared, in
+    whose recorded digests are, are read only with ``read``.  For the others all elements are compared, in
     bounded memory, after a check of their checksums.
 
     Args:
@@ -151,7 +151,7 @@ def diff(
         for side in sides:
             check_files(side.opened)
         if select:
-            # A key may be asked for by its name in either program, or in the target's.
+            # A user may give a key by its name in either program, or in the target's.
             keys: dict[str, None] = {}
             names: dict[str, tuple[str, str]] = {}
             for side in sides:
@@ -185,7 +185,7 @@ def diff_of(
     jobs: int,
     progress: Progress,
 ) -> Difference:
-    """Compare two checkpoints that are open and sorted already, ``without`` the tensors and items of these keys."""
+    """Compare two checkpoints that are open and sorted already, ``without`` the tensors and items with the keys."""
 
     def side(opened: OpenCheckpoint, look: FirstLook) -> _Side:
         return _Side.of(opened, lambda: look, None, None, without)

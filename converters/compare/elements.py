@@ -101,7 +101,7 @@ class Statistics:
     Attributes:
         elements: their number (real and imaginary parts count as two).
         changed: how many differ in bits, or if the dtypes differ in value.
-        far: how many of those are not close by the tolerance.
+        far: how many of them are not close by the tolerance.
         max_abs: the largest absolute difference.
         max_rel: the largest difference, divided by the larger of the two magnitudes.
         norm_a, norm_b, norm_change: the 2-norms of both and of their difference.
@@ -198,7 +198,7 @@ def _norm(values: Values64) -> float:
 
 
 BYTES_PER_ELEMENT = 80
-"""Memory that the comparison of one element takes: two words, their numbers, and what is computed of them."""
+"""Memory that the comparison of one element takes: two words, their numbers, and computed values."""
 
 SAME, MOVED, CLOSE, CHANGED = "same", "moved", "close", "changed"
 """The same bits in the same boxes; in other boxes; other bits within the tolerance; and anything else."""
@@ -281,7 +281,7 @@ def compare_elements(
     record_a, record_b = a.tensor.record, b.tensor.record
     a.check()
     b.check()
-    # As many elements at a time as memory has room for.
+    # As many elements at a time as fit in memory.
     statistics = Statistics()
     for band in bands(Box.of(record_a.shape), max(memory // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:

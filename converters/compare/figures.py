@@ -20,7 +20,7 @@ from ..engine.outputs import Values64, Words
 from .elements import StoredSide, as_float64, has_numbers
 
 ELEMENT_BYTES = 40
-"""Memory that one element takes: its word, its number, and what is computed of it."""
+"""Memory that one element takes: its word, its number, and computed values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def figures_of(
     total = ElementFigures()
     spectra: list[Spectrum] = []
     for matrix in _matrices(record.shape):
-        # The first pass measures, and keeps what has room for the passes of the sketch.
+        # The first pass measures, and keeps the rows that fit in memory for the passes of the sketch.
         rows_in_memory: list[Values64] = []
         has_room = matrix.numel <= max_elements
         figures, columns = ElementFigures(), 0
@@ -173,7 +173,7 @@ def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values
     """
     rows, columns = matrix_sides(matrix.shape) if len(matrix.shape) > 1 else (matrix.numel, 1)
     dtype = stored.tensor.record.dtype
-    # A row that has no room is read in columns, where these are one dim.
+    # A row that does not fit is read in columns, where these are one dim.
     if columns > max(max_elements, rows) and columns == matrix.shape[-1]:
         for box in _columns(matrix, max(max_elements // rows, 1)):
             yield as_float64(stored.words(box), dtype).reshape(rows, -1).T[np.newaxis]

@@ -1,4 +1,4 @@
-"""The figures of a checkpoint, alone or beside an earlier one's, and what looks odd in them."""
+"""The figures of a checkpoint, alone or beside an earlier one's, and the odd ones among them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def stats(
         TargetError: a pattern matches nothing.
     """
     with ExitStack() as stack:
-        # What is measured, and what of it an earlier checkpoint has, too.
+        # The tensors to measure, and their counterparts in an earlier checkpoint.
         opened = stack.enter_context(open_whole(path, partly=bool(select)))
         look = first_look(opened)
         chosen = measurable(look, select)
@@ -180,7 +180,7 @@ def measured(
     def measure(batch: Sequence[int]) -> list[TensorFigures]:
         """Measure a large tensor, or several small ones."""
         figures: dict[int, TensorFigures] = {}
-        # Small tensors of one shape are measured together, as many as memory has room for.
+        # Small tensors of one shape are measured together, as many as fit in memory.
         small = [records[number] for number in batch if _is_small(records[number], thread_memory)]
         for members, words in stack_small(opened.payloads, small):
             step = max(thread_memory // (2 * ELEMENT_BYTES * math.prod(words.shape[1:])), 1)
@@ -352,7 +352,7 @@ def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -
         yield from finding("outlier_stable_rank", keys, f"matrix has {distance}", f"matrices have {distance}", means)
     spectra = [tensor for tensor in momenta if min(matrix_sides(tensor.shape), default=0) >= 8 and tensor.stable_rank]
     keys = [tensor.key for tensor in spectra if (tensor.stable_rank or 2) < _COLLAPSED_RANK]
-    if 2 * len(keys) > len(spectra) > 1:  # so are data that somebody made up: no news of one matrix
+    if 2 * len(keys) > len(spectra) > 1:  # generated data are all alike: no finding about one matrix
         keys = []
     means = "one direction dominates: few tokens, a dead layer above, or gradients that all agree"
     yield from finding("collapsed", keys, "momentum has rank one", "momenta have rank one", means)
@@ -371,7 +371,7 @@ def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -
 
 
 def _far_from_siblings(values: Mapping[str, float | None]) -> tuple[float, list[str]]:
-    """Return the median of the known values other than zero, and the keys of those far from it; none of too few."""
+    """Return the median of the known values other than zero, and the keys far from it; none of too few values."""
     numbers = {key: value for key, value in values.items() if value}
     if len(numbers) < _MIN_SIBLINGS:
         return 0.0, []

@@ -1,4 +1,4 @@
-"""From a plan to files: what is written where, and by which process.
+"""From a plan to files: which process writes which elements where.
 
 ``outputs`` says what a destination holds; ``container`` is the protocol of formats, which decide what goes into which
 file (``rank_files``, ``buffer_files``, ``whole_files``, ``universal_files``); ``output_files`` and ``job`` hold what

@@ -22,7 +22,7 @@ from .rank_files import LocalBoxes, RankFiles
 
 
 class BufferFiles(RankFiles):
-    """Flat buffers as they lie in the memory of ranks, and an index: docs/formats/flat_buffers.md.
+    """Flat buffers in the form of the ranks' memory, and an index: docs/formats/flat_buffers.md.
 
     Each tensor is at its place in the buffers; non-tensor items are end to end in a file of their own.
     """
@@ -34,7 +34,7 @@ class BufferFiles(RankFiles):
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
     ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
-        # Boxes lie in the file of their rank as in its buffers, which the format places one behind the other.
+        # The file of a rank has its boxes in the order of its buffers, which the format places one behind the other.
         stored = flat_buffers.place(buffers or tuple(_end_to_end(boxes)))
         ends = flat_buffers.ends(stored)
         offsets: dict[tuple[int, str, Box], int] = {}

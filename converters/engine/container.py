@@ -48,7 +48,7 @@ _MAX_JSON = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ItemFile:
-    """The bytes of a file of items, and the keys of those whose values are in it, and of those that it only lists."""
+    """The bytes of a file of items, the keys of the values in it, and the keys that it only lists."""
 
     data: bytes
     decoded: tuple[str, ...]
@@ -56,7 +56,7 @@ class ItemFile:
 
     @classmethod
     def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:
-        """Make the file of these items of the checkpoint called ``source``.
+        """Make the file of items of the checkpoint called ``source``.
 
         Raises:
             SourceError: an item is damaged.
@@ -93,7 +93,7 @@ def _text(value: object) -> str:
 
 
 def _plain(value: Any, converted: dict[int, Any]) -> Any:
-    """Return plain data as JSON has it: numbers that JSON lacks become strings, integer keys become text.
+    """Return plain data in JSON's types: numbers that JSON lacks become strings, integer keys become text.
 
     ``converted`` has parts by id, because they may be shared.
 

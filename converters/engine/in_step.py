@@ -1,6 +1,6 @@
-"""Files that are written in step: which ones, and how threads share the work on them.
+"""Files that are written together: which ones, and how threads share the work on them.
 
-Files cut along other dims than their source gather from the same chunks.  They are written in step, a band of each in
+Files cut along other dims than their source gather from the same chunks.  They are written together, a band of each in
 turn, so that one read serves all.  Threads share them by ranges of chunks, so that each reads another part of the
 source; by files only where there are too few chunks, and then every thread reads all of the source.
 """
@@ -22,7 +22,7 @@ from .output_files import SUMS, ChunkSums, FinishedFile, OutputFile, is_direct
 from .source_rows import Unchecked
 
 _MAX_FILES = 32
-"""Files that are written in step, and so open at once."""
+"""Files that are written together, and so open at once."""
 
 _RANGES_PER_THREAD = 4
 """So many that all threads end at about the same time."""
@@ -50,7 +50,7 @@ Part = list[tuple[Draft, range]]
 
 
 class FilesInStep:
-    """Files that ``threads`` threads write in step, each a range of every file's chunks at a time."""
+    """Files that ``threads`` threads write together, each a range of every file's chunks at a time."""
 
     def __init__(self, files: Sequence[OutputFile], threads: int) -> None:
         self.files = files
@@ -65,7 +65,7 @@ class FilesInStep:
     def write(
         self, open_draft: Callable[[OutputFile], AbstractContextManager[Draft]], write_part: Callable[[Part], None]
     ) -> list[tuple[str, FinishedFile]]:
-        """Write part after part, none of which another thread gets, until none is left.
+        """Write part after part, each in one thread alone, until none is left.
 
         The first thread that comes opens the files; the last that leaves closes them, with the error of any.
 

@@ -1,7 +1,7 @@
-"""What a reshard will do, decided without the data: which boxes go into which file, and which process writes it.
+"""The work of a reshard, decided without the data: which boxes go into which file, and which process writes it.
 
 The source's manifest says where elements are; a translation that renames, splits or joins tensors only makes other
-layouts of the same buffers; the container decides which boxes lie in which file.
+layouts of the same buffers; the container decides which boxes go into which file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Job:
 
         Workers plan a job each by itself: digests show whether the plans agree.
         """
-        # The source as it is now, and what is asked of it.
+        # The present source, and the request.
         task = self.state, self.container.name, self.arranged.items
         yield _text(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
@@ -112,8 +112,8 @@ class Job:
         plan_numbers: dict[ChunkPlan, int] = {}
         for output in self.outputs.tensors:
             sources = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
-            # The record without its chunks, which are in the files below, and without its former layout, which nobody
-            # uses.
+            # The record without its chunks, which are in the files below, and without its former layout, which the job
+            # never uses.
             fields = record_fields(output.record)
             fields.pop("layout", None)
             yield _text(tuple(fields.values()), sources, _layout_digest(output.layout), output.making)
@@ -152,11 +152,11 @@ def make_job(
         make_outputs: makes the outputs from the source.
 
     Raises:
-        SourceError: the source cannot be read, or the container cannot hold what is in it.
+        SourceError: the source cannot be read, or the container cannot hold its contents.
         TargetError: the target does not fit the tensors, or a pattern matches nothing.
         LayoutError: a tensor of the source has a hole or an overlap.
     """
-    # State of numbered parameters cannot be written under names that nobody knows.
+    # State of numbered parameters cannot be written under unknown names.
     outputs = make_outputs(source).selected(select)
     if source.manifest.provenance.get(NUMBERED):
         for output in outputs.tensors:
@@ -164,7 +164,7 @@ def make_job(
             if output.record.slot is not None and name is not None and name.rpartition("#")[2].isdecimal():
                 with about(source.path):
                     raise unnamed_state(source.manifest.provenance, name)
-    # The container sees only what is used of the source.
+    # The container sees only the used part of the source.
     manifest = outputs.used(source.manifest)
     request = WriteRequest(
         source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)

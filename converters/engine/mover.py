@@ -1,7 +1,7 @@
 """Moving the bytes of one job: the part of offline work that touches data.
 
 A thread writes a chunk from its first byte to its last, in bands of bounded size, and computes checksums on the way.
-A chunk of the source is checked by the CRC-32s of what is read of it, or if it has none, before anything is copied.
+A chunk of the source is checked by the CRC-32s of the bytes read, or if it has none, before anything is copied.
 If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go directly from the source to the
 file; otherwise bands are assembled in memory.  Small chunks are written together.  All ways give the same file.
 """
@@ -134,7 +134,7 @@ def sums_of(plan: ChunkPlan, elements: Bytes) -> ChunkSums:
 
 
 class Mover:
-    """Checks and copies the bytes of a job; what is checked of the source is no more ``unchecked``."""
+    """Checks and copies the bytes of a job; checked rows of the source leave ``unchecked``."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Mover:
 
     def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
         """Return the elements of small chunks of one plan and kind, ``[chunks, payload_length]``."""
-        # Of equal boxes the copies are equal, so each is made for all chunks at once.
+        # Equal boxes have equal copies, so each copy is made for all chunks at once.
         output, table = outputs[0], plan.copies.table
         size = itemsize(output.stored_dtype)
         raw = np.empty((len(outputs), plan.box.numel * size), np.uint8)
@@ -285,9 +285,9 @@ class Mover:
         rows, columns = self.unchecked.rows.rows(outputs, buffer), self.unchecked.rows.columns
         length = int(source.boxes.numel[number]) * size
         for row in rows[columns.payload_length(rows) != length].tolist():
-            payload_of(*self.unchecked.rows.at(row))  # says what is wrong
+            payload_of(*self.unchecked.rows.at(row))  # names the fault
         elements = payload_rows(self._payloads, columns, rows, length)
-        # Whoever reads a chunk first checks it: by its digest, or in the way of `check_chunk` without one.
+        # The first reader of a chunk checks it: by its digest, or without one as `check_chunk` does.
         unchecked_numbers = np.flatnonzero(self.unchecked.take(rows)).tolist()
         for number in unchecked_numbers:
             row = int(rows[number])
@@ -316,7 +316,7 @@ class Mover:
     ) -> Generator[None, None, tuple[bytes, int, int]]:
         """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         sums, rows = Sums(chunk.plan.frame.checksum_of), self.unchecked.rows
-        # A chunk without a CRC-32, or that other processes copy from, too, is not checked by what is read of it here.
+        # A chunk without a CRC-32, or that other processes copy from, too, is not checked by the bytes read here.
         for row in rows.in_file_order(chunk.output, chunk.plan.copies.buffers):
             if rows.columns.crc32[row] == UNKNOWN or self.unchecked.is_shared(row):
                 self.check([row])
@@ -337,7 +337,7 @@ class Mover:
         for fragment in plan.copies.fragments():
             buffer, first, before = fragment.place.buffer, fragment.place.offset, sums.checksum
             row, start = self.unchecked.rows.row(chunk.output, buffer), first
-            # The CRC-32 of what is written is that of what was read, so the source's follows from it.
+            # The CRC-32 of the written bytes is that of the bytes read, so the source's follows from it.
             reads = unseen if adds_up else self._reads
             for band in bands(fragment.box, self._band_numel(fragment.box, size)):
                 for box in band.boxes:

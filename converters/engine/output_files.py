@@ -240,7 +240,7 @@ class OutputChunks:
         return int(self.offsets[-1]) + self.plans[-1].frame.length if self.plans else 0
 
     def by_plan(self, numbers: Iterable[int] | None = None) -> dict[ChunkPlan, list[int]]:
-        """Group the numbers of all chunks, or of these, by plan."""
+        """Group the numbers of all chunks, or of the given ones, by plan."""
         groups: defaultdict[ChunkPlan, list[int]] = defaultdict(list)
         for number in range(len(self)) if numbers is None else numbers:
             groups[self.plans[number]].append(number)
@@ -275,7 +275,7 @@ class PlacedItem:
 class OutputFile:
     """A file to write: its header, its items, then its chunks, in the order of their places, with zeros between them.
 
-    ``length`` is in bytes.  A name with slashes lies in folders.  ``header`` makes the first bytes of the file from the
+    ``length`` is in bytes.  A name with slashes is in folders.  ``header`` makes the first bytes of the file from the
     sums of its chunks, ``footer`` the last ones; how many does not depend on the sums.
     """
 
@@ -312,7 +312,7 @@ def items_file(name: str, items: Sequence[OutputItem]) -> OutputFile:
 def written_tensors(
     outputs: Sequence[OutputTensor], files: Sequence[OutputFile], files_done: Mapping[str, FinishedFile]
 ) -> Iterator[tuple[Chunks, int]]:
-    """Yield for each of these tensors its chunks, in the order of the files, and its fingerprint."""
+    """Yield for each tensor its chunks, in the order of the files, and its fingerprint."""
     # The chunks of all files are sorted by tensor.
     numbers = {output.key: number for number, output in enumerate(outputs)}
     plans = list(chain.from_iterable(file.chunks.plans for file in files))

@@ -1,4 +1,4 @@
-"""What a destination holds: tensors made from the source's elements, and non-tensor items.
+"""The contents of a destination: tensors made from the source's elements, and non-tensor items.
 
 Elements that change are computed in float64, and rounded once to the dtype that is written.
 """
@@ -142,7 +142,7 @@ def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
         to: that of the result; None: the same.
 
     Raises:
-        SourceError: elements of these dtypes cannot be computed.
+        SourceError: elements of the dtypes cannot be computed.
     """
     to = to or dtype
     for name in (dtype, to):
@@ -156,12 +156,12 @@ def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
 Reads = Callable[[Chunks, int, int, memoryview], None]
 """Receives the chunks of a tensor, the number of one, a byte of its payload, and the bytes read from there on."""
 
-Room = Callable[[Index, str], Words]
+Memory = Callable[[Index, str], Words]
 """Returns memory for words of this shape and type, with whatever is in it."""
 
 
 def unseen(chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
-    """Ignore what is read."""
+    """Ignore the bytes read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class OutputTensor:
 
     @classmethod
     def copy_of(cls, record: StateRecord) -> OutputTensor:
-        """Return a tensor of the source as it is.
+        """Return a tensor of the source unchanged.
 
         Raises:
             LayoutError: its chunks leave a hole or overlap.
@@ -242,17 +242,17 @@ class OutputTensor:
         fragments: Iterable[Fragment],
         box: Box,
         reads: Reads = unseen,
-        room: Room = np.empty,
+        memory: Memory = np.empty,
     ) -> Words:
         """Return the elements of a box to write, dense.
 
         Args:
             fragments: those of `layout` that cover the box, without overlaps.
-            reads: sees what is read of the source.
-            room: has the memory for the result.
+            reads: called with the bytes read of the source.
+            memory: returns the memory for the result.
         """
         kind = dtype(self.stored_dtype)
-        words = room((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
+        words = memory((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
         for fragment in fragments:
             common = fragment.box & box
             if common is not None:
@@ -341,7 +341,7 @@ class Outputs:
         return entry_keys(self.tensors) + entry_keys(self.items)
 
     def selected(self, globs: Sequence[str]) -> Outputs:
-        """Return the tensors and items that these keys or shell patterns stand for; everything if there are none.
+        """Return the tensors and items that the keys or shell patterns match; everything if there are none.
 
         Raises:
             TargetError: as `match_keys`.

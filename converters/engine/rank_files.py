@@ -72,7 +72,7 @@ class RankFiles(Container):
     @staticmethod
     @abstractmethod
     def frame_of(dtype: str, shape: Index) -> PayloadFrame:
-        """Return what is stored around elements of a dtype (torch's name) in a box of a shape."""
+        """Return the bytes stored around elements of a dtype (torch's name) in a box of a shape."""
 
     @abstractmethod
     def fill(

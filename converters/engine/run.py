@@ -81,7 +81,7 @@ def run_job(
                 f"{Worker(rank, len(digests))} has planned another job than worker 0: expected the same command and "
                 "version, and a source with the same files, for all workers"
             )
-    # An error of one worker ends all of them; the coordinator comes last, and removes what is not published.
+    # An error of one worker ends all of them; the coordinator comes last, and removes the unpublished files.
     with (
         _writing(destination),
         ExitStack() as unpublished,

@@ -1,6 +1,6 @@
 """The chunks of a source as numbered rows, and which of them are still to be checked.
 
-A chunk is checked by what is read of it to be copied: each is read once, and the bytes that are checked are those that
+A chunk is checked by the bytes read for its copies: each is read once, and the checked bytes are those that
 are copied.  Its CRC-32 follows from those of the runs that tile it, whichever thread reads them, in any order.  What is
 read again for other files is not checked again: a file that changes in between is found by the tensor's fingerprint, if
 the source has one.
@@ -90,7 +90,7 @@ class Unchecked:
             yield rows.tolist()
 
     def take(self, rows: Column) -> Mask:
-        """Mark rows as checked, and return a mask of those that were not yet."""
+        """Mark rows as checked, and return a mask of the newly marked ones."""
         with self._taking:
             waiting: Mask = self._waiting[rows]
             self._waiting[rows] = False

@@ -45,7 +45,7 @@ class WholeFiles(Container):
 
     @abstractmethod
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        """Return the files of these tensors, with this provenance.
+        """Return the files of tensors, with this provenance.
 
         Raises:
             SourceError: the format cannot hold one of the tensors.

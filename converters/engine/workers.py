@@ -115,7 +115,7 @@ class Workers:
         return [value] if self._group is None else self._agree(_VALUE, lambda: value)
 
     def check_others(self) -> None:
-        """Look whether another worker has failed, in some 50 microseconds, so that nobody works for hours in vain.
+        """Look whether another worker has failed, in some 50 microseconds, so that none works for hours in vain.
 
         Raises:
             Interrupted: one has; or the coordinator is lost, which serves the store that is looked at.
@@ -164,7 +164,7 @@ class Workers:
     def _gather(self, call: str, answer: Callable[[], T]) -> list[T]:
         from ...checkpoint.all_ranks import gather_on_all
 
-        self._is_over = True  # unless all bring what was asked for
+        self._is_over = True  # unless all bring the requested value
         try:
             answers = gather_on_all(self._group, MuonckptError, lambda: (call, answer()))
         except LostRankError as error:
@@ -189,7 +189,7 @@ class Workers:
 
 
 _VALUE, _STOPPED, _END = "value", "stopped", "end"
-"""What a worker does in an agreement: it brings a value, has stopped because of an error, or has nothing more to do.
+"""The state of a worker in an agreement: it brings a value, has stopped because of an error, or has nothing more to do.
 
 The second is also the key that a worker sets in the store when it fails."""
 
@@ -296,7 +296,7 @@ def _new_group(me: Worker, limit: timedelta, ranks: Collection[int]) -> dist.Pro
 def _new_store(shared: Store, me: Worker, limit: timedelta) -> Store:
     """Make a new store, served by the coordinator, through which the workers tell each other their addresses.
 
-    When torchrun restarts workers, they get the store of those that were killed, and would read their addresses from it
+    When torchrun restarts workers, they get the store of the killed ones, and would read their addresses from it
     (pytorch's issue 135712, still in torch 2.13).  So the only thing in that store is the port of a new one; a port
     that does not answer belongs to an earlier start.
     """

@@ -82,7 +82,7 @@ class HyperParameters:
     Attributes:
         unread: the number of groups of one parameter each that were not looked at because there are many.
         names: those that groups record of numbered parameters.
-        notes: what is unreadable.
+        notes: unreadable items.
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -168,7 +168,7 @@ def _numbers(counters: Sequence[Entry], values: Values) -> Iterator[int | float]
 
 
 def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:
-    """Decode all items and scalar tensors, by key; what is not plain data becomes a sentence that says so."""
+    """Decode all items and scalar tensors, by key; an item that is no plain data becomes a sentence that says so."""
     decoded: dict[str, Any] = {}
     scalars = [tensor for tensor in manifest.tensors if tensor.shape == ()]
     entries: list[Entry] = [*manifest.blobs, *scalars]
@@ -260,7 +260,7 @@ def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
 
 
 def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
-    """Return a Python list of groups, with as many options on a line as the ``width`` has room for."""
+    """Return a Python list of groups, with as many options on a line as fit in ``width``."""
     lines: list[str] = []
     for group in groups:
         words: list[str] = []

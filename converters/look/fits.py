@@ -1,6 +1,6 @@
 """Can a checkpoint be resumed on a mesh?  Yes or no, why, and what each rank would hold there.
 
-Tensors are laid out as `reshard` lays them out.  Those of one shape and cut share a layout, so costs are those of the
+Tensors are laid out as `reshard` lays them out.  Tensors of one shape and cut share a layout, so costs are those of the
 geometries, not of tensors times ranks.
 """
 
@@ -38,12 +38,12 @@ from .holders import balance_of
 Counts = NDArray[np.int64]
 
 WEIGHTS = "weights and others"
-"""The label of what is in no slot of optimizer state."""
+"""The label of tensors in no slot of optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unevenness:
-    """Weights and state of one name in all layers, of which ranks would hold different amounts.
+    """Weights and state with one name in all layers, in different amounts on the ranks.
 
     Attributes:
         pattern: the name of their parameter, or their key, with ``*`` for the parts that are numbers.
@@ -76,7 +76,7 @@ class Fit:
         findings: what else to know before the run is started.
         reads: ``count`` and ``bytes`` of what all ranks together would read from chunks in a `load`, and ``resharded``:
             the count from a checkpoint that was resharded for this mesh before.
-        diagnosis: what is wrong with the checkpoint; false if nothing is.
+        diagnosis: the checkpoint's faults; false if there are none.
     """
 
     checkpoint: str
@@ -219,7 +219,7 @@ def _optimizer(look: FirstLook) -> str:
 
 @dataclass(frozen=True)
 class _Shares:
-    """The shares of the ranks of a target; what is computed for a layout is kept for all tensors that have it."""
+    """The shares of the ranks of a target; results for a layout are kept for all tensors with it."""
 
     target: Target
     layouts: Mapping[str, TensorLayout]
@@ -232,7 +232,7 @@ class _Shares:
             by_rank = np.zeros(self.target.ranks, np.int64)
             numel = (layout.stops - layout.starts).prod(axis=1)
             np.add.at(by_rank, np.array(layout.buffers, np.int64)[layout.buffer], numel[layout.box])
-            if not layout.shape:  # one rank writes a scalar, and each has it
+            if not layout.shape:  # one rank writes a scalar, and all hold it
                 by_rank[:] = 1
             self._elements[id(layout)] = by_rank
         return self._elements[id(layout)]
@@ -307,7 +307,7 @@ def _amounts(slot: str, tensors: int, by_rank: Counts) -> dict[str, Any]:
 
 
 def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:
-    # What the answer does not say.
+    # Facts that the answer leaves out.
     if target.layout == ROWS and not target.rules and len(target.mesh) > 1:
         axes = " and ".join(target.mesh)
         yield Finding(
@@ -315,10 +315,10 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
             f"without `shard=`, {axes} together cut the rows of every tensor into {target.ranks} parts; give the cuts "
             "of your program for what its ranks would hold (`load` takes any)",
         )
-    # What the run has to do for its optimizer.
+    # Steps that the run has to take for its optimizer.
     dialect = look.view.dialect
     if _optimizer(look) == "convert":
-        who = dialect.name if dialect else "nobody known"
+        who = dialect.name if dialect else "no known program"
         source = "" if dialect else " --from PROGRAM"
         to_ours = command("convert", path, f"{path}-for-muonckpt", "--to", "muonckpt")
         yield Finding(
@@ -337,7 +337,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
             "optimizer without masters make the weights of them by `muonckpt convert --weights masters`",
             entry_keys(masters),
         )
-    # What the cuts mean for the program that runs there.
+    # Consequences of the cuts for the program that runs there.
     if target.layout == ROWS:
         yield from _cut_findings(target, tensors, _pieces(look), _flattened_keys(look))
     cut_axes: set[str] = set()
@@ -360,7 +360,7 @@ _CUT_MEANINGS: Mapping[str, str] = MappingProxyType(
         "unequal": "tensor parallelism takes that, FSDP2 refuses it",
     }
 )
-"""What cuts mean for programs, by the kind of the finding; `load` and Muon take them all."""
+"""Consequences of cuts for programs, by the kind of the finding; `load` and Muon take them all."""
 
 
 def _cut_findings(

@@ -24,7 +24,7 @@ from .contents import ranges
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A stored box of a tensor: its file, the rank that wrote it, and where it lies there."""
+    """A stored box of a tensor: its file, the rank that wrote it, and its place there."""
 
     box: Box
     file: str
@@ -186,7 +186,7 @@ class Branch:
 
     Attributes:
         name: its part of the key; ``0-11`` or ``0,2,4-7`` for equal modules with these numbers.
-        count: how many this stands for within its parent; the other fields are those of one of them.
+        count: how many equal ones this represents within its parent; the other fields describe one of them.
         shape, dtype: None of a module.
     """
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint and how it is laid out, from its metadata alone: as data, and as labelled lines."""
+"""The contents and layout of a checkpoint, from its metadata alone: as data, and as labelled lines."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Inspection:
     Attributes:
         dialect: the program whose keys it has: ``name`` and ``who`` (None if unknown), and the ``reasons``.
         provenance: which program made it and how, without its long records of flat buffers.
-        chunks: the number of those with elements; some ranks write ``empty_chunks`` of small tensors.
+        chunks: how many have elements; some ranks write ``empty_chunks`` of small tensors.
         other_items: the number of items that are not tensors.
         step: as the saving program recorded it, or else as all step counters say; else None.
         steps: ``least`` and ``most`` of the step counters that were ``read``, and the number of ``counters``.
         optimizer: for each update ``method`` the number of ``parameters``, and of ``matrices`` among them.
         conventions: for each momentum convention the number of ``tensors``, and ``by``: who says so.
         groups: groups with equal options: the ``name`` of what steps them (empty if unknown), their positions
-            (``groups``), the number of ``parameters``, the names of these in short (``holds``), and ``options``.
+            (``groups``), the number of ``parameters``, their names in short (``holds``), and ``options``.
         unread_groups: the number of groups of one parameter that were not read because there are many.
         roles: for each role ``tensors``, ``elements``, ``bytes``, ``dtypes`` and ``slots``.
         layouts: each layout on the ranks that wrote, with the number of ``tensors``.
@@ -71,8 +71,8 @@ class Inspection:
         checks: the numbers of chunks by the best checksum in the metadata: ``digest``, ``crc32``, ``in_the_item``
             (known when it is opened).  `verify` says whether they hold.
         verified: when it was last verified, if that is recorded and its files are the same.
-        diagnosis: what is lost, as far as names and sizes of files tell, and what to do about it.
-        symptoms: what looks sick besides.
+        diagnosis: the losses that names and sizes of files show, and the next step.
+        symptoms: other suspicious facts.
         notes: what could not be told, and why.
         manifest: with parameters and slots as the dialect's keys name them.
     """
@@ -122,7 +122,7 @@ class Inspection:
         return tuple(tensor for tensor in tensors if tensor.key in keys)
 
     def tensor(self, word: str) -> StateRecord:
-        """Return the tensor with this key, of which what comes first may be left out.
+        """Return the tensor with this key; its first parts may be left out.
 
         Raises:
             TargetError: it is none, or several; names them.
@@ -131,7 +131,7 @@ class Inspection:
         return tensors[find_key(word, [*tensors], names_of(tensors.values()))]
 
     def selected(self, words: str) -> tuple[StateRecord, tuple[int | slice | EllipsisType, ...]]:
-        """Return the tensor that ``KEY`` or ``KEY[100:200, 3]`` stands for, and the indices, if any.
+        """Return the tensor that ``KEY`` or ``KEY[100:200, 3]`` names, and the indices, if any.
 
         Raises:
             TargetError: as `tensor`; or the indices are not such as numpy takes.
@@ -199,7 +199,7 @@ def _index(text: str) -> int | slice | EllipsisType:
 
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
-    """Summarise what is in a checkpoint of any format and how it is laid out, as ``muonckpt inspect`` prints it.
+    """Summarise the contents and layout of a checkpoint of any format, as ``muonckpt inspect`` prints it.
 
     Reads metadata, hyper-parameters and step counters; needs no torch, and executes nothing.
 
@@ -236,7 +236,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
     by_slot: defaultdict[str | None, list[StateRecord]] = defaultdict(list)
     for tensor in tensors:
         by_slot[tensor.slot].append(tensor)
-    # What is lost as far as files tell, and what looks sick of the others.
+    # Losses that the files show, and suspicious facts about the others.
     diagnosis = diagnosis_by_files(checkpoint)
     notes = [*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])]
     return Inspection(
@@ -363,7 +363,7 @@ def _bytes(tensor: StateRecord) -> int:
 
 
 LOOK_AT = "look at"
-"""The label of what looks sick."""
+"""The label of suspicious facts."""
 
 _MAX_LINES = 8
 _MAX_GROUPS = 24
@@ -385,15 +385,15 @@ _OTHER_LINES = frozenset({*_MAKERS, "platform", "format", "version", "step", "re
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """Yield the summary of a checkpoint as labelled lines, with what looks sick; the tables are not included."""
+    """Yield the summary of a checkpoint as labelled lines, with suspicious facts; the tables are not included."""
     yield from description(inspection)
     yield from _limited(LOOK_AT, [symptom.message for symptom in inspection.symptoms])
 
 
 def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """Yield the summary without what looks sick; an empty label goes on with the one above."""
+    """Yield the summary without suspicious facts; an empty label goes on with the one above."""
     yield "checkpoint", inspection.checkpoint
-    # Whose checkpoint it is, and how it came about.
+    # The program of the checkpoint, and its origin.
     dialect = inspection.dialect
     keys = f"of {dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
     yield "kind", f"{inspection.kind}, keys {keys}"
@@ -445,7 +445,7 @@ def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    # What updates the parameters, and in which convention their momentum is.
+    # The method that updates the parameters, and the convention of their momentum.
     methods = []
     for row in inspection.optimizer:
         matrices = f"{row['matrices'] or 'no'} {'matrix' if row['matrices'] == 1 else 'matrices'}"

@@ -71,7 +71,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
-    """What changed from one readable step of a run to the next; ``lines`` say it for people.
+    """Changes from one readable step of a run to the next; ``lines`` print them.
 
     Attributes:
         since, name: the names of both steps.
@@ -98,13 +98,13 @@ class StepChange:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many tensors in both changed, stayed the same, and cannot be told by fingerprints."""
+        """How many tensors in both changed, stayed the same, and cannot be compared by fingerprints."""
         changed, same, unknown = map(sum, zip((0, 0, 0), *self.moved.values(), strict=True))
         return changed, same, unknown
 
     @property
     def is_one_step(self) -> bool:
-        """Whether both are the same step, of two runs or of two attempts, of which the tensors may well be equal."""
+        """Whether both are the same step, of two runs or of two attempts, whose tensors may well be equal."""
         numbers = [NumberedName.parsed(name) for name in (self.since, self.name)]
         return len({numbered.step.step for numbered in numbers if numbered}) == 1
 
@@ -199,7 +199,7 @@ class RunHistory:
         run: the folder with its steps.
         views: by the name of the step; those whose metadata cannot be read have none.
         resume_times: when the run was resumed, as `Series` has recorded it, in seconds since 1970 and in order.
-        resumes: the last of these, the oldest first.
+        resumes: the last ones, the oldest first.
         unread_resumes: a sentence about what of their record cannot be read; empty if all is.
     """
 
@@ -219,7 +219,7 @@ class RunHistory:
 
     @cached_property
     def changes(self) -> tuple[StepChange, ...]:
-        """What changed between each two consecutive steps whose metadata can be read."""
+        """Changes between each two consecutive steps whose metadata can be read."""
         names = [step.name for step in self.steps if step.name in self.views]
         return tuple(change_between(a, self.views[a], b, self.views[b]) for a, b in pairwise(names))
 
@@ -302,7 +302,7 @@ _MAX_RESUMES = 10
 
 
 def resume_lines(history: RunHistory) -> Iterator[tuple[str, str]]:
-    """Yield what is recorded of a run's resumes, as labelled lines: nothing of it is guessed from the steps."""
+    """Yield the records of a run's resumes, as labelled lines: nothing is guessed from the steps."""
     shown = history.resumes[-_MAX_RESUMES:]
     if len(shown) < len(history.resume_times):
         yield "resumed", f"{counted(len(history.resume_times), 'time')}; the last {len(shown)}:"
@@ -358,10 +358,10 @@ def _readable_steps(history: RunHistory) -> dict[int, str]:
 
 
 def verdict_of(step: RunStep) -> str:
-    """Say how whole a step is known to be of which nothing is lost."""
+    """Say how far a step without known losses has been checked."""
     last = step.verified
     if step.fault:
-        return f"{step.name}, of which nothing is lost, but: {step.fault}"
+        return f"{step.name}, which has lost nothing, but: {step.fault}"
     if last is None:
         return f"{step.name}, by names and sizes of files; not verified yet"
     return f"{step.name}, verified {moment(last.timestamp)} UTC ({last.verdict})"
@@ -369,7 +369,7 @@ def verdict_of(step: RunStep) -> str:
 
 def _pointed(history: RunHistory) -> str:
     pointer = history.run.pointer
-    assert pointer is not None, "asked for only where there is one"
+    assert pointer is not None, "called only where there is one"
     target = next((step for step in history.steps if step.name == pointer.name), None)
     sentence = f"the file {pointer.file} says {pointer.text}"
     if target is None:

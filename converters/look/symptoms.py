@@ -1,4 +1,4 @@
-"""What looks sick in a checkpoint's metadata, before any element is read."""
+"""Suspicious facts in a checkpoint's metadata, before any element is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .contents import FirstLook, HyperParameters
 
 
 def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
-    """Look for what is odd, the gravest first; what ``damage`` has lost is no symptom, but said by itself."""
+    """Look for odd facts, the gravest first; a loss in ``damage`` is no symptom, and is printed by itself."""
     view, steps = look.view, look.steps
     # Holes are graver than what follows, which may have a reason.
     findings: list[Finding] = []
@@ -111,8 +111,8 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
 def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
     """Report parameters without state where others have some, state without parameters, and state in no group.
 
-    Buffers, tied and frozen parameters have none, and neither have frozen layers: what is in no group is reported only
-    if most of its siblings in other layers have state, and something else in its own layer has.
+    Buffers, tied and frozen parameters have none, and neither have frozen layers: parameters in no group are reported
+    only if most of its siblings in other layers have state, and something else in its own layer has.
     """
     parameters, dialect = view.parameters.values(), view.dialect
     stateful = dict.fromkeys(p.name for p in parameters if p.state)
@@ -124,7 +124,7 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
     stateless, left_by_others = list[str](), list[str]()
     for group in groups.groups:
         grouped.update(group.parameters)
-        # Megatron's groups may name the whole of what is stored in parts, torch's name what has state.
+        # Megatron's groups may name the whole of a tensor stored in parts, torch's name parameters with state.
         members = [name for name in group.parameters if name in weights or not dialect.unique_keys]
         bare = [name for name in members if name not in stateful]
         (left_by_others if len(members) <= 2 * len(bare) < 2 * len(members) else stateless).extend(bare)
@@ -147,7 +147,7 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
         (
             "no_state",
             left_by_others,
-            "no state, though others of their group have: every rank keeps the state of those that it owns, and one "
+            "no state, though others of their group have: every rank keeps the state of its own parameters, and one "
             "rank's was saved; or they are frozen, or no gradient has come",
         ),
         ("no_state", loose, "no state, where siblings in other layers have some"),
@@ -184,7 +184,7 @@ def _dtypes(view: ModelView) -> Iterator[Finding]:
 def _conventions(view: ModelView) -> Iterator[Finding]:
     """Report momentum in more than one convention, or in another than its group or its program says."""
     conventions = {tensor.key: {*view.conventions(tensor).values()} for tensor in view.tensors_of(Role.MOMENTUM)}
-    # One tensor of which two say different things comes before tensors that differ from others.
+    # A tensor with two contradicting records comes before tensors that differ from others.
     disputed = [key for key, names in conventions.items() if len(names) > 1]
     if disputed:
         count = _count(disputed, "momentum", "momenta")

@@ -45,7 +45,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     source_layouts: defaultdict[tuple[str | None, tuple[int, ...]], list[BufferLayout]] = defaultdict(list)
     for buffer in recorded_buffers(provenance) or _buffers_of_run(run_buffers(provenance), tensors):
         source_layouts[buffer.slot, buffer.group].append(buffer.layout)
-    # Each part that the axes leave is laid out by itself, over the ranks that have it.
+    # Each part that the axes leave is laid out by itself, over its ranks.
     buffers: list[GroupBuffer] = []
     recorded: dict[str, Mapping[str, Any] | None] = dict.fromkeys(cuts)
     for (slot, axes), members in groups.items():
