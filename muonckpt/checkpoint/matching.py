@@ -276,6 +276,8 @@ def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> 
         faults.append(f"grow={pattern!r} matches no tensor that has the shape of the saved one but for more rows")
     for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped):
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
+    sources = set[str]().union(*(request.matching.sources.values() for request in requests))
+    entries = [stored.entries[source] for source in sources]
     report = LoadReport(
         _sorted_names(joint.loaded),
         _sorted_names(joint.fresh),
@@ -284,6 +286,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> 
         tuple(sorted(joint.kept_weights)),
         tuple(sorted(grown_names)),
         joint.own_options,
+        weights=sum(isinstance(entry, StateRecord) and entry.slot is None for entry in entries),
     )
     misfit = Matching(differences=differences, extra_keys=tuple(extra_keys), faults=tuple(faults))
     return Matching.joined([joint, misfit]), report

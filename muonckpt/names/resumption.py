@@ -145,6 +145,7 @@ class LoadReport:
         kept: keys of weights that the checkpoint lacks; they keep the values that they had.
         grown: names of parameters that have more rows here; the new ones keep their values, with state of zeros.
         own_options: options that the checkpoint lacks and that stay as the running optimizer has them, as text.
+        weights: how many tensors that are no state of an optimizer were loaded.
         traffic: the bytes that were read and sent; None if nothing was read.
     """
 
@@ -155,6 +156,7 @@ class LoadReport:
     kept: tuple[str, ...] = ()
     grown: tuple[str, ...] = ()
     own_options: tuple[str, ...] = ()
+    weights: int = field(default=0, compare=False, kw_only=True)
     traffic: LoadTraffic | None = field(default=None, compare=False, kw_only=True)
 
     def __str__(self) -> str:
@@ -167,7 +169,8 @@ class LoadReport:
         # Weights that were not loaded come first, as they cost most.  Globs may not match parameters of other lists.
         parameters = {*self.loaded, *self.fresh}
         lines = [f"{as_initialised(len(self.kept))}: {', '.join(in_globs(self.kept, ()))}"] if self.kept else []
-        lines.append(f"state loaded: {len(self.loaded)}")
+        has_state = parameters or not self.weights
+        lines.append(f"state loaded: {len(self.loaded)}" if has_state else f"weights loaded: {self.weights}")
         for title, names in rows.items():
             if names:
                 lines.append(f"{title}: {len(names)} ({', '.join(in_globs(names, parameters - {*names}))})")

@@ -97,6 +97,13 @@ def test_what_is_named_starts_fresh_and_the_rest_goes_on_bit_for_bit(saved, form
     }
 
 
+def test_a_load_of_a_model_alone_counts_weights(tmp_path):
+    state = template(*build(changed=False))
+    muonckpt.save(state, tmp_path / "saved")
+    report = muonckpt.load({"model": state["model"]}, tmp_path / "saved", allow_extra=["optimizer.*"])
+    assert str(report) == f"weights loaded: {len(state['model'])}"
+
+
 # --- refusals: everything that differs, by name, on all ranks, and nothing is touched -------------------------------
 
 
