@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -135,13 +135,20 @@ FUSED: Mapping[str, str] = {
 """The matrices in projections with known names, of a module or a parameter, in Megatron, torch, transformers, timm and
 others: users give their order."""
 
-GATED: Mapping[str, tuple[str, str]] = {
-    "q_proj": ("o_proj", "q, gate"),
-    "linear_fc1": ("linear_fc2", "gate, up"),
-    "fc1": ("fc2", "gate, up"),
-    "wi": ("wo", "gate, up"),
-    "Wi": ("Wo", "gate, up"),
-    "input_linear": ("output_linear", "gate, up"),
-    "dense_h_to_4h": ("dense_4h_to_h", "gate, up"),
+FUSED_PARTS: Mapping[str, str] = {
+    "qkv": "q, k, v",
+    **dict.fromkeys(("gate_up", "gate_and_up", "up_gate", "w1_w3", "w1w3"), "gate, up"),
 }
-"""Projections that hold two matrices where they have twice as many rows as this one beside them has columns."""
+"""The matrices in projections with these in their names, in lower case."""
+
+GATED: Mapping[str, tuple[Collection[str], str]] = {
+    **dict.fromkeys(("q_proj", "wq", "to_q"), (("o_proj", "out_proj", "wo", "to_out"), "q, gate")),
+    "linear_fc1": (("linear_fc2",), "gate, up"),
+    "fc1": (("fc2",), "gate, up"),
+    "ff_proj": (("ff_out",), "gate, up"),
+    "wi": (("wo",), "gate, up"),
+    "Wi": (("Wo",), "gate, up"),
+    "input_linear": (("output_linear",), "gate, up"),
+    "dense_h_to_4h": (("dense_4h_to_h",), "gate, up"),
+}
+"""Projections that hold two matrices where they have twice as many rows as one of these beside them has columns."""

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from ..names.resumption import in_globs
 from ..names.wording import find_heads, folded, unnumbered
 from .decisions import Decision
-from .families import FUSED, GATED
+from .families import FUSED, FUSED_PARTS, GATED
 from .rules import Rule, Use
 
 Uses = Mapping[Tensor, Sequence[Use]]
 Results = Mapping[Tensor, Decision | ValueError]
 """The result for each parameter, in the model's order."""
 
-_ADAPTED = re.compile(r"\.(base_layer|lora_B)\b.*")
-"""The end of the name of a projection with an adapter, and of the half of the adapter that has its rows."""
+_BELOW = re.compile(r"\.(base_layer|lora_B)\b.*|(\.(weight[0-9]*|linear|layer|module|[0-9]+))+$")
+"""The end of a name below a projection: of a weight, a wrapper, or the half of an adapter that has its rows."""
 
 
 class UnclearError(ValueError):
@@ -114,17 +114,25 @@ def _head_heights(uses_of: Uses, results: Results, layers: Sequence[Sequence[Rul
 
 def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str, str] | None:
     """Return the known name of a projection of several matrices, its name in ``split``, and the matrices in words."""
-    *before, name = _ADAPTED.sub("", use.name).removesuffix(".weight").split(".")
-    parts = FUSED.get(name)
+    shape = tuple(use.parameter.shape)
+    *before, name = _BELOW.sub("", use.name).split(".")
+    parts = FUSED.get(name) or FUSED.get(name.removesuffix("_weight"))
+    parts = parts or next((parts for part, parts in FUSED_PARTS.items() if part in name.lower()), None)
     if name in GATED:
         # It holds a gate as well if it has twice the rows that the projection behind it takes.
-        partner, parts_with_gate = GATED[name]
-        behind = shapes.get(".".join([*before, partner, "weight"]), (0,))
-        parts = parts_with_gate if use.parameter.shape[0] == 2 * behind[-1] else None
-    if parts is None or use.parameter.dim() < 2:
+        partners, parts_with_gate = GATED[name]
+        behind = [shapes_of[-1] for other, shapes_of in shapes.items() if _is_partner(other, before, partners)]
+        parts = parts_with_gate if shape[-2:-1] and shape[-2] in [2 * columns for columns in behind] else None
+    if parts is None or len(shape) < 2:
         return None
     tail = use.name.removesuffix(".weight").split(".")[len(before) :]
     return name, ".".join([*(["*"] if before else []), *tail]), parts
+
+
+def _is_partner(name: str, module: Sequence[str], partners: Collection[str]) -> bool:
+    """Return whether a parameter is that of a projection of one of these names in a module, and of no adapter."""
+    *before, last = _BELOW.sub("", name).split(".")
+    return before == [*module] and last in partners and ".lora_" not in name
 
 
 def _knows_fused(rule: Rule, name: str) -> bool:

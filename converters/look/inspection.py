@@ -15,9 +15,10 @@ from typing import Any
 
 from ...algebra.box import box_at
 from ...names.errors import SourceError, TargetError
+from ...names.keys import STATE, key_of, optimizers_of
 from ...names.renaming import wrappers_in
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
-from ...programs.model_view import ModelView, Role
+from ...programs.model_view import Entry, ModelView, Role
 from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...record.columns import UNKNOWN
 from ...record.record import Manifest, StateRecord, by_key, entry_keys, find_key, match_keys, names_of
@@ -55,6 +56,7 @@ class Inspection:
         step: as the saving program recorded it, or else as all step counters say; else None.
         steps: ``least`` and ``most`` of the step counters that were ``read``, and the number of ``counters``.
         optimizer: for each update ``method`` the number of ``parameters``, and of ``matrices`` among them.
+        unknown_state: the keys of optimizer state that is in no slot of a parameter, as nested or encoded state.
         conventions: for each momentum convention the number of ``tensors``, and ``by``: who says so.
         groups: groups with equal options: the ``name`` of what steps them (empty if unknown), their positions
             (``groups``), the number of ``parameters``, their names in short (``holds``), and ``options``.
@@ -90,6 +92,7 @@ class Inspection:
     step: int | float | None
     steps: Mapping[str, Any]
     optimizer: tuple[Mapping[str, Any], ...]
+    unknown_state: tuple[str, ...]
     conventions: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...]
     unread_groups: int
@@ -253,6 +256,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         step=look.step,
         steps=dataclasses.asdict(look.steps),
         optimizer=tuple(_methods(view)),
+        unknown_state=tuple(_unknown_state(manifest, view, checkpoint.not_read)),
         conventions=tuple(_conventions(view)),
         groups=tuple(_groups(view)),
         unread_groups=groups.unread,
@@ -322,6 +326,19 @@ def _methods(view: ModelView) -> Iterator[dict[str, Any]]:
             matrices[name] += parameter.is_matrix
     for name, count in parameters.most_common():
         yield {"method": name, "parameters": count, "matrices": matrices[name]}
+
+
+def _unknown_state(manifest: Manifest, view: ModelView, not_read: Sequence[str]) -> Iterator[str]:
+    """Yield the keys of entries that lie in the state of optimizers with groups, and in no slot of a parameter."""
+    items = dict[str, Entry]()
+    for parameter in view.parameters.values():
+        items |= {item.key: item for item in parameter.items.values() if parameter.state}
+    entries: list[Entry] = [*view.tensors_of(Role.OTHER), *(blob for blob in manifest.blobs if blob.key not in items)]
+    keys = [*(entry.key for entry in entries if STATE in entry.path), *(name for name in not_read if STATE in name)]
+    if keys:
+        places = optimizers_of([*(tensor.path for tensor in manifest.tensors), *(blob.path for blob in manifest.blobs)])
+        beginnings = tuple(f"{key_of((*place.root, STATE))}." for place in places if not place.flat)
+        yield from (key for key in keys if key.startswith(beginnings))
 
 
 def _conventions(view: ModelView) -> Iterator[dict[str, Any]]:
@@ -450,6 +467,8 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     for row in inspection.optimizer:
         matrices = f"{row['matrices'] or 'no'} {'matrix' if row['matrices'] == 1 else 'matrices'}"
         methods.append(f"{row['method']}: {counted(row['parameters'], 'parameter')}, {matrices}")
+    if unknown := inspection.unknown_state:
+        methods.append(f"state in an unknown form under {counted(len(unknown), 'key')}, such as {unknown[0]}")
     yield "optimizer", "; ".join(methods) if methods else "no state"
     for row in inspection.conventions:
         yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"

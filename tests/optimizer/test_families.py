@@ -387,7 +387,15 @@ def test_modules_of_torch_and_adapters_are_asked_about_by_the_names_that_they_ha
     convolution = tree({"mid.to_qkv": nn.Conv2d(8, 24, 1, bias=False)})
     plain = tree({"mlp.linear_fc1": linear(12, 8), "mlp.linear_fc2": linear(8, 12)})
     gated = tree({"mlp.linear_fc1": linear(24, 8), "mlp.linear_fc2": linear(8, 12)})
+    query = tree({f"a.{name}.base_layer": part.requires_grad_(False)
+                  for name, part in (("q_proj", linear(24, 8)), ("o_proj", linear(8, 12)))}
+                 | {"a.q_proj.lora_A.x": linear(2, 8), "a.q_proj.lora_B.x": linear(24, 2)})  # fmt: skip
     for model, pattern in (
+        (tree({"fused_qkv": linear(24, 8)}), "fused_qkv"), (tree({"b.qkv.linear": linear(24, 8)}), "*.qkv.linear"),
+        (tree({"mlp.up_gate_proj.0": linear(24, 8)}), "*.up_gate_proj.0"), (query, "*.q_proj.lora_B.x"),
+        (tree({"experts.w13_weight": stack(4, 12, 8)}), "*.w13_weight"),
+        (tree({"a.to_q": linear(24, 8), "a.to_out.0": linear(8, 12)}), "*.to_q"),
+        (tree({"a.to_q": linear(12, 8), "a.to_out.0": linear(8, 12)}), ""),
         (attention, "*.in_proj_weight"), (adapted, "qkv_proj.lora_B.default"), (convolution, "*.to_qkv"),
         (gated, "*.linear_fc1"), (plain, ""),
     ):  # fmt: skip

@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "persistent": (lambda: b"\x80\4NQ.", "'persistent id'"),
     "memo bomb": (lambda: b"\x80\4Nr\xff\xff\xff\x7f.", "number 0 for the next memo entry"),
     "text bomb": (lambda: b"\x80\4X\xff\xff\xff\xff.", "cut or damaged"),
-    "bytes bomb": (lambda: b"\x80\4\x8e" + b"\xff" * 7 + b"\x7f.", "only opcodes of plain data"),
+    "bytes bomb": (lambda: b"\x80\4\x8e" + b"\xff" * 7 + b"\x7f.", "cut or damaged"),
     "deep key": (lambda: b"\x80\4})" + b"\x85" * DEEP + b"Ns.", "as a dict key, found tuple"),
     "deep tuple": (lambda: b"\x80\4)" + b"\x85" * DEEP + b".", "expected Record, found tuple"),
     "deep list": (lambda: b"\x80\2" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", "expected Record, found list"),

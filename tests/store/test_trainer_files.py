@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from argparse import Namespace
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -254,6 +255,8 @@ ODD = {
     "code": (Code(), "__builtin__ exec"),
     "an enumeration": (Color.RED, "test_trainer_files Color"),
     "a set": ({1, 2}, "__builtin__ set"),
+    "a queue": (deque([1, torch.ones(2)]), "collections deque"),
+    "an integer of many bytes": (2**3000, "builtins int"),
     "a module": (torch.nn.Linear(2, 2), "torch.nn.modules.linear Linear"),
     "objects as keys": (
         {(Path("x"), ("a", torch.bfloat16)): np.ones(2), torch.float16: Path("y")},
@@ -280,6 +283,33 @@ def test_tensors_beside_objects_are_read_and_the_objects_listed(kind, tmp_path):
     assert done.returncode == 0 and "hyper_parameters.odd" in done.stdout + done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize("value", [{1, 2}, set(), frozenset({1}), bytearray(b"a" * 300), np.ones(1 << 14)], ids=repr)
+def test_objects_in_pickles_of_later_protocols_are_listed(value, protocol, tmp_path):
+    content = {"w": torch.ones(2, 2), "odd": value, "bytes": b"a" * 300, b"key": 1}
+    torch.save(content, tmp_path / "x.pt", pickle_protocol=protocol)
+    with muonckpt.open(tmp_path / "x.pt") as opened:
+        assert opened.tensors["w"].numpy().tolist() == [[1, 1], [1, 1]]
+        assert opened.items["bytes"] == b"a" * 300
+        assert [entry.partition(" ")[0] for entry in opened.not_read] == ["odd"]
+
+
+def test_state_in_the_shapes_of_other_weights_is_refused_and_low_rank_state_is_read(tmp_path):
+    save_file({"a": torch.ones(4, 3), "b": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "parameter_names.json").write_text('["a", "b"]')
+    groups = [{"params": [0, 1], "lr": 0.5}]
+    swapped = {0: {"exp_avg": torch.ones(3, 4)}, 1: {"exp_avg": torch.ones(4, 3)}}
+    torch.save({"state": swapped, "param_groups": groups}, tmp_path / "optimizer.pt")
+    with pytest.raises(SourceError, match="names are in another order"):
+        muonckpt.open(tmp_path)
+    # One of the shapes is that of a weight, as the rank of GaLore may be the rows of another matrix.
+    low_rank = {0: {"exp_avg": torch.ones(3, 3)}, 1: {"exp_avg": torch.full((3, 4), 2.0)}}
+    torch.save({"state": low_rank, "param_groups": groups}, tmp_path / "optimizer.pt")
+    with muonckpt.open(tmp_path) as opened:
+        assert opened.tensors["optimizer.state.a.exp_avg"].shape == (3, 3)
+        assert opened.tensors["optimizer.state.b.exp_avg"].numpy().tolist() == [[2] * 4] * 3
+
+
 UNKNOWN = {
     "names": {"base.lora": {"step": 1, "exp_avg_B": torch.ones(5)}},
     "names beside numbers": {0: {"exp_avg": torch.ones(4, 3)}, "global": {"step": 1, "trace": torch.ones(5)}},
@@ -303,7 +333,7 @@ def test_weights_beside_state_of_an_unknown_form_are_read_and_the_state_named(ki
     source.mkdir()
     save_file({"w": torch.ones(4, 3)}, source / "model.safetensors")
     torch.save({"state": UNKNOWN[kind], "param_groups": [{"params": [0], "lr": 0.5}]}, source / "optimizer.pt")
-    if names and kind != "objects":  # there state of another shape than its weight is taken for another order
+    if names:
         (source / "parameter_names.json").write_text('["w"]')
     with muonckpt.open(source) as opened:
         assert opened.tensors["model.w"].numpy().tolist() == [[1] * 3] * 4
@@ -311,6 +341,7 @@ def test_weights_beside_state_of_an_unknown_form_are_read_and_the_state_named(ki
         assert bool(state) == (kind != "none")
     inspected = called("inspect", source)
     assert inspected.returncode == 0 and "cannot be opened" not in inspected.stderr
+    assert ("optimizer     no state" in inspected.stdout) == (kind == "none"), inspected.stdout
     done = called("convert", source, tmp_path / "o", "--model-only", "--to-format", "safetensors")
     assert done.returncode == 0, done.stderr
     with muonckpt.open(tmp_path / "o") as opened:

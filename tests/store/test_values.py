@@ -88,7 +88,7 @@ LIKE_BYTES = {
     "another class": b"c__builtin__\nbytearray\n)R",
     "the opposite": b"c_codecs\ndecode\n" + TEXT + LATIN + b"\x86R",
     "another module": b"ccodecs\nencode\n" + TEXT + LATIN + b"\x86R",
-    "opcodes of later protocols": b"C\1x",
+    "a bytearray of later protocols": b"\x96" + b"\1" + b"\0" * 7 + b"x",
 }
 
 

@@ -64,11 +64,21 @@ _CALLS, _WIDE = (pickle.NEWOBJ[0], pickle.REDUCE[0]), (_BININT2, _BININT)
 _BUILD, _STOP = pickle.BUILD[0], pickle.STOP[0]
 _MARK, _TUPLE, _APPENDS, _SETITEMS = pickle.MARK[0], pickle.TUPLE[0], pickle.APPENDS[0], pickle.SETITEMS[0]
 _EMPTY_DICT, _TUPLE1, _TUPLE2 = pickle.EMPTY_DICT[0], pickle.TUPLE1[0], pickle.TUPLE2[0]
+_ADDING, _FROZENSET = (_APPENDS, pickle.ADDITEMS[0]), pickle.FROZENSET[0]
 _EMPTY_TUPLE, _SHORT_TEXT = pickle.EMPTY_TUPLE[0], pickle.SHORT_BINUNICODE[0]
 _CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _SKIPS = {pickle.PROTO: 1, pickle.FRAME: 8}
-_HASHED = (str, int, float, bool, type(None), Global, Record)
+_BYTES = "builtins bytes"
+_LONG_TEXTS = {
+    pickle.SHORT_BINBYTES: (1, _BYTES),
+    pickle.BINBYTES: (4, _BYTES),
+    pickle.BINBYTES8: (8, _BYTES),
+    pickle.BYTEARRAY8: (8, "builtins bytearray"),
+    pickle.LONG4: (4, "builtins int"),
+}
+"""Opcodes of bytes, and of what is made of them: the bytes of the length before them, and the kind of object."""
+_HASHED = (str, bytes, int, float, bool, type(None), Global, Record)
 
 
 class Anything:
@@ -187,9 +197,12 @@ class _Machine:
                 elif code == _TUPLE:
                     items, stack = stack, marks.pop()
                     stack.append(tuple(items))
-                elif code == _APPENDS:
+                elif code in _ADDING:
                     items, stack = stack, marks.pop()
-                    expect(list, stack[-1]).extend(items)
+                    self._extend(stack[-1], items)
+                elif code == _FROZENSET:
+                    items, stack = stack, marks.pop()
+                    stack.append(Record(self._global("builtins frozenset"), (items,)))
                 elif code == _STOP:
                     if position != len(data):
                         excess = len(data) - position
@@ -220,9 +233,11 @@ class _Machine:
             position += _SKIPS[opcode]
         elif opcode == pickle.EMPTY_LIST:
             stack.append([])
+        elif opcode == pickle.EMPTY_SET:
+            stack.append(Record(self._global("builtins set"), ()))
         elif opcode == pickle.APPEND:
             item = stack.pop()
-            expect(list, stack[-1]).append(item)
+            self._extend(stack[-1], [item])
         elif opcode == pickle.SETITEM:
             value, key = stack.pop(), stack.pop()
             self._update(stack[-1], [key, value])
@@ -232,6 +247,17 @@ class _Machine:
         elif opcode == pickle.LONG1:
             start, position = position + 1, position + 1 + data[position]
             stack.append(int.from_bytes(data[start:position], "little", signed=True))
+        elif opcode in _LONG_TEXTS:
+            width, made = _LONG_TEXTS[opcode]
+            start = position + width
+            position = start + int.from_bytes(data[position:start], "little")
+            if position > len(data):
+                raise ValueError(f"no end of bytes within {len(data)}")
+            text = data[start:position]
+            stack.append(text if made == _BYTES else Record(self._global(made), (text,)))
+        elif opcode == pickle.NEWOBJ_EX:
+            options, args = stack.pop(), stack.pop()
+            stack[-1] = Record(expect(Global, stack[-1]), (args, options))
         elif opcode == pickle.BINFLOAT:
             stack.append(struct.unpack_from(">d", data, position)[0])
             position += 8
@@ -254,6 +280,14 @@ class _Machine:
         if name not in self._names:
             raise SourceError(f"expected only the names that a stock file has, found {name!r}; nothing was run")
         return Global(name)
+
+    def _extend(self, target: object, items: list[object]) -> None:
+        """Add items to a list, or to the object of a class, by their number."""
+        if type(target) is Record:
+            parts = target.mapping()
+            parts.update(enumerate(items, len(parts)))
+        else:
+            expect(list, target).extend(items)
 
     def _update(self, target: object, items: list[object]) -> None:
         """Set items of a dict, or of the mapping that a record represents: keys and values in turn."""

@@ -114,7 +114,9 @@ class PlainParts:
                     raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(kinds))}")
                 parts, size = self._convert_all(value.values())
                 return dict(zip(keys, parts, strict=True)), 1 + key_size + size
-            # Bytes, which a pickle of this protocol makes of text.
+            case bytes():
+                return value, 1 + len(value)
+            # Bytes, which a pickle of torch.save's own protocol makes of text.
             case Record() if (data := self._bytes(value)) is not None:
                 return data, 1 + len(data)
             # A scalar of numpy, from the code of its dtype and the bytes of its element.

@@ -56,6 +56,7 @@ from .state_tree import (
     Undecoded,
     decoded,
     is_mapping,
+    kind_in,
     mapping,
     names_in,
     optimizers_with_names,
@@ -188,10 +189,17 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
 
 
 def _check_shapes(tensors: Sequence[StateRecord], weights: Mapping[str, Index]) -> None:
-    """Refuse state in other shapes than the weights beside it: names and numbers are not in the same order."""
-    for tensor in tensors:
+    """Refuse state in the shapes of other weights than those of its names: numbers are in another order.
+
+    State in shapes that no weights have is not in another order; GaLore keeps momenta of fewer rows.
+    """
+    state = [tensor for tensor in tensors if tensor.path[-1] in AS_PARAMETER and str(tensor.path[-2]) in weights]
+    shapes = {tensor.path[-2]: tensor.shape for tensor in state}
+    if Counter(shapes.values()) - Counter(weights.values()):
+        return
+    for tensor in state:
         name, slot = map(str, tensor.path[-2:])
-        if slot in AS_PARAMETER and weights.get(name, tensor.shape) != tensor.shape:
+        if weights[name] != tensor.shape:
             raise SourceError(
                 f"expected {slot} of {name!r} in the shape {weights[name]} of its weight, found {tensor.shape}: the "
                 "names are in another order than the optimizer's parameters"
@@ -232,7 +240,10 @@ def _read(
     """Return a file's tensors, the roots of its optimizers without names, and its undecoded objects; add its items."""
     content: object = file.content
     if not is_mapping(content):
-        raise SourceError("expected a state dict, found something else; nothing was run")
+        raise SourceError(
+            f"expected a state dict, found {kind_in(content):.80}; nothing was run. Load it in the program that wrote "
+            "it, and save its state_dict()"
+        )
     if not root and is_optimizer(mapping(content)):
         root = ("optimizer",)
     content, numbered = optimizers_with_names(mapping(content), root, names)

@@ -75,7 +75,7 @@ def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
             except limits.LimitError:
                 raise
             except SourceError:
-                decoded_value = Undecoded(_kind_in(value))
+                decoded_value = Undecoded(kind_in(value))
             yield path, decoded_value
 
 
@@ -96,7 +96,7 @@ def _word(key: object) -> str:
     return str(key)
 
 
-def _kind_in(value: object) -> str:
+def kind_in(value: object) -> str:
     """Return the name of the first object in data that is not plain, or what else is odd in it."""
     remaining = [value]
     for part in remaining:
