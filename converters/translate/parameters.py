@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ...algebra.box import Index
-from ...names.errors import SourceError, TargetError
+from ...names.errors import SourceError, TargetError, UnknownOptimizerError
 from ...names.vocabulary import STEP, Convention
 from ...names.wording import listed
 from ...programs.detection import Detected
@@ -387,7 +387,7 @@ class _Assembly:
         groups = (self.view.groups_by_name.get(alias) for alias in parameter.aliases)
         group = next(filter(None, groups), None)
         if group and (foreign := next(iter(FOREIGN.keys() & group.options.keys()), None)):
-            raise SourceError(
+            raise UnknownOptimizerError(
                 f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
                 "cannot be translated; first make a copy without its state, by `select=` of muonckpt.convert"
             )

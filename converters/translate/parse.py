@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...names.errors import SourceError
+from ...names.errors import SourceError, UnknownOptimizerError
 from ...names.vocabulary import PARAMS
 from ...programs.detection import looks_like_state
 from ...programs.dialect import Dialect
@@ -79,8 +79,8 @@ def other_items(manifest: Manifest, dialect: Dialect) -> tuple[Blob, ...]:
     return tuple(blob for blob in blobs if options is None or not options.read(blob.path))
 
 
-def _unread(entry: Entry, dialect: Dialect) -> SourceError:
-    return SourceError(
+def _unread(entry: Entry, dialect: Dialect) -> UnknownOptimizerError:
+    return UnknownOptimizerError(
         f"{entry.key!r} is state of an optimizer that was not understood: {_key_forms(dialect)}; name the program with "
         "`from_dialect=`, or make a copy without it, by `select=` of muonckpt.convert"
     )

@@ -26,9 +26,9 @@ from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.mesh import MeshPlacement
 from ..layouts.tensors import mesh_placement_of
 from ..names.errors import ArgumentError, LayoutError, MuonckptError, about
-from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
+from ..names.keys import NamedOptimizer, OptimizerKey, key_of, named_optimizers, slots_of
 from ..names.resumption import STATE_DICT, STATE_LINE
-from ..names.vocabulary import MOMENTUM, Convention, KeyPath
+from ..names.vocabulary import MOMENTUM, ZERO_SLOTS, Convention, KeyPath
 from ..record.chunks import Chunks, no_chunks
 from ..record.record import StateRecord
 from .bits import dtype_name
@@ -361,7 +361,8 @@ class LiveState:
     def zero_new_rows(self) -> None:
         """Set the state that is in no row of this to zeros; weights stay as they are."""
         for key, rows in self.rows.items():
-            if self.paths[key] in self.slots:
+            path = self.paths[key]
+            if path in self.slots or any(slot.leaf in ZERO_SLOTS for slot in OptimizerKey.of_slot(path)):
                 for part in _parts_within(parts_of(self.flat[key]), rows, None).values():
                     part.zero_()
 

@@ -12,7 +12,7 @@ from itertools import chain, repeat
 
 import torch
 
-from ..names.keys import PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of
+from ..names.keys import NUMBER, PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of
 from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
@@ -21,7 +21,7 @@ from ..names.resumption import (
     LoadReport,
     match_subtrees,
 )
-from ..names.vocabulary import BY_RANK, KeyPath
+from ..names.vocabulary import BY_RANK, ZERO_SLOTS, KeyPath
 from ..names.wording import listed
 from ..record.record import StateRecord
 from .bits import dtype_name
@@ -133,8 +133,9 @@ def _match_by_key(template: LoadTemplate, stored: Stored, choices: Choices) -> M
                 continue
             sources[key], entry = origin, stored.entries[origin]
             saved_rows = template.saved_rows(key, entry)
-            if saved_rows is not None and choices.grow.match(str(path[-1])) and not any(OptimizerKey.of_slot(path)):
-                grown[key], rows[key] = str(path[-1]), saved_rows
+            name = _growing_name(path)
+            if saved_rows is not None and name is not None and choices.grow.match(name):
+                grown[key], rows[key] = name, saved_rows
             if faults := template.misfits(key, entry, key in grown):
                 misfits[key] = " and ".join(faults)
         elif isinstance(template.values[key], torch.Tensor) and choices.fresh.match(str(path[-1])):
@@ -172,6 +173,15 @@ def _match_by_key(template: LoadTemplate, stored: Stored, choices: Choices) -> M
         missing_keys=tuple(missing_keys),
         faults=tuple(_describe_values_of_other_ranks(keys_of_other_ranks, template, stored)),
     )
+
+
+def _growing_name(path: KeyPath) -> str | None:
+    """Return the name of a weight, or of a parameter whose slot begins as zeros; None for what cannot grow."""
+    slot = next(OptimizerKey.of_slot(path), None)
+    if slot is None:
+        return str(path[-1])
+    is_growable = slot.leaf in ZERO_SLOTS and not NUMBER.fullmatch(slot.name)
+    return slot.name if is_growable else None
 
 
 def _prefixes(optimizers: Iterable[NamedOptimizer]) -> tuple[str, ...]:

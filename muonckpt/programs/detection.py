@@ -408,9 +408,11 @@ def detect(manifest: Manifest) -> Detected:
     if models:
         return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
     roots = {tensor.path[:-1] for tensor in manifest.tensors}
-    if len(roots) == 1 and (root := roots.pop())[-1:] in (("model",), ("state_dict",)):
+    has_state = any(looks_like_state(tensor.path) for tensor in manifest.tensors)
+    if len(roots) == 1 and not has_state and (root := roots.pop())[-1:] in ((), ("model",), ("state_dict",)):
         place = KeyPlace(root)
-        return Detected(dialect_at(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
+        where = f"under {str(place)!r}" if root else "at the top"
+        return Detected(dialect_at(DIALECTS["dcp"], Keys(model=place)), (f"weights only, {where}",))
     raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); {_NAME_IT}")
 
 

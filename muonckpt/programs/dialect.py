@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..algebra.box import Index
-from ..names.errors import SourceError
+from ..names.errors import SourceError, UnknownOptimizerError
 from ..names.keys import PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, key_of
 from ..names.vocabulary import EIGHT_BIT_SLOTS, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
 from .codings import Coding
@@ -580,7 +580,8 @@ class Dialect:
         available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
         state = f"{', '.join(sorted(stored))}" + (f" in a group of {name!r}" if name else "")
         count = "more than one method" if candidates else "no method"
-        raise SourceError(
+        error = SourceError if candidates else UnknownOptimizerError
+        raise error(
             f"parameter {parameter!r} has {state}: {count} of {self.name} ({available}) fits; muonckpt.convert leaves "
             "a slot out with `drop=`, and takes the name of another program with `from_dialect=`"
         )
@@ -589,7 +590,7 @@ class Dialect:
 def refuse_eight_bits(name: str, slots: Set[str | None]) -> None:
     """Raise SourceError if the state of a parameter, or a tensor, is in 8 bits."""
     if eight_bit_slots := sorted(EIGHT_BIT_SLOTS & slots):
-        raise SourceError(
+        raise UnknownOptimizerError(
             f"{name!r} has {eight_bit_slots[0]}: state in 8 bits, which is not read. Take the weights by "
             "muonckpt.load(state_dict, path, fresh=['*']), and save them again"
         )

@@ -196,3 +196,13 @@ def test_numbered_state_does_not_grow_under_the_name_of_a_slot(tmp_path):
     with pytest.raises(muonckpt.SourceError, match=r"'optimizer.state.0.momentum_buffer' has shape \(3, 4\)") as told:
         muonckpt.load(objects(5), tmp_path / "c", grow=["*"])
     assert "new rows are meant" not in str(told.value)
+
+
+def test_state_without_groups_grows_with_new_rows_of_zeros(tmp_path):
+    def state(rows: int, value: float) -> dict[str, Any]:
+        return {"optimizer": {"state": {"w": {"exp_avg": torch.full((rows, 2), value)}}}}
+
+    muonckpt.save(state(3, 1.0), tmp_path / "c")
+    larger = state(5, 7.0)
+    assert muonckpt.load(larger, tmp_path / "c", grow=["w"]).grown == ("w",)
+    assert larger["optimizer"]["state"]["w"]["exp_avg"].tolist() == [[1, 1]] * 3 + [[0, 0]] * 2

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import muonckpt
+from muonckpt import Translation
 from muonckpt.optimizer import Muon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
@@ -206,22 +207,166 @@ def test_two_optimizers_become_one_and_layers_come_and_go(tmp_path):
         muonckpt.Series(tmp_path / "lacking", larger, muon(larger)).resume(begin_from=tmp_path / "two")
 
 
-def test_momentum_of_another_method_is_not_taken_for_muons(tmp_path):
-    """SGD keeps a slot of the same name and shape."""
+def wider_vocabulary(model: nn.Sequential, rows: int) -> nn.Sequential:
+    model[0] = nn.Embedding(rows, 8)
+    return model
+
+
+def grow_job(rank: int, world: int, path: str, folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model = fully_shard(wider_vocabulary(net(), 17))
+    optimizer = muon(model)
+    [table, *_] = model.parameters()
+    before = whole(table).detach().clone()
+    assert muonckpt.Series(folder, model, optimizer).resume(begin_from=path, grow=["0.weight"]) == STEPS
+    slots = {slot: whole(value) for slot, value in optimizer.state[table].items()}
+    return before, {"weight": whole(table).detach(), **slots}
+
+
+def test_a_vocabulary_grows_with_its_moments(tmp_path, capfd):
+    path = tmp_path / "adamw"
+    saved = saved_by_adamw(path)
+    before, after = run(2, grow_job, str(path), str(tmp_path / "run"))[0]
+    assert "9 weights loaded; 0.weight grown, new rows begin; the state of 7 parameters" in capfd.readouterr().out
+    assert torch.equal(after["weight"], torch.cat([saved["0.weight"], before[12:]]))
+    assert torch.equal(after["step"], saved["0.weight step"])
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(after[slot], torch.cat([saved[f"0.weight {slot}"], torch.zeros(5, 8)]))
+    # The error without it names it, for this call.
+    model = wider_vocabulary(net(), 17)
+    with pytest.raises(muonckpt.SourceError, match=r"Series.resume\(..., grow=\['0.weight'\]\)$") as told:
+        muonckpt.Series(tmp_path / "other", model, muon(model)).resume(begin_from=path)
+    assert str(told.value).startswith(str(path)) and not list((tmp_path / "other").iterdir())
+    # Or the table begins, as another one.
+    before = model[0].weight.detach().clone()
+    muonckpt.Series(tmp_path / "other", model, muon(model)).resume(begin_from=path, fresh=["0.weight"])
+    assert torch.equal(model[0].weight, before) and torch.equal(model[1][0].weight, saved["1.0.weight"])
+
+
+class Adapted(nn.Module):
+    """A linear layer with LoRA, whose own names are those of PEFT."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted() -> nn.Sequential:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for block in (model[1], model[2]):
+        block[0] = Adapted(block[0])
+    return model
+
+
+def with_state(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    optimizer = adamw(model)
     model(torch.arange(12)).square().mean().backward()
     optimizer.step()
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "sgd")
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def follow_renaming(error: Exception, source: Path, folder: Path) -> Path:
+    """Do what an error says of parameters that were renamed."""
+    command, table = str(error).split(", with FILE:\n")
+    assert command.endswith(f"If they were renamed: muonckpt convert {source} NEW --rules FILE")
+    (folder / "rules.toml").write_text(table)
+    muonckpt.convert(source, folder / "renamed", translation=Translation(rules=str(folder / "rules.toml")))
+    return folder / "renamed"
+
+
+def test_adapters_begin_beside_the_weights_of_their_base(tmp_path, capsys):
+    """The wrapper of adapters has changed their names."""
+    saved = with_state(net(), tmp_path / "base")
+    model = adapted()
+    series = muonckpt.Series(tmp_path / "run", model, muon(model))
+    with pytest.raises(muonckpt.SourceError) as told:
+        series.resume(begin_from=tmp_path / "base", fresh=["*lora_*"])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    series.resume(begin_from=follow_renaming(told.value, tmp_path / "base", tmp_path), fresh=["*lora_*"], begin_step=1)
+    line = "4 weights stay as initialised; 9 weights loaded; the state of 7 parameters goes on, that of 6 begins at"
+    assert line in capsys.readouterr().out
+    for name, param in model.named_parameters():
+        expected = before[name] if "lora" in name else saved[name.replace(".base_layer", "")]
+        assert torch.equal(param, expected), name
+
+
+@pytest.mark.parametrize("source", ["folder", "file"])
+def test_weights_alone_under_the_names_of_the_model_begin_a_run(source, tmp_path, capsys):
+    base, model = net(), net()
+    muonckpt.save({"model": base.state_dict()}, tmp_path / "saved")
+    request = Translation(model_only=True, roots={"model": ""})
+    muonckpt.convert(
+        tmp_path / "saved", tmp_path / "folder", to_dialect="muonckpt", format="safetensors", translation=request
+    )
+    torch.save(base.state_dict(), tmp_path / "file")
+    with torch.no_grad():
+        model[0].weight.zero_()
+    series = muonckpt.Series(tmp_path / "run", model, muon(model))
+    assert series.resume(begin_from=tmp_path / source, begin_step=0) == 0
+    assert "9 weights loaded; the state of 0 parameters goes on, that of 9 begins" in capsys.readouterr().out
+    assert torch.equal(model[0].weight, base[0].weight)
+
+
+def test_adapters_that_the_model_lacks_are_named_and_not_loaded(tmp_path, capsys):
+    """Nothing says how they were scaled, so that they are merged before, by the program that has them."""
+    saved = with_state(adapted(), tmp_path / "adapted")
+    model = net()
+    series = muonckpt.Series(tmp_path / "run", model, muon(model))
+    with pytest.raises(muonckpt.SourceError) as told:
+        series.resume(begin_from=tmp_path / "adapted")
+    series.resume(begin_from=follow_renaming(told.value, tmp_path / "adapted", tmp_path), begin_step=1)
+    unused = "not loaded, as the model lacks them: *.*.lora_A.weight, *.*.lora_B.weight (4)"
+    assert f"9 weights loaded; {unused}; the state of 5 parameters goes on" in capsys.readouterr().out
+    for name, param in model.named_parameters():
+        assert torch.equal(param, saved[name if name in saved else name.replace(".0.", ".0.base_layer.")]), name
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_state_of_an_unknown_optimizer_begins_and_the_line_says_so(make, tmp_path, capsys):
+    """SGD keeps a slot of Muon's name and shape."""
+    model = net()
+    optimizer = make(model.parameters(), **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+    model(torch.arange(12)).square().mean().backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "other")
     other = net()
     ours = muon(other)
     series = muonckpt.Series(tmp_path / "run", other, ours)
     with pytest.raises(muonckpt.ArgumentError, match=r"does not say how many steps .* begin_step=N"):
-        series.resume(begin_from=tmp_path / "sgd")
-    assert series.resume(begin_from=tmp_path / "sgd", begin_step=1) == 1
+        series.resume(begin_from=tmp_path / "other")
+    assert series.resume(begin_from=tmp_path / "other", begin_step=1) == 1
+    line = "9 weights loaded; its optimizer is not known; the state of 0 parameters goes on, that of 9 begins at zero"
+    assert line in capsys.readouterr().out
     assert all(not value.any() for slots in ours.state.values() for value in slots.values())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_other_refusals_of_a_translation_are_raised_with_the_copy_to_make(tmp_path):
+    """State of AdamW that lacks its steps is not that of an unknown optimizer."""
+    model = net()
+    optimizer = adamw(model)
+    model(torch.arange(12)).square().mean().backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    for slots in state["state"].values():
+        del slots["step"]
+    source, copy = tmp_path / "adamw", tmp_path / "copy"
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=source)
+    other = net()
+    ours = muon(other)
+    series = muonckpt.Series(tmp_path / "run", other, ours)
+    with pytest.raises(muonckpt.SourceError) as told:
+        series.resume(begin_from=source)
+    assert "give `step=`. Do so by muonckpt.convert(" in str(told.value)
+    muonckpt.convert(source, copy, to_dialect="muonckpt", translation=Translation(step=1))
+    assert series.resume(begin_from=copy) == 1
+    assert torch.equal(ours.state[other[0].weight]["exp_avg"], state["state"]["0.weight"]["exp_avg"])
 
 
 def test_another_program_writes_what_a_run_begins_from(tmp_path):

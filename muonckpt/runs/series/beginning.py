@@ -7,7 +7,7 @@ those of the code, and schedulers go on at the step of the other run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...checkpoint.all_ranks import broadcast_from_first, decide_on_first
-from ...checkpoint.loading import load
+from ...checkpoint.loading import load_for
+from ...checkpoint.refusal import RESUME
 from ...checkpoint.training import MODEL, OPTIMIZER, SCHEDULER, Training
 from ...converters.engine.container import container_of
 from ...converters.engine.job import make_job
 from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
 from ...converters.target.topology import Target
-from ...names.errors import ArgumentError, DamageError, SourceError
-from ...names.resumption import Globs, as_initialised
+from ...names.errors import ArgumentError, SourceError, UnknownOptimizerError
+from ...names.resumption import Choices, as_initialised, in_short
 from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
 from ...names.wording import counted
 from ...store.io import publish
@@ -52,6 +53,9 @@ class Beginning:
         weights: how many were loaded.
         continued, new: how many parameters go on with their state, and how many begin without.
         kept: how many weights are as the code made them.
+        grown: the names of parameters that have more rows than in the checkpoint.
+        unused: the names of weights that only the checkpoint has.
+        is_known: whether the checkpoint's optimizer is known.
         schedule_steps: how often the schedulers have been stepped; None without any.
     """
 
@@ -61,16 +65,24 @@ class Beginning:
     continued: int
     new: int
     kept: int
+    grown: Sequence[str]
+    unused: Sequence[str]
+    is_known: bool
     schedule_steps: int | None
 
     def __str__(self) -> str:
-        kept = f"{as_initialised(self.kept)}; " if self.kept else ""
-        schedules = "" if self.schedule_steps is None else f"; schedules are at their step {self.schedule_steps}"
-        return (
-            f"begun from {self.path}: {kept}{counted(self.weights, 'weight')} loaded; the state of "
-            f"{counted(self.continued, 'parameter')} goes on, that of {self.new} begins at zero{schedules}; next step: "
-            f"{self.step}"
-        )
+        parts = [as_initialised(self.kept)] if self.kept else []
+        parts.append(f"{counted(self.weights, 'weight')} loaded")
+        if self.grown:
+            parts.append(f"{in_short(self.grown)} grown, new rows begin")
+        if self.unused:
+            parts.append(f"not loaded, as the model lacks them: {in_short(self.unused)}")
+        if not self.is_known:
+            parts.append("its optimizer is not known")
+        parts.append(f"the state of {counted(self.continued, 'parameter')} goes on, that of {self.new} begins at zero")
+        if self.schedule_steps is not None:
+            parts.append(f"schedules are at their step {self.schedule_steps}")
+        return f"begun from {self.path}: {'; '.join(parts)}; next step: {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +90,14 @@ class _Source:
     """What the first rank has read of the checkpoint, with our keys.
 
     Attributes:
+        weights: the shape of each.
         slots: by parameter, the shape of each slot of its state.
         methods: by parameter, the algorithm of its group.
         updates: the most updates that a parameter counts; None if none does.
         epochs: the step at which a scheduler was; None if there is none.
     """
 
+    weights: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, Mapping[str, tuple[int, ...]]]
     methods: Mapping[str, str]
     updates: int | None
@@ -94,7 +108,7 @@ def begin(
     training: Training,
     source: str,
     folder: Location,
-    fresh: Iterable[str],
+    choices: Choices,
     step: int | None,
     group: dist.ProcessGroup | None,
 ) -> Beginning:
@@ -103,7 +117,7 @@ def begin(
     Args:
         source: its path or URL.
         folder: of the run that begins.
-        fresh: globs of names of parameters that are as the code makes them.
+        choices: which parameters start fresh, and which have grown.
         step: the one to go on with; None means the one behind the checkpoint's.
 
     Raises:
@@ -111,9 +125,9 @@ def begin(
         SourceError, TargetError, DestinationError: the checkpoint cannot be converted, or lacks weights.
     """
     _refuse_schedules(training.schedulers)
-    globs, copy = Globs.of(fresh), folder / COPY
+    copy = folder / COPY
     # 1. The checkpoint with our keys, as conversion writes it.
-    recorded_step = _convert(source, copy, group)
+    recorded_step, is_known = _convert(source, copy, group)
     found = broadcast_from_first(group, lambda: _read(copy))
     first = step if step is not None else recorded_step
     if first is None and (first := found.updates) is None:
@@ -121,35 +135,52 @@ def begin(
             f"{source} does not say how many steps it took. Write run.resume(begin_from={source!r}, begin_step=N), "
             "where N is the step to go on with"
         )
-    # 2. The tensors that go on, by parameter and slot.
+    # 2. The tensors that go on, by parameter and slot.  A fresh weight of another shape is as the code makes it.
     state_dict = training.state_dict()
     weights, state = state_dict[MODEL], state_dict[OPTIMIZER]
     methods = _live_methods(training, state)
-    loaded_weights = {name: value for name, value in weights.items() if not globs.match(name)}
+    loaded_weights: dict[str, Any] = {}
+    for name, value in weights.items():
+        if not choices.fresh.match(name) or tuple(value.shape) == found.weights.get(name):
+            loaded_weights[name] = value
     loaded_state: dict[str, dict[str, Any]] = {}
     for name, slots in state["state"].items():
-        shapes = {slot: tuple(value.shape) for slot, value in slots.items()}
-        goes_on = shapes == found.slots.get(name) and methods.get(name) == found.methods.get(name)
-        if goes_on and not globs.match(name):
+        saved, grows = found.slots.get(name, {}), choices.grow.match(name)
+        fits = slots.keys() == saved.keys() and all(_fits(slots[slot].shape, saved[slot], grows) for slot in slots)
+        if fits and methods.get(name) == found.methods.get(name) and not choices.fresh.match(name):
             loaded_state[name] = slots
     template: dict[str, Any] = {MODEL: loaded_weights, OPTIMIZER: {"state": loaded_state}}
-    load(template, str(copy), allow_extra=True, process_group=group)
+    try:
+        report, _ = load_for(
+            RESUME, template, str(copy), {"allow_extra": True, "grow": choices.grow.patterns}, process_group=group
+        )
+    except SourceError as error:  # raised on all ranks
+        _remove_on_first(copy, group)
+        raise type(error)(str(error).replace(str(copy), source)) from error
     training.load_model_and_optimizers(weights | template[MODEL], state)
     # 3. Schedulers go on with the rates of the code's groups.
     schedule_steps = found.epochs if found.epochs is not None else first
     for scheduler in training.schedulers:
         _advance(scheduler, schedule_steps)
-    decide_on_first(group, SourceError, lambda: None, lambda _: _remove(copy))
-    parameters = methods.keys()
+    _remove_on_first(copy, group)
     return Beginning(
         source,
         first,
         len(loaded_weights),
         len(loaded_state),
-        len(parameters - loaded_state.keys()),
+        len(methods.keys() - loaded_state.keys()),
         len(weights) - len(loaded_weights),
+        report.grown,
+        sorted(found.weights.keys() - weights.keys()),
+        is_known,
         schedule_steps if training.schedulers else None,
     )
+
+
+def _fits(live: Sequence[int], saved: Sequence[int], grows: bool) -> bool:
+    """Return whether a slot has the saved shape, or more rows if its parameter grows."""
+    more_rows = len(live) == len(saved) > 0 and live[0] > saved[0] and [*live[1:]] == [*saved[1:]]
+    return [*live] == [*saved] or (grows and more_rows)
 
 
 def _refuse_schedules(schedulers: Sequence[Any]) -> None:
@@ -179,30 +210,38 @@ def _advance(scheduler: LRScheduler, steps: int) -> None:
             scheduler.step()
 
 
-def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> int | None:
-    """Write a checkpoint with our keys, all ranks together; return the step behind that which it records."""
+def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tuple[int | None, bool]:
+    """Write a checkpoint with our keys, all ranks together.
+
+    Returns:
+        The step behind that which it records, and whether its optimizer is known; if not, weights alone are written.
+    """
     broadcast_from_first(group, lambda: _remove(copy))
     with joined_ranks(group) as workers, open(location(source, SourceError)) as opened:
-        container = container_of("dcp", None)
-        target = Target({"dp": 1})
+        container, target, is_known = container_of("dcp", None), Target({"dp": 1}), True
         try:
             request = Translation().request("muonckpt")
             job = make_job(opened, target, (), request.outputs, container)
-        except SourceError as error:
-            if isinstance(error, DamageError):
-                raise
-            # Nothing is known of its optimizer, whose state begins at zero then.
-            request = Translation(model_only=True).request("muonckpt")
+        except UnknownOptimizerError:
+            is_known, request = False, Translation(model_only=True).request("muonckpt")
             job = make_job(opened, target, (), request.outputs, container)
+        except SourceError as error:
+            if type(error) is not SourceError:  # it cannot be read
+                raise
+            raise SourceError(
+                f"{error}. Do so by muonckpt.convert({source!r}, 'copy', to_dialect='muonckpt', "
+                "translation=muonckpt.Translation(...)), and begin from the copy"
+            ) from error
         Execution(jobs=1).run(job, copy, (), workers)
         recorded = opened.provenance.get("step")
-        return recorded + 1 if isinstance(recorded, int) else None
+        return recorded + 1 if isinstance(recorded, int) else None, is_known
 
 
 def _read(copy: Location) -> _Source:
     """Read which state the converted checkpoint has of which parameter."""
     with open(copy) as opened:
         slots, updates = dict[str, dict[str, tuple[int, ...]]](), [0]
+        weights = {str(record.path[-1]): record.shape for record in opened.outline.tensors if record.path[0] == MODEL}
         for tensor in opened.tensors.values():
             if tensor.name is not None and tensor.slot is not None:
                 slots.setdefault(tensor.name, {})[tensor.slot] = tensor.shape
@@ -213,7 +252,7 @@ def _read(copy: Location) -> _Source:
             methods |= dict.fromkeys(options[PARAMS], str(options[ALGORITHM]))
         epochs = opened.items.get(f"{SCHEDULER}.last_epoch")
         is_count = isinstance(epochs, int) and not isinstance(epochs, bool)
-        return _Source(slots, methods, max(updates) or None, epochs if is_count else None)
+        return _Source(weights, slots, methods, max(updates) or None, epochs if is_count else None)
 
 
 def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str]:
@@ -228,6 +267,10 @@ def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str
                 is_usual = torch_slots == state["state"].get(name, {}).keys()
                 methods[name] = group.get(ALGORITHM) or (torch_method if is_usual else "")
     return methods
+
+
+def _remove_on_first(copy: Location, group: dist.ProcessGroup | None) -> None:
+    decide_on_first(group, SourceError, lambda: None, lambda _: _remove(copy))
 
 
 def _remove(copy: Location) -> None:

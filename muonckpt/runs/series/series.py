@@ -297,9 +297,9 @@ class Series:
         if restored is None:
             if begin_from is None:
                 return 0
-            place, group = self._folder.place, self._group
-            beginning = begin(self._training, os.fspath(begin_from), place, choices.fresh.patterns, begin_step, group)
-            if is_coordinator(group):
+            source, place = os.fspath(begin_from), self._folder.place
+            beginning = begin(self._training, source, place, choices, begin_step, self._group)
+            if is_coordinator(self._group):
                 print(beginning, flush=True)
             return beginning.step
         self._training.load_state_dict(state_dict)
