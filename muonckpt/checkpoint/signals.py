@@ -69,6 +69,8 @@ class Signals:
         self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
         """Ours and the former ones; none after `close`."""
         self._listens = bool(sequels)
+        self._hears = True
+        """Whether a rank may listen; the same on all ranks."""
         if sequels and threading.current_thread() is not threading.main_thread():
             raise ValueError("on=: Python handles signals in the main thread only, so make this there")
         formers = {number: signal.getsignal(number) for number in sequels}
@@ -85,12 +87,15 @@ class Signals:
     def due(self, call: str) -> Then | None:
         """Return what to do after a checkpoint, if one is asked for; the same on all ranks.
 
-        Collective, by one small gather.
+        Collective, by one small gather; after the first call only where a rank listens.
 
         Args:
             call: has to be the same on all ranks.
         """
-        self._requests |= bits_of_all(self._group, call, sum(_pending))
+        if self._hears:
+            bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._listens else 0))
+            self._hears = bool(bits & _LISTENS)
+            self._requests |= bits & ~_LISTENS if self._hears else 0
         return self.then
 
     def ask(self, call: str) -> None:

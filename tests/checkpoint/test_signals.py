@@ -21,6 +21,7 @@ from support.workers import WorkersFailed, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 
 import muonckpt
 from muonckpt.checkpoint.signals import STOPPED
@@ -197,6 +198,24 @@ def test_a_signal_that_nobody_asks_for_is_served_by_the_next_save(tmp_path):
         assert code == STOPPED and then is None
         assert "rank 0 called Series.due(False), and rank 1 called Series.due(True)" in error
     assert muonckpt.Series(tmp_path).latest().step == 9
+
+
+def exchanges(rank: int, world: int, folder: str) -> list[int]:
+    """Count the collectives of three calls, where no rank listens and where one does."""
+    found: list[int] = []
+    for on in ((), (SIGUSR2,) if rank == 1 else ()):
+        with muonckpt.Series(folder, on=on) as series:
+            series.due(0)
+            for step in range(1, 4):
+                with profile(activities=[ProfilerActivity.CPU]) as seen:
+                    series.due(step)
+                found.append(sum("gather" in event.key for event in seen.key_averages()))
+    return found
+
+
+def test_where_no_rank_listens_later_questions_cost_nothing(tmp_path):
+    for counts in run(RANKS, exchanges, str(tmp_path)):
+        assert counts[:3] == [0, 0, 0] and all(counts[3:])
 
 
 def test_former_handlers_are_called_and_put_back(tmp_path, capsys):

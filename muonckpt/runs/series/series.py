@@ -152,7 +152,7 @@ class Series:
     def due(self, step: int) -> Then | None:
         """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
 
-        Call it after each step.  Collective, by one small gather.
+        Call it after each step.  Collective, by one small gather; after the first call only where a rank has ``on``.
 
         Returns:
             None; ``"go on"``, or ``"stop"``: then the next `save` or `async_save` ends the program when the checkpoint
