@@ -33,7 +33,6 @@ from .options import (
     check_rates,
     cycled_defaults,
     options_in_code,
-    params_of,
     parse_coefficients,
     refuse_repeated,
     refuse_shared_rate,
@@ -323,27 +322,32 @@ class Muon(ForModel, CollectiveOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_step()
+        return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _take_step(self) -> None:
         self._follow_parameters()
         self._follow_options()
+        has_gradients = False
+        # Refuse what no step can do before ranks meet.
+        for group in self.param_groups:
+            gradients = [param.grad for param in group["params"]]
+            refuse_meta(group["params"])
+            check_gradients(group["params"], gradients)
+            has_gradients = has_gradients or any(gradient is not None for gradient in gradients)
         if self._warns:
-            params = [*params_of(self.param_groups)]
-            if params and all(param.grad is None for param in params):
+            if not has_gradients and any(group["params"] for group in self.param_groups):
                 warn_of_no_gradient()
             if self._model_groups is not None:
                 self._warn_of_left_out()
-        # Refuse what no step can do before ranks meet.
-        for group in self.param_groups:
-            refuse_meta(group["params"])
-            check_gradients(group["params"], [param.grad for param in group["params"]])
         # Matrices together with other ranks, then elements by itself.
         self._has_history = True
         self._step_with_ranks(None)
         for group in self.param_groups:
             if group["algorithm"] in SCALARS:
                 SCALARS[group["algorithm"]].step(group, self.state)
-        return loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Move state to parameters that have been replaced, cast or moved, and let those without begin from zero."""
@@ -397,7 +401,6 @@ class Muon(ForModel, CollectiveOptimizer):
         self._group_snapshots = [GroupSnapshot.of(group["params"], self.state) for group in self.param_groups]
         self._slot_snapshot = SlotSnapshot.of(self.state)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
         """Check groups and plan again if options other than rates have changed."""
         if self._planned_options == [plan_options(group) for group in self.param_groups]:
@@ -417,7 +420,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._steps.plan_anew()
         self._planned_options = [plan_options(group) for group in self.param_groups]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # also called by a step that has failed
     def _step_with_ranks(self, failure: Exception | None) -> None:
         self._has_waiting_peers = False
         history = self._consume_gradients()

@@ -16,7 +16,11 @@ def is_asynchronous(device: torch.device) -> bool:
 
 def upload_numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Upload numbers to a device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
+    return upload(torch.tensor(values, dtype=dtype), device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Upload a tensor of the host to a device, without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if is_asynchronous(device) else tensor
 
 

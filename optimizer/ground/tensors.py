@@ -165,7 +165,7 @@ def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> Non
     if cautious:
         torch._foreach_add_(params, mask_opposed(params, updates), alpha=-rate)
     elif rate:
-        torch._foreach_mul_(params, number_like(1 - rate, params))
+        torch._foreach_mul_(params, 1 - rate if len(params) == 1 else number_like(1 - rate, params))
 
 
 def mask_opposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
@@ -245,6 +245,8 @@ class Places:
 
     def split_runs(self, memory: Tensor) -> list[Tensor]:
         """Return each run, a view ``[count, rows, columns]`` of ``[numel]``."""
+        if len(self.runs) == 1:
+            return [memory.view(self.runs[0])]
         parts = torch.split(memory, [count * rows * columns for count, rows, columns in self.runs])
         return [part.view(run) for part, run in zip(parts, self.runs, strict=True)]
 

@@ -66,8 +66,10 @@ class TorchProducts:
     def run_all(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
         results: list[Tensor] = []
         for run in places.split_runs(memory):
-            stacks = split_stacks(run, self.stack_elements // max(1, run[0].numel()), work)
-            results += [self.run_matrix(stack, dtype, work).reshape(-1) for stack in stacks]
+            count, rows, columns = run.shape
+            max_count = min(count, self.stack_elements // max(1, rows * columns))
+            for stack in run.unbind() if max_count < 2 else split_stacks(run, max_count, work):
+                results.append(self.run_matrix(stack, dtype, work).reshape(-1))
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def normalized(self, x: Tensor, eps: float, scale: float) -> Tensor:
@@ -111,7 +113,7 @@ def _add_product(addend: Tensor, beta: float, left: Tensor, right: Tensor, alpha
 
 def split_stacks(run: Tensor, max_count: int, work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield matrices of ``[count, m, n]`` in stacks of up to ``max_count``, or singly where stacks have other bits."""
-    if max_count < 2 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         yield from run.unbind()
         return
     # A CPU's library may sum a stack in another order, which is tried once for each shape.

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import HISTORY_OPTIONS, ParamGroup
 from ...names.wording import listed
-from ..ground.devices import upload_numbers
+from ..ground.devices import upload
 from ..planning.schedule import NOTE
 
 Facts = Mapping[str, str]
@@ -90,6 +90,10 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def _digest(intent: bytes) -> bytes:
+    return hashlib.blake2b(intent, digest_size=NOTE).digest()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Intent:
     """A rank's statement of what it is about to do, or the ``error`` that keeps it from that.
@@ -113,9 +117,9 @@ class Intent:
         """Return the intent of this rank if it has failed: it differs from every other rank's."""
         return replace(self, digest=_digest(f"rank {this_rank()} failed".encode()), error=error)
 
-    def note(self, device: torch.device) -> Tensor:
-        """Return the digest on a device, ``NOTE`` bytes; nothing waits for the device."""
-        return upload_numbers(tuple(self.digest), torch.uint8, device)
+    def note(self, device: torch.device, copies: int = 1) -> Tensor:
+        """Return the digest on a device, ``NOTE`` bytes, so many times; nothing waits for the device."""
+        return upload(torch.frombuffer(bytearray(self.digest * copies), dtype=torch.uint8), device)
 
     def complaint(self, first: int, reference: Facts | None) -> str:
         """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""
@@ -131,6 +135,10 @@ class Intent:
         return _cut(listed(differences, SHOWN, "; "))
 
 
+NO_INTENT = Intent.of(AGREE_ON_STEP, {})
+"""The intent of a process that steps alone: there is none to differ from."""
+
+
 def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     """Return the error of ranks that have none of their own, from the complaints of all (empty ones are left out)."""
     # Ranks that say the same are named together.
@@ -144,9 +152,12 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     return RuntimeError(f"{task.failure}. {'; '.join(sentences)}. {task.advice}")
 
 
+_UNPLANNED = RATES | HISTORY_OPTIONS | NAMES
+
+
 def plan_options(group: ParamGroup) -> dict[str, Any]:
     """Return the options that plans are made of: all but rates.  If they change, plans are made anew."""
-    return {key: value for key, value in group.items() if key not in RATES | HISTORY_OPTIONS | NAMES}
+    return {key: value for key, value in group.items() if key not in _UNPLANNED}
 
 
 def plan_facts(groups: Mapping[int, ParamGroup]) -> Facts:
@@ -219,7 +230,3 @@ def _as_number(value: Any) -> float:
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_COMPLAINT else f"{text[: LONGEST_COMPLAINT - 1]}…"
-
-
-def _digest(intent: bytes) -> bytes:
-    return hashlib.blake2b(intent, digest_size=NOTE).digest()

@@ -124,7 +124,7 @@ class EqualBoxes:
         params: the number of each box's parameter.
         offsets: where the boxes begin in local tensors; none: each is all of its tensor.
         sizes, strides: of each box there.
-        wire_views: views of a buffer of ``kind.wire_dtype`` elements, ``[count, *sizes]`` together.
+        wire_views: views of a memory of ``kind.wire_dtype``, ``[count, *sizes]`` together.
     """
 
     kind: BoxKind
@@ -137,17 +137,16 @@ class EqualBoxes:
     def boxes(self, tensors: Tensors) -> list[Tensor]:
         return view_boxes([tensors[param] for param in self.params], self.sizes, self.strides, self.offsets)
 
-    def write(self, buffer: Tensor, boxes: Tensor) -> None:
-        """Write ``[count, *sizes]`` to a buffer of bytes."""
-        memory, first = buffer.view(self.kind.wire_dtype), 0
+    def write(self, memory: Tensor, boxes: Tensor) -> None:
+        """Write ``[count, *sizes]`` to a memory of ``kind.wire_dtype``."""
+        first = 0
         for view in self.wire_views:
             count = view.sizes[0]
-            view.of(memory).copy_(boxes if count == len(boxes) else boxes[first : first + count])
+            view.of(memory).copy_(boxes if count == len(self.params) else boxes[first : first + count])
             first += count
 
-    def read(self, buffer: Tensor) -> Tensor:
-        """Return ``[count, *sizes]`` of a buffer of bytes."""
-        memory = buffer.view(self.kind.wire_dtype)
+    def read(self, memory: Tensor) -> Tensor:
+        """Return ``[count, *sizes]`` of a memory of ``kind.wire_dtype``."""
         if len(self.wire_views) == 1:
             return self.wire_views[0].of(memory)
         return torch.cat([view.of(memory) for view in self.wire_views])

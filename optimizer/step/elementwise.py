@@ -31,7 +31,7 @@ class LocalTensors:
     Attributes:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
-        is_active: whether each takes part.
+        gradient_dtypes: None where the parameter takes no part.
         slots: other state by name, of the parameters that have it.
         momenta: what updates are made of: the momentum, or the gradient of a parameter that has none.
         dense_copies: tensors that are not contiguous in their own memory, and their copies.
@@ -40,7 +40,7 @@ class LocalTensors:
     groups: Sequence[ParamGroup]
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    is_active: tuple[bool, ...]
+    gradient_dtypes: tuple[torch.dtype | None, ...]
     slots: Mapping[str, dict[int, Tensor]]
     momenta: list[Tensor]
     dense_copies: Sequence[tuple[Tensor, Tensor]]
@@ -52,17 +52,16 @@ class LocalTensors:
         """Return the tensors of a step, given the parameters' groups and states."""
         dense_copies: list[tuple[Tensor, Tensor]] = []
 
-        def copied(local: Tensor) -> Tensor:
-            dense_copies.append((local, local.contiguous()))
-            return dense_copies[-1][1]
-
         def dense(tensors: Iterable[Tensor]) -> list[Tensor]:
-            return [local if local.is_contiguous() else copied(local) for local in locals_of(tensors)]
+            locals_here = locals_of(tensors)
+            for number, local in enumerate(locals_here):
+                if not local.is_contiguous():
+                    locals_here[number] = local.contiguous()
+                    dense_copies.append((local, locals_here[number]))
+            return locals_here
 
         # Weights and state are changed in place, so copies of them are written back at the end; gradients are not.
-        weights = dense(params)
-        gradients = [None if param.grad is None else local_of(param.grad).contiguous() for param in params]
-        is_active = tuple([gradient is not None for gradient in gradients])
+        weights, gradients = dense(params), [None if p.grad is None else local_of(p.grad).contiguous() for p in params]
         # A method without momentum takes the gradient in its place; an absent gradient is never read.
         given = [weight if gradient is None else gradient for weight, gradient in zip(weights, gradients, strict=True)]
         momenta = dense(state.get(MOMENTUM, other) for state, other in zip(states, given, strict=True))
@@ -70,16 +69,22 @@ class LocalTensors:
         for number, state in enumerate(states):
             for name in state.keys() - {MOMENTUM}:
                 [slots[name][number]] = dense([state[name]])
-        return cls(groups, weights, gradients, is_active, slots, momenta, dense_copies)
+        dtypes = tuple([None if gradient is None else gradient.dtype for gradient in gradients])
+        return cls(groups, weights, gradients, dtypes, slots, momenta, dense_copies)
+
+    @property
+    def is_active(self) -> list[bool]:
+        """Whether each takes part."""
+        return [dtype is not None for dtype in self.gradient_dtypes]
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         """Average gradients into momenta, of lists of parameters as `equal_momenta` returns them."""
-        all_gradients = cast("Sequence[Tensor]", self.gradients)
         for numbers in lists:
             rate = 1 - self.groups[numbers[0]]["momentum"]
-            momenta, gradients = ([tensors[number] for number in numbers] for tensors in (self.momenta, all_gradients))
+            momenta = [self.momenta[number] for number in numbers]
+            gradients = cast("list[Tensor]", [self.gradients[number] for number in numbers])
             dtype = exact_dtype(momenta[0])
-            if all(tensor.dtype == dtype for tensor in (*momenta, *gradients)):
+            if momenta[0].dtype == gradients[0].dtype == dtype:
                 interpolate_(momenta, gradients, rate)
                 continue
             # Copies in float32 are of a portion at a time.
@@ -88,12 +93,12 @@ class LocalTensors:
                     interpolate_(exact, [tensor.to(dtype) for tensor in added], rate)
 
     def equal_momenta(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
+        """Return the parameters with momentum that take part, in lists of one group, device, and dtypes."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
-            momentum = self.momenta[number]
-            if self.is_active[number] and momentum is not self.gradients[number]:
-                lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
+            momentum, gradient = self.momenta[number], self.gradients[number]
+            if gradient is not None and momentum is not gradient:
+                lists[id(self.groups[number]), momentum.dtype, gradient.dtype, momentum.device].append(number)
         return list(lists.values())
 
     def end(self) -> None:
@@ -140,6 +145,8 @@ def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:
 class StackCopies:
     """Copies to a memory in which a batch's units lie end to end, from this rank's tensors and the wire, and back."""
 
+    numel: int
+    sent_dtype: torch.dtype
     local: list[EqualBoxes]
     local_back: list[EqualBoxes]
     receives: list[tuple[View, View]]
@@ -147,8 +154,7 @@ class StackCopies:
 
 
 class TorchElementwise:
-    """The element-wise backend that runs everywhere.  Blocks are sorted out once for a set of parameters with
-    gradients.
+    """The element-wise backend that runs everywhere.  Blocks are sorted out once for a set of gradients.
 
     Args:
         specs: of the schedule's parameters.
@@ -162,15 +168,15 @@ class TorchElementwise:
         self._units = schedule.units
         self._params = np.array([unit.param for unit in schedule.units], np.int64)
         self._params_of_stages = params_by_first_stage(schedule, len(specs))
-        self._is_active: tuple[bool, ...] | None = None
+        self._gradient_dtypes: tuple[torch.dtype | None, ...] | None = None
         self._equal_momenta: list[list[list[int]]] = []
         self._update_blocks: list[list[EqualBoxes]] = []
         self._result_blocks: list[list[EqualBoxes]] = []
         self._stacks: dict[tuple[int, int], StackCopies] = {}
 
     def begin(self, local: LocalTensors) -> None:
-        if local.is_active != self._is_active:
-            self._is_active = local.is_active
+        if local.gradient_dtypes != self._gradient_dtypes:
+            self._gradient_dtypes = local.gradient_dtypes
             self._equal_momenta = [local.equal_momenta(params) for params in self._params_of_stages]
             self._update_blocks = [self._blocks(local, table, back=False) for table in self._copies.update_sends]
             self._result_blocks = [self._blocks(local, table, back=True) for table in self._copies.result_receives]
@@ -179,41 +185,43 @@ class TorchElementwise:
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         local.accumulate(self._equal_momenta[stage])
         for block in self._update_blocks[stage]:
-            block.write(wire, self._updates(local, block))
+            block.write(wire.view(block.kind.wire_dtype), self._updates(local, block))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        copies, dtype = self._stack_copies(local, stage, sizes), self._spec(next(iter(sizes))).slots[0].sent_dtype
-        stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
+        key = stage, next(iter(sizes))
+        copies = self._stacks.get(key)
+        if copies is None:
+            copies = self._stacks[key] = self._stack_copies(local, stage, sizes)
+        stack = torch.empty(copies.numel, dtype=copies.sent_dtype, device=self._device)
         # Parts that rest on this rank do not travel; all others have arrived on the wire.
         for block in copies.local:
-            block.write(stack.view(torch.uint8), self._updates(local, block))
+            block.write(stack, self._updates(local, block))
         for stack_view, wire_view in copies.receives:
-            stack_view.of(stack).copy_(wire_view.of(wire.view(dtype)))
+            stack_view.of(stack).copy_(wire_view.of(wire.view(stack.dtype)))
         return stack
 
     def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
-        copies = self._stack_copies(local, stage, sizes)
+        copies = self._stacks[stage, next(iter(sizes))]
         for stack_view, wire_view in copies.sends:
             wire_view.of(wire.view(results.dtype)).copy_(stack_view.of(results))
         for block in copies.local_back:
-            self._apply(local, block, block.read(results.view(torch.uint8)))
+            self._apply(local, block, results)
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._result_blocks[stage]:
-            self._apply(local, block, block.read(wire))
+            self._apply(local, block, wire.view(block.kind.wire_dtype))
 
     def _stack_copies(self, local: LocalTensors, stage: int, sizes: Sizes) -> StackCopies:
-        key = stage, next(iter(sizes))
-        if key not in self._stacks:
-            slot = self._spec(key[1]).slots[0]
-            sent_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize
-            self._stacks[key] = StackCopies(
-                self._blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
-                self._blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
-                view_pairs(self._copies.update_receives(stage, sizes), sent_size),
-                view_pairs(self._copies.result_sends(stage, sizes), returned_size),
-            )
-        return self._stacks[key]
+        slot = self._spec(next(iter(sizes))).slots[0]
+        sent_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize
+        return StackCopies(
+            sum(sizes.values()),
+            slot.sent_dtype,
+            self._blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
+            self._blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
+            view_pairs(self._copies.update_receives(stage, sizes), sent_size),
+            view_pairs(self._copies.result_sends(stage, sizes), returned_size),
+        )
 
     def _blocks(self, local: LocalTensors, copies: Copies, *, back: bool) -> list[EqualBoxes]:
         kind_of = lambda unit: self._kind(local, unit, back=back)  # noqa: E731
@@ -239,7 +247,7 @@ class TorchElementwise:
         exact, gradients = exact_dtype(momenta), stack_boxes(block.boxes(cast("Sequence[Tensor]", local.gradients)))
         return torch.lerp(gradients.to(exact), momenta.to(exact), group["momentum"])
 
-    def _apply(self, local: LocalTensors, block: EqualBoxes, results: Tensor) -> None:
+    def _apply(self, local: LocalTensors, block: EqualBoxes, memory: Tensor) -> None:
         """Decay weights, and subtract the scaled results, where a block rests."""
         group = local.groups[block.params[0]]
         rate = float(group["lr"])
@@ -247,7 +255,7 @@ class TorchElementwise:
         boxes = block.boxes(local.weights)
         stack = stack_boxes(boxes)
         exact = stack.to(exact_dtype(stack))
-        change = results.to(exact.dtype)
+        change = block.read(memory).to(exact.dtype)
         decay([exact], [change], rate * group["weight_decay"], group["cautious"])
         exact.add_(change, alpha=-rate * block.kind.scale)
         # A box that was neither stacked nor cast has been changed in place.

@@ -110,34 +110,27 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
 
 
 class Wire:
-    """One exchange: fill the memory as the route says, :meth:`start`, :meth:`arrive`, read the memory."""
+    """One exchange of a plan, which every step repeats.  Collective for some kinds of links.
 
-    def __init__(self, route: Route, link: Link, device: torch.device) -> None:
-        self._route, self._link = route, link
-        self._sent_note: Tensor | None = None
-        self._arrive: Callable[[], Tensor] | None = None
-        self.memory = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
-        """The bytes to send, and after :meth:`arrive` those received."""
+    Attributes:
+        sent_notes, received_notes: the places of notes among the bytes, one note after the other.
+    """
 
-    def start(self, note: Tensor | None) -> None:
-        """Begin the exchange, with a note to all ranks."""
-        if note is not None:
-            for start in _starts(self._route.send_counts):
-                self.memory.narrow(0, start, NOTE).copy_(note)
-        self._sent_note = note
-        self._arrive = self._link(self.memory)
+    def __init__(self, route: Route, group: dist.ProcessGroup | None, device: torch.device, kind: str) -> None:
+        self.link = link(route, group, device, kind)
+        self.sent_notes = _places_of_notes(route.send_counts).to(device)
+        self.received_notes = _places_of_notes(route.receive_counts).to(device)
+        self._length, self._device = sum(route.send_counts), device
 
-    def arrive(self) -> None:
-        """Wait for the bytes of all ranks, and release those sent."""
-        assert self._arrive is not None, "not started"
-        self.memory = self._arrive()
-        self._arrive = None
+    def memory(self) -> Tensor:
+        """Return fresh memory for the bytes to send, to be filled as the route says."""
+        return torch.empty(self._length, dtype=torch.uint8, device=self._device)
 
-    def differ(self) -> Tensor:
-        """Return whether any of the notes that have arrived differs from the one sent; a bool on the device."""
-        assert self._sent_note is not None, "no notes were sent"
-        notes = [self.memory.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)]
-        return (torch.stack(notes) != self._sent_note).any()
+
+def _places_of_notes(counts: Sequence[int]) -> Tensor:
+    """Return the bytes of the notes on a wire with parts of so many bytes, one note after the other."""
+    starts = torch.tensor([0, *accumulate(counts)][:-1], dtype=torch.int64)
+    return (starts[:, None] + torch.arange(NOTE)).flatten()
 
 
 def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -198,17 +191,13 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return tensors
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
-
-
 class Notes:
     """The verdicts on a process group's notes.  Reading one keeps the host waiting for a GPU, so there only the first
     of a step are read at once, and the others when the next step begins.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group, self.device, self.num_ranks = group, device, dist.get_world_size(group)
         self._unread: list[Tensor] = []
 
     def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
@@ -235,6 +224,10 @@ class Notes:
             )
 
 
+Arrival = Callable[[bool], Tensor]
+"""Waits for the bytes of all ranks, compares their notes as `Notes.check` does, and returns the bytes."""
+
+
 class StepExchange:
     """One rank's part in the exchanges of a step.
 
@@ -250,8 +243,9 @@ class StepExchange:
         self._set_intent(intent)
 
     def _set_intent(self, intent: Intent) -> None:
-        self._intent = intent
-        self._note = intent.note(self._notes.device) if self._notes is not None else None
+        self._intent, self._sent_notes = intent, None
+        if self._notes is not None:
+            self._sent_notes = intent.note(self._notes.device, self._notes.num_ranks)
 
     def attempt(self, work: Callable[..., R], *arguments: object) -> R | None:
         """Return ``work(*arguments)``; None if it or work before it fails."""
@@ -264,17 +258,23 @@ class StepExchange:
                 self._set_intent(self._intent.failed(error))
         return None
 
-    def start(self, wire: Wire) -> None:
-        """Begin an exchange."""
+    def start(self, wire: Wire, memory: Tensor) -> Arrival:
+        """Begin an exchange, with a note to each rank."""
         if self._intent.error is not None:
-            wire.memory.zero_()
-        wire.start(self._note)
+            memory.zero_()
+        notes, sent_notes = self._notes, self._sent_notes
+        if sent_notes is not None:
+            memory.index_copy_(0, wire.sent_notes, sent_notes)
+        arrive = wire.link(memory)
 
-    def receive(self, wire: Wire, at_once: bool = False) -> None:
-        """Wait for the bytes and the notes of all ranks, and compare the notes as `Notes.check` does."""
-        wire.arrive()
-        if self._notes is not None:
-            self._notes.check(self._intent, wire.differ(), at_once)
+        def receive(at_once: bool) -> Tensor:
+            received = arrive()
+            if notes is not None and sent_notes is not None:
+                arrived_notes = received.index_select(0, wire.received_notes)
+                notes.check(self._intent, arrived_notes.ne(sent_notes).any(), at_once)
+            return received
+
+        return receive
 
     def end(self) -> None:
         """Raise this rank's error as an `AgreedError`, if it has one: all exchanges are done."""

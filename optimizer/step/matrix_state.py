@@ -55,7 +55,7 @@ class MatrixState:
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
             for block in self._wire_blocks(local, number, stage, copies.update_sends[stage], back=False):
-                block.write(wire, stack_boxes(block.boxes(_tensors(local, block.kind.tag))))
+                block.write(wire.view(block.kind.wire_dtype), stack_boxes(block.boxes(_tensors(local, block.kind.tag))))
 
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
@@ -67,7 +67,7 @@ class MatrixState:
             memory = stack_memory(state[slot.name])
             # From this rank's tensors, and from the wire.
             for block in slot.local:
-                block.write(memory.view(torch.uint8), stack_boxes(block.boxes(_tensors(local, slot.name))))
+                block.write(memory, stack_boxes(block.boxes(_tensors(local, slot.name))))
             for memory_view, wire_view in slot.receives:
                 memory_view.of(memory).copy_(wire_view.of(wire.view(slot.dtype)))
         return state
@@ -81,12 +81,12 @@ class MatrixState:
             for memory_view, wire_view in slot.sends:
                 wire_view.of(wire.view(memory.dtype)).copy_(memory_view.of(memory))
             for block in slot.local:
-                _write_back(block, _tensors(local, slot.name), memory.view(torch.uint8))
+                _write_back(block, _tensors(local, slot.name), memory)
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
             for block in self._wire_blocks(local, number, stage, copies.result_receives[stage], back=True):
-                _write_back(block, _tensors(local, block.kind.tag), wire)
+                _write_back(block, _tensors(local, block.kind.tag), wire.view(block.kind.wire_dtype))
 
     def _wire_blocks(
         self, local: LocalTensors, number: int, stage: int, copies: Copies, *, back: bool
@@ -133,5 +133,5 @@ def _tensors(local: LocalTensors, slot: Hashable) -> Tensors:
     return local.weights if slot == WEIGHT else local.slots[str(slot)]
 
 
-def _write_back(block: EqualBoxes, tensors: Tensors, buffer: Tensor) -> None:
-    torch._foreach_copy_(block.boxes(tensors), list(block.read(buffer).unbind()))
+def _write_back(block: EqualBoxes, tensors: Tensors, memory: Tensor) -> None:
+    torch._foreach_copy_(block.boxes(tensors), list(block.read(memory).unbind()))

@@ -20,7 +20,7 @@ from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, CLEARED, AgreedError, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
-from .exchange import LINKS, Notes, connect, link
+from .exchange import LINKS, Notes, Wire, connect
 from .rank_sets import RankSet, group_of, groups_of_mesh
 from .step import Step
 
@@ -115,15 +115,15 @@ class Planner:
 
         # Connections are made before the first step, amid which ranks might wait for each other.
         connect(group, device, self.execution.exchange)
-        links = []
+        wires = []
         for stage in schedule.stages:
             routes = stage.gather, stage.scatter
-            gather, scatter = (link(route, group, device, self.execution.exchange) for route in routes)
-            links.append((gather, scatter))
+            gather, scatter = (Wire(route, group, device, self.execution.exchange) for route in routes)
+            wires.append((gather, scatter))
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
-        return Step(schedule, params, specs, methods, labels, backend, group, links, device)
+        return Step(schedule, params, specs, methods, labels, backend, group, wires, device)
 
     def _facts(
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule

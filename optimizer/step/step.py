@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -32,9 +33,9 @@ from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
-from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
+from .agreement import AGREE_ON_STEP, NO_INTENT, PLAN_FACT, AgreedError, Facts, Intent
 from .elementwise import Elementwise, LocalTensors
-from .exchange import Link, Notes, StepExchange, Wire
+from .exchange import Arrival, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, rank_sets, refuse_ended_groups
 
@@ -165,7 +166,7 @@ def _cut(members: Sequence[int], sizes: Sequence[int], max_elements: int) -> Ite
 
 @dataclass(eq=False)
 class Step:
-    """The steps of one set of ranks, with a link there and one back for each stage.
+    """The steps of one set of ranks, with a wire there and one back for each stage.
 
     Args:
         group: None for this process alone.
@@ -179,7 +180,7 @@ class Step:
     labels: Sequence[str]
     elementwise: Elementwise
     group: dist.ProcessGroup | None
-    links: Sequence[tuple[Link, Link]]
+    wires: Sequence[tuple[Wire, Wire]]
     device: torch.device
 
     def __post_init__(self) -> None:
@@ -188,7 +189,7 @@ class Step:
         self._state_kinds: list[tuple[Hashable, ...]] = []
         for param, spec in zip(self.params, self.specs, strict=True):
             self._state_kinds.append((param.device, *(slot.sent_dtype for slot in spec.slots)))
-        self._is_active: tuple[bool, ...] = ()
+        self._gradient_dtypes: tuple[torch.dtype | None, ...] = ()
         self._batches: list[list[Batch]] = []
         self._num_steps = 0
 
@@ -215,49 +216,49 @@ class Step:
             self._notes.read()
 
         # This rank's intent: what must be the same on all ranks, or the error that keeps it from going on.
-        intent = Intent.of(AGREE_ON_STEP, {})
+        intent = NO_INTENT
         if not rank_set.is_alone:
             constants = {**constants, "the number of steps by this plan": str(self._num_steps)}
             intent = rank_set.step_intent(groups, constants)
         self._num_steps += 1
         if failure is not None:
             intent = intent.failed(failure)
-        exchange, stages = StepExchange(intent, self._notes), self.schedule.stages
-        with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
+        exchange, last = StepExchange(intent, self._notes), len(self.schedule.stages) - 1
+        # Autocast would round what is meant to be exact.
+        casts = torch.is_autocast_enabled(self.device.type)
+        with torch.autocast(self.device.type, enabled=False) if casts else nullcontext():
             # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a
             # failure zeros leave instead, as the others wait for something.
             groups_of_matrices = [groups[member.group] for member in rank_set.matrices]
             local = exchange.attempt(self._read_gradients, groups_of_matrices, rank_set.matrix_states)
-            wires = deque([self._send(exchange, local, number) for number in self._first_stages])
+            arrivals = deque([self._send(exchange, local, number) for number in self._first_stages])
 
-            results: Wire | None = None
-            for number, stage in enumerate(stages):
+            results: Arrival | None = None
+            for number, (_, wire_back) in enumerate(self.wires):
                 # The next stage's updates travel while this one's are computed; the first two already do.
-                if 0 < number < len(stages) - 1:
-                    wires.append(self._send(exchange, local, number + 1))
+                if 0 < number < last:
+                    arrivals.append(self._send(exchange, local, number + 1))
 
                 # Updates come to their owners, with notes that say whether all ranks are well.  The first are read at
                 # once: all ranks have the same notes, so they go on or raise alike.
-                updates = wires.popleft()
-                exchange.receive(updates, at_once=number == 0)
+                updates = arrivals.popleft()(number == 0)
                 if not self.schedule.units:
                     return
 
                 # Owners orthogonalise, batch by batch; results for parts of this rank are applied at once.
-                next_results = Wire(stage.scatter, self.links[number][1], self.device)
-                for batch in self._batches[number]:
-                    exchange.attempt(self._update, batch, local, number, updates.memory, next_results.memory)
-                del updates  # two stages are in memory, not three
+                memory = wire_back.memory()
+                exchange.attempt(self._orthogonalize, local, number, updates, memory)
 
                 # All other results travel back while those of the stage before are applied.
-                exchange.start(next_results)
-                if results:
-                    self._apply(exchange, local, number - 1, results)
+                next_results = exchange.start(wire_back, memory)
+                del updates, memory  # two stages are in memory, not three
+                if results is not None:
+                    exchange.attempt(self._apply, local, number - 1, results(False))
                 results = next_results
 
             # The last results have nothing to hide behind.
             assert local is not None and results is not None, "all ranks stop at the first notes if one has failed"
-            self._apply(exchange, local, len(stages) - 1, results)
+            exchange.attempt(self._apply, local, last, results(False))
             exchange.attempt(local.end)
             exchange.end()
 
@@ -273,10 +274,8 @@ class Step:
         )
         exchange = StepExchange(intent if failure is None else intent.failed(failure), self._notes)
         # Ranks that do not plan anew send updates, so the wires are those of a step.
-        first, *other_wires = [self._send(exchange, None, number) for number in self._first_stages]
-        exchange.receive(first, at_once=True)
-        for wire in other_wires:
-            wire.arrive()
+        for receive in [self._send(exchange, None, number) for number in self._first_stages]:
+            receive(True)
 
     @property
     def _first_stages(self) -> range:
@@ -286,26 +285,37 @@ class Step:
     def _read_gradients(self, groups: Sequence[ParamGroup], states: Sequence[Mapping[str, Tensor]]) -> LocalTensors:
         """Return the tensors of this step; batches are made anew if other parameters have gradients."""
         local = LocalTensors.of(self.params, groups, states)
-        if self._is_active != local.is_active:
-            units = self.schedule.units
+        if self._gradient_dtypes != local.gradient_dtypes:
+            units, is_active = self.schedule.units, local.is_active
             by_param = groups.__getitem__, self.methods.__getitem__, self._state_kinds.__getitem__
             self._batches = []
             for stage in self.schedule.stages:
-                numbers = [number for number in stage.owned if local.is_active[units[number].param]]
+                numbers = [number for number in stage.owned if is_active[units[number].param]]
                 self._batches.append(make_batches(units, numbers, *by_param))
             self._state.forget_blocks()
-            self._is_active = local.is_active
+            self._gradient_dtypes = local.gradient_dtypes
         self.elementwise.begin(local)
         return local
 
-    def _send(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
+    def _send(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Arrival:
         """Start to send the updates of a stage to their owners, and the state that goes with them."""
-        wire = Wire(self.schedule.stages[stage].gather, self.links[stage][0], self.device)
+        wire, _ = self.wires[stage]
+        memory = wire.memory()
         if local is not None:
-            exchange.attempt(self.elementwise.send, local, stage, wire.memory)
-            exchange.attempt(self._state.send, local, stage, wire.memory)
-        exchange.start(wire)
-        return wire
+            exchange.attempt(self._pack, local, stage, memory)
+        return exchange.start(wire, memory)
+
+    def _pack(self, local: LocalTensors, stage: int, memory: Tensor) -> None:
+        self.elementwise.send(local, stage, memory)
+        self._state.send(local, stage, memory)
+
+    def _orthogonalize(self, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
+        for batch in self._batches[stage]:
+            self._update(batch, local, stage, arrived, back)
+
+    def _apply(self, local: LocalTensors, stage: int, arrived: Tensor) -> None:
+        self.elementwise.apply(local, stage, arrived)
+        self._state.apply(local, stage, arrived)
 
     def _update(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
         """Make the updates of whole matrices, and write them to the wire or apply them here."""
@@ -321,7 +331,8 @@ class Step:
             units, end = batch.units[first : first + count], start + count * batch.sizes[batch.units[first]]
             unit, state = self.schedule.units[units[0]], self._state.assemble(local, stage, units, arrived)
             is_stack = batch.method.stacked
-            matrix = matrices[start:end].view((count, *unit.rows_columns) if is_stack else unit.rows_columns)
+            shape = (count, *unit.rows_columns) if is_stack else unit.rows_columns
+            matrix = matrices[start:end].view(shape)
             slots = dict(state) if is_stack else {slot: tensor[0] for slot, tensor in state.items()}
             weight = slots.pop(WEIGHT, None)
             stack = WholeMatrix(align_matrices(matrix), slots, weight, local.groups[unit.param])
@@ -329,11 +340,10 @@ class Step:
                 update = batch.method.updated(stack)
             except Exception as error:
                 raise self._failure(units[0], batch.method, f"{type(error).__name__}: {error}") from error
-            result = results[start:end].view(stack.matrix.shape)
-            if update is not stack.matrix or update.data_ptr() != result.data_ptr():
+            if update is not matrix or results is not matrices:
                 # A view of the matrix, such as its transpose, is not written over itself.
                 is_view = update.untyped_storage().data_ptr() == results.untyped_storage().data_ptr()
-                result.copy_(update.clone() if is_view else update)
+                results[start:end].view(shape).copy_(update.clone() if is_view else update)
                 has_changed = True
             self._state.release(local, units, state, back)
             first, start = first + count, end
@@ -350,11 +360,6 @@ class Step:
 
     def _failure(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
         return RuntimeError(f"{self.labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
-
-    def _apply(self, exchange: StepExchange, local: LocalTensors | None, stage: int, results: Wire) -> None:
-        exchange.receive(results)
-        exchange.attempt(self.elementwise.apply, local, stage, results.memory)
-        exchange.attempt(self._state.apply, local, stage, results.memory)
 
 
 class Steps:
@@ -398,31 +403,27 @@ class Steps:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
         # The sets of ranks, in the one order in which all of them exchange.
-        refuse_ended_groups(replicas, *(step.group for step in self.planned.values()))
+        refuse_ended_groups(replicas, *[step.group for step in self.planned.values()])
         sets = self._sets or rank_sets(groups, replicas, state)
         if failure is None:  # which may be that groups are not as they should be
             self._sets = sets
 
-        def make_plan(rank_set: RankSet) -> None:
-            if rank_set.ranks not in self.planned:
-                # Ranks that would step by the old plan hear there that this one plans anew.
-                if rank_set.ranks in self._outdated:
-                    self._outdated[rank_set.ranks].retire(failure)
-                self.planned[rank_set.ranks] = plan(rank_set, failure)
-                self._outdated.pop(rank_set.ranks, None)
-
-        def update_set(rank_set: RankSet) -> None:
-            if rank_set.members and rank_set.ranks in self.planned:
-                self.planned[rank_set.ranks].update(rank_set, groups, failure, constants(rank_set.ranks))
-
         # All plans come before the first exchange: then all connections are made.  What fails in one set is told in the
         # next, so that no rank of any waits.
-        for work in make_plan, update_set:
+        for is_planned in (False, True):
             for rank_set in sets:
+                ranks = rank_set.ranks
                 if rank_set.is_alone and (failure or not rank_set.matrices):
                     continue
                 try:
-                    work(rank_set)
+                    if not is_planned and ranks not in self.planned:
+                        # Ranks that would step by the old plan hear there that this one plans anew.
+                        if ranks in self._outdated:
+                            self._outdated[ranks].retire(failure)
+                        self.planned[ranks] = plan(rank_set, failure)
+                        self._outdated.pop(ranks, None)
+                    elif is_planned and rank_set.members and ranks in self.planned:
+                        self.planned[ranks].update(rank_set, groups, failure, constants(ranks))
                 except AgreedError as agreed:
                     failure = failure or agreed.error
 
