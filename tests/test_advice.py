@@ -296,7 +296,7 @@ def test_what_only_one_side_has_is_left_out_by_the_line_to_write(here):
     equal(state_dict, saved)
     state_dict = {**zeroed(as_dict(*model_and_state(ours))), "loader": {"position": 0}}
     told = refusal(state_dict, "less")
-    assert "The checkpoint has nothing of 'loader': to load the rest, leave it out of the state dict" in told
+    assert "The checkpoint has nothing of 'loader': to load all else, leave it out of the state dict" in told
     del state_dict["loader"]
     muonckpt.load(state_dict, "less")
     equal(state_dict, saved)

@@ -80,8 +80,8 @@ MADE = {
     "Muon([model.up.weight, model.up.weight])": "parameter 1 of group 0 is parameter 0 of group 0, too: expected each",
     "Muon([{'params': [model.up.weight]}, {'params': iter([model.up.weight])}])": "parameter 0 of group 1 is",
     "Muon([{'params': [model.up.weight], 'use_muon': True}])": "'name' for your logs. Write 'algorithm': 'muon' in its",
-    "Muon([model.up.weight], algorithm='lion')": "argument 'algorithm'. Write [{'params': ..., 'algorithm': ...}], as",
-    "Muon([model.up.weight], pieces=(8, 16))": "argument 'pieces'. Write [{'params': ..., 'pieces': ...}], as it",
+    "Muon([model.up.weight], algorithm='lion')": "argument 'algorithm'. Write [{'params': ..., 'algorithm': ...}],",
+    "Muon([model.up.weight], pieces=(8, 16))": "argument 'pieces'. Write [{'params': ..., 'pieces': ...}], which",
     "Muon([model.up.weight], stages=2)": "Write Muon(params, execution=StepExecution(stages=...)), from muonckpt",
     "Muon([model.up.weight], replicas=2)": "found 2. Write replicas=torch.distributed.group.WORLD",
     "Muon.for_model(model.requires_grad_(False), rules=RULES, lr=0.02)": "model: expected parameters to train, found",
@@ -219,7 +219,7 @@ def test_a_template_of_another_form_is_refused_with_the_line_that_loads_everythi
             set_optimizer_state_dict(model, optimizer, optim_state_dict=state_dict["optimizer"])
         assert equal((model, optimizer), source)
         return
-    assert error.endswith("Give each in the state dict where the checkpoint has it")
+    assert error.endswith("Give each in the state dict at its place in the checkpoint")
     restored = series.restore(moved(state_dict, error), allow_extra=loaded == "weights only")
     assert restored.step == 3
     if "weights only" in (saved, loaded):
@@ -268,10 +268,10 @@ SAVED = {
     "first = series.restore(state) + 1": "Write first = restored.step + 1",
     "muonckpt.Series(series.latest()).restore(state)": "expected the folder of a run, found a checkpoint: ",
     "muonckpt.load(state, folder)": "there is one in step-00000003",
-    "series.restore({**state, 'step': 0})": "missing key 'step'. The checkpoint has nothing of 'step': to load the "
-    "rest, leave it out of the state dict",
+    "series.restore({**state, 'step': 0})": "missing key 'step'. The checkpoint has nothing of 'step': to load all "
+    "else, leave it out of the state dict",
     "series.restore({**state, 'schedule': schedule})": "and 5 more. The checkpoint has nothing of 'schedule': to load "
-    "the rest, leave it out of the state dict",
+    "all else, leave it out of the state dict",
     "series.restore({'model': state['model']})": "To leave it there: Series.restore(..., allow_extra=['optimizer.*'])",
     "series.restore(other(More))": "missing key 'model.extra.bias', 'model.extra.weight'. Build the model of the saved "
     "run (muonckpt inspect ",

@@ -44,7 +44,7 @@ WhenBusy = Literal["wait", "refuse"]
 
 
 class _SaveFuture(Future[None]):
-    """A future that knows whether its error has been reported, which is when somebody has asked for it."""
+    """A future that knows whether its error has been reported, that is, whether the caller has fetched it."""
 
     reported = False
 
@@ -73,14 +73,14 @@ class _SaveFuture(Future[None]):
 class AsyncSave:
     """A save that runs along with training.
 
-    An error that nobody has asked for is raised, or warned of, by the next ``async_save`` of the same process group.
+    An error that was never fetched is raised, or warned of, by the next ``async_save`` of the same process group.
     If there is none, the program prints it when it ends, with exit code 120 unless ``on_error="warn"``.
 
     Attributes:
         path: the checkpoint.
         progress: bytes that this rank has written, and has to write.
         future: the same save, for programs that take a `concurrent.futures.Future`.
-        on_error: ``"raise"`` or ``"warn"``, for an error that nobody has asked for.
+        on_error: ``"raise"`` or ``"warn"``, for an error that was never fetched.
     """
 
     def __init__(self, path: str, progress: SaveProgress, outcome: _SaveFuture, on_error: OnError) -> None:
@@ -108,7 +108,7 @@ class AsyncSave:
 
     @property
     def unreported(self) -> BaseException | None:
-        """The error, for which this waits, if this rank has not asked for it."""
+        """The error, for which this waits, if this rank has not fetched it."""
         error = self._outcome.error()
         return None if self._outcome.reported else error
 
@@ -192,7 +192,7 @@ class Lane:
         """Let collectives in the block fail on all ranks if another rank has ended.
 
         Gloo tells only those that wait for that rank, and the others would wait for them.  So a rank that hears of it
-        closes its connections, which tells the rest.
+        closes its connections, which ends the others' wait.
 
         Raises:
             LostRankError: a rank was lost, now or before.
@@ -209,7 +209,7 @@ class Lane:
                     "that"
                 ) from error
             outcome = isinstance(error, MuonckptError) and not isinstance(error, Interrupted)
-            if outcome or self._group is None:  # all ranks have it, or there are no others
+            if outcome or self._group is None:  # all ranks know, or there are no others
                 raise
             # From here on these groups are of no use, so the lane refuses further saves with the same error.
             self.loss = LostRankError(
@@ -231,7 +231,7 @@ class Lane:
         """Wait for the last save; unless its error was reported on a rank, raise or warn of it on all."""
         if self.last is None:
             return
-        # Where one rank has asked for the error and gone on, the others may not stop for it.
+        # Where one rank has fetched the error and gone on, the others may not stop for it.
         last, unreported = self.last, self.last.unreported is not None
         if last.failed_on_all:
             with self._failing_together(last.path):
@@ -266,7 +266,7 @@ def async_save(
     on_error: OnError = "raise",
     when_busy: WhenBusy = "wait",
 ) -> AsyncSave:
-    """Save a state dict while training goes on: what is saved is the state at the call.  Collective.
+    """Save a state dict while training goes on: the state at the time of the call.  Collective.
 
     The call copies this rank's tensors to host memory (pinned, if there is a GPU), in buffers that the next call uses
     again, and a thread saves them.  ``destroy_process_group()`` and the end of the program wait for it; end with
@@ -276,7 +276,7 @@ def async_save(
         state_dict, path, provenance: as for `save`.
         process_group: the ranks that save; the first call makes two gloo process groups of them, with the time-out that
             this one has for the host, else with gloo's own of 30 minutes.
-        on_error: what the next call does with an error that nobody has asked for: ``"raise"`` it, or ``"warn"`` of it.
+        on_error: what the next call does with an error that was never fetched: ``"raise"`` it, or ``"warn"`` of it.
         when_busy: while a save of the same process group is running, ``"wait"`` until it ends, or ``"refuse"``, which
             asks the other ranks first.
 
@@ -388,7 +388,7 @@ def _report_failures() -> None:
     for lane in _lanes.values():
         if lane.last is None or lane.process != os.getpid():
             continue
-        # Whoever interrupts the wait at the end wants the program to end.
+        # A user who interrupts the wait at the end wants the program to end.
         with suppress(KeyboardInterrupt):
             if (error := lane.last.unreported) is not None:
                 lost |= lane.last.on_error == "raise"
@@ -467,7 +467,7 @@ class HostCopy:
 
 
 class _Staged(NamedTuple):
-    """A tensor, the parts of it that are here, and what makes another of it from copies of these."""
+    """A tensor, its parts on this rank, and the function that makes another from copies of the parts."""
 
     tensor: Tensor
     parts: Sequence[Tensor]

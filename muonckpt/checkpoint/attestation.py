@@ -1,4 +1,4 @@
-"""Proving that what is in memory is what is on disk, in the replicas, or in another process.
+"""Proving that memory equals the checkpoint, the replicas, or another process.
 
 Every rank takes the share of the fingerprint of each box that it holds, where the box lies.  The first rank gathers
 them, compares those of equal boxes, adds up one of each, and compares the sums.
@@ -113,7 +113,7 @@ class Attestation:
 
     Attributes:
         compared: tensors that are equal to what they were compared with.
-        compared_bytes: of these tensors, each counted once.
+        compared_bytes: their bytes, each tensor counted once.
         replicated: boxes that several ranks hold, all of them alike.
         fingerprints: of all live tensors.
     """
@@ -331,7 +331,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
         # The layout proves that nothing is missing, and its rows are the holders' boxes in their order.
         with about(f"tensor {key!r}"):
             layout = layout_on_ranks(kinds[0].shape, tuple(rank_boxes))
-        # Of each box one share counts, and its replicas have to have the same.
+        # One share of each box counts, and its replicas must have the same.
         counted = []
         rows, begin = layout.by_box
         for replicas in np.split(rows, begin[1:-1]) if len(rows) else ():

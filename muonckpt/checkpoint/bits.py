@@ -1,4 +1,4 @@
-"""Torch tensors as the bits of their elements, and the fingerprint of these bits where the tensor is.
+"""Torch tensors as the bits of their elements, and the fingerprint of the bits where the tensor is.
 
 The fingerprint is that of `algebra.fingerprint`, bit for bit, in two complete implementations that go through a tensor
 in blocks.  ``share_by_torch`` uses torch's ``int64``, which wraps modulo 2**64 as numpy's ``uint64`` does;

@@ -33,7 +33,7 @@ from .training import Training, foreign_parameters
 
 @dataclass(frozen=True)
 class LiveParts:
-    """What will run, beside what was loaded, both by parameter.
+    """The state that will run, beside the loaded state, both by parameter.
 
     Attributes:
         loaded: the basis for the proof.
@@ -82,14 +82,14 @@ class LiveParts:
     ) -> LiveParts:
         """Take the state of a model, its optimizers and a scheduler, where the template had them.  Collective.
 
-        Each of them lies where the keys of its state are in the template: nothing is told by names such as "model".
+        The keys of an object's state give its place in the template: names such as "model" mean nothing.
         Weights that are in no template are left out, as where only trained ones are saved.
 
         Raises:
             ArgumentError: one of them is something else, or the template has no such state, or in several places.
         """
         _refuse_others(model, optimizers, scheduler)
-        # Torch knows no names for parameters of another model, so their state is not asked for.
+        # Torch knows no names for parameters of another model, so their state is not requested.
         foreign = [
             ResumeDifference(name, ABSENT, Dispute(fault)) for name, fault in foreign_parameters(model, optimizers)
         ]
@@ -99,7 +99,7 @@ class LiveParts:
             by_name &= all("param_names" in group for group in optimizer.param_groups)
         basis = loaded.by_parameter(by_name)
         template = _Template(basis.paths.values())
-        # Each object is asked for its state, and its keys tell where in the template it was.
+        # The keys of each object's state give its place in the template.
         try:
             weights = template.place("the model", [_Form(get_model_state_dict(model)), _Form(model.state_dict())])
             places = [] if foreign else _optimizer_places(template, loaded, model, optimizers, by_name)
@@ -141,7 +141,7 @@ class LiveParts:
 
 @dataclass(frozen=True)
 class _BesideState:
-    """What the objects of a training show that no state dict has; attributes as in `LiveParts`."""
+    """Facts about the objects of a training that no state dict has; attributes as in `LiveParts`."""
 
     faults: tuple[ResumeDifference, ...]
     unchecked: tuple[str, ...]
@@ -202,7 +202,7 @@ def _refuse_others(model: object, optimizers: Sequence[object], scheduler: objec
     if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
         raise ArgumentError(
             f"expected one scheduler with a state_dict, found {type(scheduler).__name__}: to compare several, take the "
-            "state dict of restore anew, with each at its key: restored.compare(state_dict)"
+            "state dict of restore again, with each at its key: restored.compare(state_dict)"
         )
 
 
@@ -233,7 +233,7 @@ def _optimizer_places(
 
 @dataclass(frozen=True)
 class _Form:
-    """The state of an object, as the template may have it.
+    """The state of an object, in a form of the template.
 
     Attributes:
         groups: of an optimizer, the group of each parameter by its label.
@@ -282,7 +282,7 @@ class _Template:
                 counts.update(self._roots(tuple(path)))
             places += map(_Place, counts.keys(), repeat(form), counts.values())
         places.sort(key=attrgetter("matching"))
-        # Of two forms that fit one place equally, either will do.
+        # Either of two forms that fit one place equally will do.
         best_places = {place.root: place for place in places if place.matching == places[-1].matching}
         return [*best_places.values()]
 
@@ -300,7 +300,7 @@ class _Template:
         if not places:
             raise ArgumentError(
                 f"nothing that was restored has the keys of {name}: give check what was in the state dict of restore, "
-                "or compare the state dict itself, taken anew: restored.compare(state_dict)"
+                "or compare the state dict itself, taken again: restored.compare(state_dict)"
             )
         if len(places) > 1:
             roots = listed([repr(key_of(place.root)) for place in places], MAX_GLOBS, " and ")

@@ -92,7 +92,7 @@ class RankState:
     An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
 
     Attributes:
-        numbers: index of each key's kind in ``kinds``, where None stands for such an object.
+        numbers: index of each key's kind in ``kinds``, where None means such an object.
         paths, names: each key's path in the nested state dict, and the parameter's name if known.
         optimizers: those that have parameter groups, which `with_joint_groups` knows by the names in them.
     """
@@ -184,7 +184,7 @@ class LocalParts:
         return cls(tuple(boxes), tuple(parts), starts)
 
     def view(self, offset: int, lo: Index, hi: Index) -> Tensor:
-        """Return the elements of a box that lies in the part with the offset."""
+        """Return the elements of a box inside the part with the offset."""
         number = bisect_right(self.starts, offset) - 1
         box = self.boxes[number]
         if lo == box.lo and hi == box.hi:
@@ -278,7 +278,7 @@ class LiveState:
     @cached_property
     def described(self) -> RankState:
         """The description for other ranks; raises as ``parts``, and if a box has another dtype than its tensor."""
-        # Layers repeat, so a model of many tensors has few kinds: others hear of these, and of a number for each key.
+        # Layers repeat, so a model of many tensors has few kinds: others receive the kinds, and a number for each key.
         kinds: dict[object, int] = {None: 0}
         distinct: list[ShardSpec | None] = [None]
         numbers, names = [], list[str | None]()
@@ -406,7 +406,7 @@ def _parts_within(parts: Parts, start: int, stop: int | None) -> Parts:
 
 
 def _copy_containers(value: Any) -> Any:
-    """Return nested dicts and lists anew, with the same values."""
+    """Return copies of nested dicts and lists, with the same values."""
     match value:
         case dict():
             copied = copy(value)  # with attributes, such as the metadata of a module's state dict

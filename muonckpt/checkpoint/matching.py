@@ -1,6 +1,6 @@
 """The matching of a checkpoint with a template: parameters by their names, parameter groups by their parameters.
 
-`match` decides for one rank, `judge` for all of them together.  What is not in a `NamedOptimizer` goes by its key.
+`match` decides for one rank, `judge` for all of them together.  State outside of a `NamedOptimizer` goes by its key.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .template import LoadTemplate, Matching, MissingTensor, OptimizerParameter,
 
 def match(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
     """Decide what a rank's template takes from a checkpoint."""
-    # What is wrong as a whole is told alone: each key by itself would be missing or extra.
+    # Report only a fault of the whole: else each key by itself would be missing or extra.
     if faults := [*_find_other_forms(template, stored)] or _find_moved_subtrees(template, stored):
         return Matching(covered_keys=frozenset(stored.entries), faults=tuple(faults))
     matching = _match_parts(template, stored, choices)
     if matching.fits:
         return matching
-    # What the cures depend on: the tensors that have no counterpart, and whether more rows are all that is new.
+    # The cures depend on these: the tensors without a counterpart, and whether only rows are new.
     grown = _match_parts(template, stored, replace(choices, grow=Globs(("*",))))
     growable = frozenset(grown.grown.values()) - grown.differences.keys()
     if grown.misfits or {*grown.faults} - {*matching.faults}:
@@ -73,7 +73,7 @@ _FORMS = {
         "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))",
     ),
 }
-"""What users save and load as an optimizer, in words and as code, by its form."""
+"""The forms in which users save and load an optimizer, in words and as code."""
 
 
 def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _find_moved_subtrees(template: LoadTemplate, stored: Stored) -> list[str]:
         moved_paths |= {path for path in template_paths if path[: len(place)] == place}
     if missing_roots := dict.fromkeys(repr(path[0]) for path in sorted(template_paths - moved_paths, key=str)):
         sentences.append(f"it has no {', '.join(missing_roots)}")
-    return [f"{'; '.join(sentences)}. Give each in the state dict where the checkpoint has it"]
+    return [f"{'; '.join(sentences)}. Give each in the state dict at its place in the checkpoint"]
 
 
 def _label(path: KeyPath) -> str:
@@ -185,12 +185,12 @@ def _growing_name(path: KeyPath) -> str | None:
 
 
 def _prefixes(optimizers: Iterable[NamedOptimizer]) -> tuple[str, ...]:
-    """Return the beginnings of all keys of these optimizers."""
+    """Return the beginnings of all keys of the optimizers."""
     return tuple(chain.from_iterable((optimizer.state, optimizer.options) for optimizer in optimizers))
 
 
 def _describe_values_of_other_ranks(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
-    """Yield a fault about items of which a rank has no value of its own, with what leaves them out."""
+    """Yield a fault about items without a value on a rank, with the argument that leaves them out."""
     if not keys:
         return
     ranks, absent_paths = set[tuple[int, int]](), set[KeyPath]()
@@ -239,7 +239,7 @@ class RankRequest:
 
 def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> tuple[Matching, LoadReport]:
     """Decide what all ranks together take, with all that does not fit."""
-    # 1. What one rank leaves another may take, so only what all of them leave is left.
+    # 1. Another rank may take what one leaves, so only items that all of them leave are left.
     extra, fresh, joint = choices.allow_extra, choices.fresh, Matching.joined([r.matching for r in requests])
     claimed_keys, optimizers = set(joint.covered_keys), dict[str, NamedOptimizer]()
     for request in requests:
@@ -259,7 +259,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> 
             elif name not in parameter_names and not all(map(extra.match, keys.values())):
                 differences[name] = GONE
         explained_keys.update(_superfluous_options(optimizer, unclaimed_keys, stored, joint.loaded))
-    # 3. Everything else that only the checkpoint has: weights dropped on purpose, and what is extra.
+    # 3. Everything else that only the checkpoint has: weights dropped on purpose, and extra items.
     dropped_weights, extra_keys = dict[str, str](), list[str]()
     for key in unclaimed_keys:
         entry = stored.entries[key]
@@ -310,7 +310,7 @@ def _sorted_names(parameters: Iterable[OptimizerParameter]) -> tuple[str, ...]:
 def _superfluous_options(
     optimizer: NamedOptimizer, keys: Sequence[str], stored: Stored, loaded: frozenset[OptimizerParameter]
 ) -> Iterator[str]:
-    """Yield options that nobody misses: names, and all of groups of which nothing is loaded."""
+    """Yield options that need no warning: names, and all options of groups without loaded parameters."""
     if optimizer.groups is None:
         for name, option_keys in optimizer.options_of_names(keys).items():
             yield from option_keys.values() if (optimizer.key, name) not in loaded else ()

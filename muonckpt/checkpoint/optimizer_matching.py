@@ -1,4 +1,4 @@
-"""The matching of one optimizer: state goes by the names of parameters; options by groups, or by names if flat."""
+"""The matching of one optimizer: state by the names of parameters; options by groups, or by names if flat."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _MERGEABLE_OPTIONS = NAMES_OF_GROUPS | {*FUSION, *CODE_OPTIONS}
 """Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
 
 _OPTIONAL_OPTIONS = RUN_OPTIONS | CODE_OPTIONS
-"""Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
+"""Options whose absence in a checkpoint is not reported: it must lack them, or has them only where they differ."""
 
 _Keys = Mapping[str, str]
 """Keys by slot, or by option."""
 
 
 class _OptimizerMatch:
-    """One optimizer, whose state goes by the names of parameters; its two forms say where options are.
+    """One optimizer, with its state by the names of parameters; its two forms say where options are.
 
     Attributes:
         options, saved_options: keys of options by parameter and option, in the template and in the checkpoint;
@@ -70,7 +70,7 @@ class _OptimizerMatch:
 
     def match(self) -> Matching:
         """Decide what the optimizer takes: the state of each parameter by its name, then options by groups."""
-        # Fitting state is loaded, other state begins anew or is refused.
+        # Fitting state is loaded, other state begins from zero or is refused.
         live_states, saved_states = self._states()
         groups, partial = self.optimizer.groups or (), self.template.partial
         matcher = ParameterMatcher(
@@ -218,7 +218,7 @@ class _GroupedMatch(_OptimizerMatch):
 
     def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Give each group the options of the saved group in which its parameters were."""
-        # Groups of which parameters were loaded and that became one with others have options that are not taken.
+        # Groups that were merged with others have options that are not taken, though parameters were loaded.
         superfluous_numbers, superfluous_keys = set[int](), list[str]()
         for name in report.loaded:
             superfluous_numbers.update(self.homes[name] if name in self.options else ())
@@ -230,7 +230,7 @@ class _GroupedMatch(_OptimizerMatch):
             if ungrouped := [name for name in names if name in homeless]:
                 text = f"all of {listed(ungrouped, 3)}, which has those of group {number} here"
                 matchings.append(Matching(own_options=(text,)))
-        # A group of which all starts fresh keeps the options that it has, and each its name and its parameters.
+        # A group that starts fresh as a whole keeps its options, and each group its name and its parameters.
         for number, keys in self.groups.items():
             origin = origins[number]
             if origin is not None:
@@ -239,7 +239,7 @@ class _GroupedMatch(_OptimizerMatch):
         return Matching.joined(matchings)
 
     def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
-        """Return why state of schedulers, which know groups by their numbers, would not be that of these groups.
+        """Return why state of schedulers, which know groups by their numbers, would not be that of the present groups.
 
         Args:
             origins: the saved group of each group, None where all of it starts fresh.
@@ -247,7 +247,7 @@ class _GroupedMatch(_OptimizerMatch):
         names_by_group = {number: names for number, names in enumerate(self.optimizer.groups or ()) if names}
         rates = self._saved_rates()
         saved_rates = list(map(rates.get, range(max(self.saved_groups, default=-1) + 1)))
-        # The rates of these groups after the load: where all of one starts fresh, it has its own.
+        # The rates of the groups after the load: a group that starts fresh as a whole keeps its own.
         rate_keys = [self.groups.get(number, _NONE).get("initial_lr") for number in range(len(origins))]
         live_rates: list[Any] = []
         for number, (origin, key) in enumerate(zip(origins, rate_keys, strict=True)):
@@ -260,7 +260,7 @@ class _GroupedMatch(_OptimizerMatch):
         misfit = scheduler_misfit(saved_rates, live_rates)
         has_several, is_merged = len(self.template.optimizers) > 1, False
         if misfit:
-            # Ranks that save together have groups each, of which this rank may have some, or several as one.
+            # Each saving rank has groups; this rank may have some of them, or several as one.
             saved_homes = list(map(self._saved_homes, names_by_group.values()))
             joint_numbers = sorted({*chain.from_iterable(saved_homes)})
             in_order = saved_homes == sorted(saved_homes)
@@ -284,7 +284,7 @@ class _GroupedMatch(_OptimizerMatch):
         return Matching(doubts=tuple(doubts))
 
     def _saved_homes(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the first saved group of each of these parameters, sorted."""
+        """Return the numbers of the first saved group of each given parameter, sorted."""
         return sorted({self.homes[name][0] for name in names if self.homes[name]})
 
     def _saved_rates(self) -> dict[int, Any]:
@@ -376,7 +376,7 @@ def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: S
 def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
     """Return the options among those ``added`` that torch's ``set_state_dict`` drops, as text.
 
-    Of a flattened state dict it takes only the options that the running optimizer's groups have.
+    From a flattened state dict it takes only the options that the running optimizer's groups have.
     """
     dropped_options: dict[str, None] = {}
     for path, value in added.items():

@@ -19,7 +19,7 @@ class ParameterKeys:
     """The keys of a state dict by parameter, in whichever form optimizers were saved.
 
     Numbers of groups, and of parameters that have names, differ between runs that are the same.  So an option of a
-    group stands once for each of its parameters, as in torch's flat form, and a parameter goes by its name.
+    group occurs once for each of its parameters, as in torch's flat form, and a parameter is found by its name.
 
     Attributes:
         paths: by key, a path for each.

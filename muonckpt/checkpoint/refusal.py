@@ -107,9 +107,9 @@ class Refusal:
             yield describe_differences(differences, matching.names)
 
     def _cure(self) -> str:
-        """Return the next step where names are those of the checkpoint; empty if the phrases have it."""
+        """Return the next step where names are those of the checkpoint; empty if the phrases contain it."""
         matching, call = self.matching, self.call
-        # 1. What is not there.
+        # 1. Missing keys.
         if matching.missing_keys:
             return self._advice_on_missing()
         # 2. Dtypes and shapes.
@@ -129,7 +129,7 @@ class Refusal:
             return f"To load it with the options of their groups here: {call}(..., ungrouped={globs!r})"
         if matching.differences:
             return advise_on_state(matching.differences, matching.names, f"{call}(..., {{}})")
-        # 4. What only the checkpoint has.
+        # 4. Keys that only the checkpoint has.
         if call not in (LOAD, RESTORE, RESUME, REDISTRIBUTE):
             return ""
         globs = [*_globs_of_extra(matching.extra_keys, matching.sources)]
@@ -208,17 +208,17 @@ class Refusal:
             kept_names,
         )
 
-    # What is not there.
+    # Missing keys.
 
     def _advice_on_missing(self) -> str:
         """Return what to do about keys that only the state dict has."""
-        # What holds no tensors, and the checkpoint has nothing of, is no model or optimizer: it can be left out as one.
+        # A part without tensors that the checkpoint lacks is no model or optimizer: it can be left out as one.
         roots = {entry.path[0] for entry in self.stored.entries.values()}
         roots.update(self.live.paths[key][0] for key, value in self.live.flat.items() if isinstance(value, Tensor))
         absent = {self.live.paths[key][0] for key in self.matching.missing_keys if key in self.live.paths} - roots
         if absent:
             names = ", ".join(sorted(map(repr, absent)))
-            return f"The checkpoint has nothing of {names}: to load the rest, leave it out of the state dict"
+            return f"The checkpoint has nothing of {names}: to load all else, leave it out of the state dict"
         here, there, _ = self._names
         if here and there:
             return two_lists(sorted(here), sorted(there))

@@ -44,7 +44,7 @@ class _RankAnswer:
         loaded: what the comparison is with.
         shares, buffers: of the fingerprints of its tensors, and of the model's buffers that are in no state dict.
         differences: between values that are no tensors.
-        equal_items: how many of these are as they were saved.
+        equal_items: how many of them are as they were saved.
         template_keys, covered_keys: all keys of the template, and those of parts that are compared.
         unchecked: parts of the template that are not compared.
         unloaded_items: keys of values that are compared, and were not loaded.
@@ -154,7 +154,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
         live = live_tensors.tensors.get(key, ABSENT)
         if live != saved and (live is not ABSENT or key in covered_keys or key not in template_keys):
             differences.setdefault(key, ResumeDifference(key, saved, live))
-    # Tensors that were not loaded: they began anew, or are of no state that was restored.
+    # Tensors that were not loaded: they began from zero, or belong to no restored state.
     new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys() - {*loaded.initialised}
     for key in new_keys - template_keys:
         differences[key] = ResumeDifference(key, ABSENT, live_tensors.tensors[key])
@@ -162,7 +162,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     live_buffers = held_together(ranks, [answer.buffers for answer in answers])
     for name, phrase in live_buffers.disputes:
         differences.setdefault(name, ResumeDifference(name, ABSENT, Dispute(f"a buffer{phrase or ' differs'}")))
-    # The proof names what it leaves out, so that nobody takes it for more than it is.
+    # The proof names what it leaves out, so that it is not taken for more than it is.
     unchecked = sorted(unchecked_parts)
     if names := sorted(live_buffers.tensors.keys() - differences.keys()):
         unchecked.append(f"{in_short(names)}, which no state dict has")
@@ -170,7 +170,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     if grown:
         unchecked.append(f"{in_short(sorted(grown))}, which have grown")
     if new_items := sorted((new_keys & template_keys - grown) | (unloaded_items - differences.keys())):
-        unchecked.append(f"{in_short(new_items)}, which began anew, or have no recorded fingerprint")
+        unchecked.append(f"{in_short(new_items)}, which began from zero, or have no recorded fingerprint")
     if unrestored_names:
         unchecked.append(f"{in_short(sorted(unrestored_names))}, which the checkpoint does not have")
     if loaded.unloaded_keys:
@@ -210,7 +210,7 @@ def _option_of(path: KeyPath) -> str:
 
 def _item_differences(live: LiveState, parts: LiveParts) -> Iterator[ResumeDifference]:
     """Yield the values that are no tensors, on one side at least, and not the same on this rank."""
-    # Every loaded value has to be there; one of a part that was not given to the check is not asked for, nor what code
+    # Every loaded value must be there, but for parts that were not given to the check, and for values that code
     # gave to an option at first, which torch's flat form loses.
     loaded = parts.loaded
     for key, saved in loaded.items.items():

@@ -1,4 +1,4 @@
-"""What a load has taken from a checkpoint, and what a comparison with it has found: plain values."""
+"""The result of a load, and of a comparison with its checkpoint: plain values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LoadedState:
             rank's count.
         world_size: how many processes wrote the checkpoint; None if that is not recorded.
         unloaded_keys: of the checkpoint, those that ``allow_extra`` left there; the first rank's count.
-        grown: keys of tensors that have more rows here, of which no fingerprint was taken; likewise.
+        grown: keys of tensors that have more rows here, without a fingerprint; likewise.
         initialised: keys of weights that ``fresh`` left as they were initialised.
         frozen: names of the model's parameters that did not require gradients; None if that is not recorded.
         origins: by key, the key that it had before `by_parameter`.
@@ -128,7 +128,7 @@ class TensorElement:
 
 
 def item_of(value: Any) -> Any:
-    """Return a value as it is compared and shown: a plain tensor without dims by its element."""
+    """Return a value in the form that is compared and printed: a plain tensor without dims as its element."""
     if type(value) not in (Tensor, nn.Parameter) or value.ndim or value.is_meta:
         return value
     return TensorElement(value.dtype, value.item())
@@ -141,7 +141,7 @@ class ResumeDifference:
     Attributes:
         key: its key in the state dict, such as ``optimizer.param_groups.0.lr``.
         saved, live: both values, a `TensorPrint` of tensors; `ABSENT` where one side has nothing.
-        parameter: of an option, the parameter whose group has it; else empty.
+        parameter: for an option, the parameter whose group has it; else empty.
         group: its group now; None where options have no groups.
     """
 
@@ -202,8 +202,8 @@ class ResumeProof:
     Attributes:
         step: of the checkpoint.
         tensors, items: how many are as they were saved.
-        differences: what is not, by key.
-        unchecked: what was restored and not given to the check, and what cannot be compared, as it began anew.
+        differences: the unequal values, by key.
+        unchecked: restored values that were not given to the check, and values that began from zero.
         ranks_saved, ranks: how many processes wrote the checkpoint, None if that is not recorded, and how many run now.
         initialised: keys of weights that were not loaded, as the checkpoint lacks them and ``fresh`` names them.
     """

@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFindings:
-    """What is known of the groups that a scheduler steps.
+    """The known facts about the groups that a scheduler steps.
 
     Attributes:
         faults: by key, why the scheduler does not step these groups as it did those of the saved run.
-        unchecked: keys of lists by group of which nothing tells which value is for which group.
+        unchecked: keys of lists by group where nothing shows which value is for which group.
     """
 
     faults: Mapping[str, str]
@@ -28,7 +28,7 @@ class ScheduleFindings:
 
 
 def check_schedules(key: str, scheduler: Any, optimizers: Sequence[Optimizer]) -> ScheduleFindings:
-    """Compare the lists of a scheduler, and of those that it consists of, with the groups of its optimizer.
+    """Compare the lists of a scheduler, and of its parts, with the groups of its optimizer.
 
     Args:
         key: of the scheduler in the state dict.
@@ -44,7 +44,7 @@ def check_schedules(key: str, scheduler: Any, optimizers: Sequence[Optimizer]) -
             continue
         proved: list[list[float]] = []
         for name, values in _lists_by_group(part, len(groups)).items():
-            # The option of groups that is the same as long as nobody else writes it.
+            # The option of groups that stays the same unless other code writes it.
             option = {"base_lrs": "initial_lr", "_last_lr": "lr" if is_active else ""}.get(name, "")
             options = _numbers([group.get(option) for group in groups])
             if option and len(values) != len(groups):

@@ -1,7 +1,7 @@
 """Tensors that share memory, element by element: what would be lost of several values that come into one place.
 
 Tied weights are whole tensors in one memory, which is legal as long as their values are the same.  Elements that share
-memory in any other way keep what is written last, so they are refused before anything is written.
+memory in any other way keep only the last write, so they are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collectio
     tied = set()
     for key in (*origins, *zeros):
         for lo, part in target.parts.get(key, {}).items():
-            # The first tensor in a place stands for it; another one there has to be the same whole tensor.
+            # The first tensor in a place represents it; another one there must be the same whole tensor.
             elements, place = Elements.of(part), (key, lo)
             if not part.numel() or not elements.start:  # of a class that has no memory of its own
                 continue
@@ -168,7 +168,7 @@ def _losing_both(key: str, other_key: str) -> LayoutError:
 def differing_ties(key: str, other_key: str, source: object) -> str:
     """Return the words for two tensors of a source that differ, and come into one memory."""
     return (
-        f"tensors {key!r} and {other_key!r} differ in {source}, and lie in the same memory here, as tied weights do, "
+        f"tensors {key!r} and {other_key!r} differ in {source}, and share their memory here, as tied weights do, "
         "so that only one of them would be left: load them into a model whose weights are not tied, or leave "
         "one out of "
         "the state dict and name it in allow_extra"
@@ -176,7 +176,7 @@ def differing_ties(key: str, other_key: str, source: object) -> str:
 
 
 def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origins: Mapping[str, str]) -> None:
-    """Check that no element of the target lies in memory of the source, unless it is in the place of its source.
+    """Check that no element of the target is in memory of the source, unless it is in the place of its source.
 
     Args:
         origins: keys of the source, by keys of the target.
@@ -184,7 +184,7 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
     Raises:
         LayoutError: names the tensors.
     """
-    # What is read comes first, so that a number tells whether a place is written.
+    # Places that are read come first, so that a number shows whether a place is written.
     places: list[tuple[str, Elements]] = []
     for key, parts in source.items():
         places += [(key, Elements.of(part)) for part in parts.values()]
@@ -205,11 +205,11 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
 
 
 def _first_clash(places: Sequence[Elements], is_target: Sequence[bool]) -> tuple[int, int] | None:
-    """Return the numbers of two places, of which the first is written, that have a byte in common.
+    """Return the numbers of two places that have a byte in common; the first one is written.
 
-    What is written shares none with itself, and two places that are written are not the same.
+    Written places share no byte with each other.
     """
-    # Almost all places are alone in their span, so runs are made only of those that are not.
+    # Almost all places are alone in their span, so runs are made only of the others.
     for cluster in _clusters(places):
         geometries = [places[number].form.geometry for number in cluster]
         runs = [places[number].start + of.runs() for number, of in zip(cluster, geometries, strict=True)]

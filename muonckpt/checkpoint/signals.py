@@ -39,7 +39,7 @@ _LISTENS = 4
 """A bit beside these, of a rank that was given signals to listen to."""
 
 STOPPED = 75
-"""The exit code of a program that a signal has stopped after a save; sysexits.h has it for "try again"."""
+"""The exit code of a program that a signal has stopped after a save; it means "try again" in sysexits.h."""
 
 On = Iterable[signal.Signals] | Mapping[signal.Signals, Then]
 
@@ -85,7 +85,7 @@ class Signals:
             signal.signal(number, self._handlers[number][0])
 
     def due(self, call: str) -> Then | None:
-        """Return what to do after a checkpoint, if one is asked for; the same on all ranks.
+        """Return the action after a checkpoint, if one is requested; the same on all ranks.
 
         Collective, by one small gather; after the first call only where a rank listens.
 
@@ -99,9 +99,9 @@ class Signals:
         return self.then
 
     def ask(self, call: str) -> None:
-        """Hear of all requests until now, of which a save that begins now takes note.  Collective.
+        """Receive all requests until now; a save that begins now serves them.  Collective.
 
-        Where no rank listens, nor `due` has told of one, requests are left to others: what they save is not saved here.
+        Where no rank listens, and `due` has reported none, requests are left to others, such as another series.
         """
         # Ranks without signals answer as well: the gather takes all of them.
         bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._listens else 0))
@@ -111,14 +111,14 @@ class Signals:
 
     @property
     def then(self) -> Then | None:
-        """The sequel of the checkpoint that is asked for; None if none is."""
+        """The action after the requested checkpoint; None if none is requested."""
         return "stop" if self._requests & BITS["stop"] else "go on" if self._requests else None
 
     def met(self, place: str) -> None:
         """Go on, or end the program, now that a checkpoint is at this place.
 
         Raises:
-            SystemExit: on all ranks, with `STOPPED`, if that was asked for.
+            SystemExit: on all ranks, with `STOPPED`, if that was requested.
         """
         sequel, self._requests = self.then, 0
         if sequel == "stop":
@@ -163,7 +163,7 @@ class Signals:
         return handle
 
     def close(self) -> None:
-        """Put former handlers back, where no other has been put in the place of these since."""
+        """Put former handlers back, where no other handler has replaced ours since."""
         for number, (handler, former) in self._handlers.items():
             if signal.getsignal(number) is handler:
                 signal.signal(number, former)
@@ -171,7 +171,7 @@ class Signals:
 
 
 def _ignore_signals(numbers: Iterable[int], init_worker: Callable[[int], None] | None, worker: int) -> None:
-    """Ignore signals in a worker, and then do what its loader asked for."""
+    """Ignore signals in a worker, and then do its loader's work."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
     if init_worker is not None:

@@ -1,4 +1,4 @@
-"""Refusing what a checkpoint cannot hold: it holds tensors whose elements lie in dense memory, and plain data.
+"""Refusing values that a checkpoint cannot hold: it holds tensors with elements in dense memory, and plain data.
 
 `save` does not write what `load` refuses.
 """
@@ -46,7 +46,7 @@ def refuse_unwritable(key: str, value: Tensor) -> None:
     """
     if (reason := _unwritable(value)) is not None:
         raise DestinationError(
-            f"{key!r} {reason}: expected a tensor whose elements lie in dense memory; save it as such "
+            f"{key!r} {reason}: expected a tensor with its elements in dense memory; save it as such "
             "tensors, its values and indices for one, or leave it out of the state dict"
         )
 
@@ -66,7 +66,7 @@ def _unwritable(value: Tensor) -> str | None:
 
 def _is_opaque(tensor: Tensor) -> bool:
     """Return whether neither we nor DCP can look at the elements of this class."""
-    # A class that dispatches for itself may hide its elements, unless DCP is told how to write them.
+    # A class that dispatches for itself may hide its elements, unless it defines how DCP writes them.
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
         return False
@@ -79,7 +79,7 @@ def _is_opaque(tensor: Tensor) -> bool:
 
 
 def refuse_unstorable(flat: Mapping[str, object]) -> None:
-    """Refuse a flat state dict of which a checkpoint cannot hold something, or `load` would refuse it.
+    """Refuse a flat state dict with values that a checkpoint cannot hold, or that `load` would refuse.
 
     Raises:
         DestinationError: names the key, and the reason or the classes.
@@ -91,7 +91,7 @@ def refuse_unstorable(flat: Mapping[str, object]) -> None:
         elif not _is_plain(value) and (classes := _refused_if_saved(value)) is not None:
             raise DestinationError(
                 f"{key!r} holds more than plain data ({classes}), which load would refuse, so it is not saved: save "
-                "what is needed of it as numbers, strings, lists and dicts, such as vars() of a namespace, or allow "
+                "the needed values as numbers, strings, lists and dicts, such as vars() of a namespace, or allow "
                 "its classes on both sides with torch.serialization.add_safe_globals"
             )
 
@@ -102,7 +102,7 @@ def digest_of_object(value: object) -> bytes:
         return xxh3_64_digest(marshal.dumps(value, 0))  # type: ignore[arg-type]
     if isinstance(value, set | frozenset):  # equal ones have other orders in other processes
         return xxh3_64_digest(type(value).__name__.encode() + b"".join(sorted(map(digest_of_object, value))))
-    # Any other object is told by the bytes that would be saved of it.
+    # Any other object is compared by the bytes that would be saved.
     stream = io.BytesIO()
     torch.save(value, stream)
     return xxh3_64_digest(stream.getbuffer())

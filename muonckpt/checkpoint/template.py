@@ -57,9 +57,9 @@ class LoadTemplate:
         return has_our_options(self.values)
 
     def tied_keys(self, keys: Collection[str]) -> set[str]:
-        """Return the keys of all tensors that are, element by element, in the memory of one of these."""
+        """Return the keys of all tensors that are, element by element, in the memory of a given one."""
 
-        # Tensors are tied where the same boxes lie in the same memory, and are all of a tensor of one shape.
+        # Tensors are tied where the same boxes have the same memory, and cover all of a tensor of one shape.
         def places(key: str) -> tuple[Any, ...]:
             elements = {lo: Elements.of(part) for lo, part in self.live.parts[key].items()}
             return whole_shape(self.values[key]), frozenset(elements.items())
@@ -205,14 +205,14 @@ class Matching:
         covered_keys: keys of the checkpoint that are not extra although no key of the template is read from them.
         zeros: keys of the template, of state that starts fresh.
         grown: names of parameters that have more rows here, by key of the template.
-        rows: how many rows of these the checkpoint has, by key.
+        rows: how many of their rows the checkpoint has, by key.
         loaded, fresh, discarded, own_options: as in a `LoadReport`.
         ungrouped: parameters that were loaded and are in no group of the checkpoint.
         kept_weights: names of weights that keep their values, by key.
         parameters: all that optimizers have.
         added: options that only the checkpoint has and that the state dict gets, by path.
         differences: why the state of a parameter cannot be loaded, by name.
-        misfits: why what is in no optimizer cannot be loaded, by key.
+        misfits: why values outside of optimizers cannot be loaded, by key.
         missing_keys, extra_keys: keys of this kind that only the template has; and all that only the checkpoint has.
         faults: what else does not fit, each with its cure.
         missing_tensors: those of any kind, by key, if something does not fit.
@@ -261,7 +261,7 @@ def _join(values: Sequence[Any]) -> Any:
     """Join the values of one field, whose kind says how: sets unite, mappings merge, tuples keep the first of each."""
     if isinstance(values[0], tuple):
         return tuple(dict.fromkeys(chain.from_iterable(values)))
-    # Mostly one part alone says something, which is as it is then.
+    # Mostly one part alone has a value, which is then taken unchanged.
     values = [value for value in values if value] or values[:1]
     if len(values) == 1:
         return values[0]

@@ -58,7 +58,7 @@ class Training:
         return cls(model, optimizers, schedulers, dict(extra or {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all objects; ``extra`` as it is, which `muonckpt.load` sets by itself.
+        """Return the state of all objects; ``extra`` unchanged, as `muonckpt.load` sets it by itself.
 
         Raises:
             ArgumentError: an optimizer steps other tensors than the parameters of the model.

@@ -286,7 +286,7 @@ def test_tensors_that_differ_are_not_loaded_into_one(tmp_path, save):
     tied = torch.full((4, 3), 5.0)
     template = {"embedding": tied, "copy": tied}
     with pytest.raises(
-        SourceError, match=r"(?s)'(embedding|copy)' and 'head' differ in .* the same memory here, as tied"
+        SourceError, match=r"(?s)'(embedding|copy)' and 'head' differ in .* share their memory here, as tied"
     ):
         muonckpt.load({**template, "head": tied}, tmp_path / "x")
     assert torch.equal(tied, torch.full((4, 3), 5.0))

@@ -363,7 +363,7 @@ def test_tensors_that_differ_are_not_moved_into_one_memory():
     """Tied weights get those of a run that had two, as stages of a pipeline have, if these are equal."""
     tied = torch.full((3,), 7.0)
     target = {"embedding": tied, "head": tied}
-    with pytest.raises(LayoutError, match=r"'embedding' and 'head' differ in the source, and lie in the same mem"):
+    with pytest.raises(LayoutError, match=r"'embedding' and 'head' differ in the source, and share their memory"):
         muonckpt.redistribute({"embedding": torch.ones(3), "head": torch.zeros(3)}, target)
     assert tied.tolist() == [7.0] * 3
     muonckpt.redistribute({"embedding": torch.ones(3), "head": torch.ones(3)}, target)

@@ -117,7 +117,7 @@ def test_whole_tied_tensors_are_filled_once_and_refused_where_they_differ(fill):
     assert torch.equal(tied, counted(4, 3))
     tied.zero_()
     with pytest.raises(
-        (SourceError, LayoutError), match=r"tensors 'a' and 'b' differ in .*the same memory here, as tied"
+        (SourceError, LayoutError), match=r"tensors 'a' and 'b' differ in .*share their memory here, as tied"
     ):
         fill({"a": counted(4, 3), "b": counted(4, 3) + 1}, {"a": tied, "b": tied})
     assert not tied.any()

@@ -551,7 +551,7 @@ def test_what_may_be_either_of_two_parts_is_compared_as_a_state_dict(tmp_path):
 
 
 def test_what_is_not_compared_is_said(tmp_path):
-    """A scheduler that was restored and not given; weights that were not saved; state that begins anew."""
+    """A scheduler that was restored and not given; weights that were not saved; state that begins from zero."""
     training = Training("muon")
     training.train(1)
     state = training.state()
@@ -569,7 +569,7 @@ def test_what_is_not_compared_is_said(tmp_path):
     assert proof.equal, str(proof)
     told = " ".join(proof.unchecked)
     assert "rates" in told and "seed" in told
-    assert "opt.state.4.weight" in told and "began anew" in told
+    assert "opt.state.4.weight" in told and "began from zero" in told
     assert "0.weight" in told and "which the checkpoint does not have" in told
 
 
