@@ -286,7 +286,7 @@ A, B = (Parameter("a", (4,)), Parameter("b", (4,)))
         ({"parameters": (PlacedParameter(A, 0, 0), PlacedParameter(A, 4, 0))}, "two parameters of one name"),
         ({"parameters": (PlacedParameter(A, 2, 0),)}, "does not begin at a multiple of 4"),
         ({"parameters": (PlacedParameter(A, 2, 0),), "alignment": 2}, "'a' at.*is cut into 2"),
-        ({"parameters": (PlacedParameter(A, 8, 0),)}, "does not lie in bucket 0"),
+        ({"parameters": (PlacedParameter(A, 8, 0),)}, "is not inside bucket 0"),
         ({"parameters": (PlacedParameter(A, 8, 2),)}, "in no bucket"),
         ({"parameters": (PlacedParameter(A, 8, -1),)}, "in no bucket"),
         ({"shards": ()}, "the last shard ends at 0 of 16"),

@@ -142,7 +142,7 @@ def test_lost_mixed_and_foreign_ranks_are_refused(saved, tmp_path):
     data[first.payload.offset] ^= 1
     (place / file("model", 0)).write_bytes(bytes(data))
     assert muonckpt.verify(place).verdict == "faulty"
-    with pytest.raises(SourceError, match="DTensor, of which this file has the part of one rank"):
+    with pytest.raises(SourceError, match="DTensor, and this file has the part of one rank"):
         muonckpt.open(place / file("model", 1))
     anew()
     for rank in range(4):
