@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from ..names.errors import warn_on_rank
 from ..names.keys import PARAM_GROUPS, key_of
 from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, as_initialised, in_globs, in_short
 from ..names.vocabulary import KeyPath
@@ -260,6 +261,13 @@ class ResumeProof:
         if self.equal:
             return f"{resumed}proved: {equal}{unchecked}"
         return f"{resumed}not as it was saved: {'; '.join(self.lines)}; {equal}{unchecked}"
+
+    def show(self) -> None:
+        """Print the line, or warn of it if something is not as it was saved."""
+        if self.equal:
+            print(self, flush=True)
+        else:
+            warn_on_rank(str(self))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..checkpoint.all_ranks import broadcast_from_first
 from ..checkpoint.async_saving import AsyncSave, async_save
+from ..checkpoint.live_parts import LiveParts, frozen_parameters
 from ..checkpoint.loading import load_for
+from ..checkpoint.resume_check import compare
+from ..checkpoint.resume_proof import LoadedState
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
-from ..names.errors import warn_on_rank
-from ..store.io.location import absolute_name, is_file
+from ..names.errors import DestinationError, SourceError, warn_on_rank
+from ..store.io.location import absolute_name, is_file, location
+from ..store.io.publish import make_parents, remove_any, swap_in
+from ..store.verify.diagnosis import open
 
 TRAINER = "trainer"
 """The key of loops, schedules and callbacks, as torch.save writes them."""
@@ -32,20 +39,24 @@ TRAINER = "trainer"
 STOCK = "meta.pt"
 """The file in which stock ModelParallelStrategy puts these."""
 
+LAST = "last-whole.ckpt"
+"""A link to a whole checkpoint, for ``ckpt_path="last"``, which takes the newest ``last*.ckpt`` there is."""
+
 
 class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
     """ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints of this package.
 
     A checkpoint is a directory with the keys ``state_dict.*``, ``optimizer_0.*`` and ``trainer``.  It appears whole or
-    not at all, has a digest of every chunk, and loads on any number of ranks.  Checkpoints of stock
-    ModelParallelStrategy are loaded too.
+    not at all, has a digest of every chunk, and loads on any number of ranks.  One that Lightning writes over another
+    is written beside it and swapped in.  Checkpoints of stock ModelParallelStrategy are loaded too.  When training goes
+    on from a checkpoint, the first rank prints the proof, or warns of what is not as it was saved.
 
     Args:
         arguments: of ModelParallelStrategy; ``data_parallel_size`` and ``tensor_parallel_size`` must be numbers.
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for `muonckpt.load`; a
             warning lists what was restored.
         along: save while training goes on, as `muonckpt.async_save` does.  The next save, every load and the end wait
-            for it; a checkpoint that ModelCheckpoint removes meanwhile stays until the new one is there.
+            for it; until then ``last-whole.ckpt`` names the checkpoint before, and whatever it is to replace stays.
 
     Raises:
         ValueError: a size is left to Lightning.
@@ -70,37 +81,63 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             )
         self._fresh = fresh
         self._along = along
-        self._saving: AsyncSave | None = None
+        self._saving: tuple[AsyncSave, str] | None = None
+        """A running save, and the path at which its checkpoint is to be."""
         self._outdated: list[Any] = []
         """Removed when the running save has succeeded."""
+        self._restored: tuple[int, str, LoadedState] | None = None
+        """Step and path of the checkpoint that was loaded, and what it held."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what the Trainer has collected.  Collective.
 
+        The step that was just restored is not saved again where it is, as Lightning asks amid accumulated gradients.
+
         Raises:
             TypeError: there are storage options.
-            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist.  Or the save before, running along, has
-                failed.
+            MuonckptError: as `muonckpt.save`; a URL must not exist.  Or the save before, running along, has failed.
         """
-        self._settle()
+        self.settle()
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r}: they belong to a CheckpointIO, which is not used here"
             )
-        # Tensors are saved from all ranks.
+        # The path, and the place to write to, are those of the first rank.
+        step = checkpoint["global_step"]
+        path, staged = broadcast_from_first(None, lambda: self._places(str(filepath), step))
+        if staged is None:
+            return
+        # Tensors are saved from all ranks; the other values, which are objects of Lightning's, from the first.
         trainer_state = dict(checkpoint)
         state = {"state_dict": trainer_state.pop("state_dict")}
         for number, slots in enumerate(trainer_state.pop("optimizer_states", ())):
             state[f"optimizer_{number}"] = slots
-        # The path, and the other values, which are objects of Lightning's, are those of the first rank.
         packed = io.BytesIO()
         torch.save(trainer_state, packed)
-        path, state[TRAINER] = self.broadcast((str(filepath), packed.getvalue()))
-        provenance = {"epoch": checkpoint["epoch"], "step": checkpoint["global_step"]}
+        state[TRAINER] = self.broadcast(packed.getvalue())
+        provenance = {"epoch": checkpoint["epoch"], "step": step, "frozen": frozen_parameters(self.model)}
         if self._along:
-            self._saving = async_save(state, path, provenance=provenance)
+            self._saving = async_save(state, staged, provenance=provenance), path
         else:
-            save(state, path, provenance=provenance)
+            save(state, staged, provenance=provenance)
+            self._publish(staged, path)
+
+    def _places(self, filepath: str, step: int) -> tuple[str, str | None]:
+        """Return the path of a checkpoint and the one to write it to, which is None if it is there already."""
+        place = location(absolute_name(filepath), DestinationError)
+        make_parents(place)
+        if not isinstance(place, Path) or not os.path.lexists(place):
+            return str(place), str(place)
+        if self._restored is not None and self._restored[0] == step and _hold_same(place, Path(self._restored[1])):
+            return str(place), None
+        staged = place.with_name(f".{place.name}.new")
+        remove_any(staged)
+        return str(place), str(staged)
+
+    def _publish(self, staged: str, path: str) -> None:
+        """Give a checkpoint that was written beside another one its name.  Collective."""
+        if staged != path:
+            broadcast_from_first(None, lambda: swap_in(Path(staged), Path(path)))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before a running save has ended."""
@@ -116,18 +153,35 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             MuonckptError: it has failed.
         """
         try:
-            self._settle()
+            self.settle()
         finally:
             super().teardown()
 
-    def _settle(self) -> None:
-        """Wait for a running save, and raise its error or remove the checkpoints that it outdates."""
-        saving, outdated = self._saving, self._outdated
+    def settle(self) -> None:
+        """Wait for a running save, and raise its error or remove the checkpoints that it outdates.  Collective."""
+        running, outdated = self._saving, self._outdated
         self._saving, self._outdated = None, []
-        if saving is not None:
+        if running is not None:
+            saving, path = running
             saving.result()
+            self._publish(saving.path, path)
+            if self.is_global_zero:
+                link_last(path)
         for filepath in outdated:
             super().remove_checkpoint(filepath)
+
+    def on_train_start(self) -> None:
+        """Compare what will run with what was loaded, now that all is set.  Collective.
+
+        Schedules and loops are Lightning's.
+        """
+        super().on_train_start()
+        if self._restored is None:
+            return
+        step, _, loaded = self._restored
+        proof = compare(lambda: LiveParts.of_objects(loaded, self.model, self.optimizers, None), step, None)
+        if self.is_global_zero:
+            proof.show()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and the state of optimizers where they belong, and return the rest.  Collective.
@@ -137,7 +191,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Raises:
             MuonckptError: as `muonckpt.load`; then nothing has been loaded.  Or a running save has failed.
         """
-        self._settle()
+        self.settle()
         # The template: live tensors, and what the Trainer keeps, which stock checkpoints have in a file of its own.
         path = self.broadcast(str(checkpoint_path))
         stock = is_file(Path(path) / STOCK)
@@ -147,22 +201,47 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if not stock:
             state[TRAINER] = b""
         choices = {"allow_extra": not self.optimizers, "fresh": self._fresh if self.optimizers else ()}
-        report, _ = load_for("MuonckptStrategy", state, path, choices)
+        report, loaded = load_for("MuonckptStrategy", state, path, choices)
         if self._fresh and self.is_global_zero:
             warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{report}")
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
-        return dict(torch.load(trainer, weights_only=weights_only))
+        rest = dict(torch.load(trainer, weights_only=weights_only))
+        self._restored = rest["global_step"], absolute_name(path), loaded
+        return rest
+
+
+def _hold_same(place: Path, other_place: Path) -> bool:
+    """Return whether two checkpoints are one, or have the same tensors by their fingerprints."""
+    if place.resolve() == other_place.resolve():
+        return True
+    with suppress(SourceError), open(place) as one, open(other_place) as other:
+        prints, other_prints = (
+            {key: tensor.fingerprint for key, tensor in each.tensors.items()} for each in (one, other)
+        )
+        return prints == other_prints and None not in prints.values()
+    return False
+
+
+def link_last(path: str) -> None:
+    """Have ``ckpt_path="last"`` find a local checkpoint that is there."""
+    place = location(path)
+    if isinstance(place, Path):
+        staged = place.with_name(f".{LAST}")
+        staged.unlink(missing_ok=True)
+        staged.symlink_to(place.name)
+        staged.replace(place.with_name(LAST))
 
 
 class CheckpointOnSignal(Callback):  # type: ignore[misc]
     """Saves ``step=N.ckpt`` when a signal has reached any rank, at the end of the step that is under way.
 
-    Then the program goes on, or ends with exit code 75 on all ranks, as with `muonckpt.Series`.  While the Trainer
-    fits, it takes the place of Lightning's own handlers of these signals: that of SIGTERM broadcasts on the ranks that
-    have got the signal, and waits for the others.
+    ``ckpt_path="last"`` finds it if ModelCheckpoint saves to the same folder.  Then the program goes on, or ends with
+    exit code 75 on all ranks, as with `muonckpt.Series`.  While the Trainer fits, it takes the place of Lightning's own
+    handlers of these signals: that of SIGTERM broadcasts on the ranks that have got the signal, and waits for the
+    others.
 
     Args:
         folder: where to save.
@@ -196,6 +275,10 @@ class CheckpointOnSignal(Callback):  # type: ignore[misc]
             place = str(self._folder / f"step={self._step}.ckpt")
             self._signals.ask(place)
             trainer.save_checkpoint(place)
+            if isinstance(trainer.strategy, MuonckptStrategy):
+                trainer.strategy.settle()
+            if trainer.is_global_zero:
+                link_last(place)
             self._signals.met(place)
 
     def on_train_end(self, *_: Any) -> None:

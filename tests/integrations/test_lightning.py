@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import warnings
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ from support.failing import raised
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 import muonckpt
 from muonckpt.optimizer import Muon
@@ -26,7 +30,7 @@ pytest.importorskip("lightning", reason="lightning is not installed (extra 'inte
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from muonckpt.integrations.lightning import CheckpointOnSignal
+from muonckpt.integrations.lightning import CheckpointOnSignal, link_last
 
 # Lightning's, of runs that go on in another folder.
 pytestmark = pytest.mark.filterwarnings(
@@ -96,6 +100,15 @@ def test_a_checkpoint_of_the_strategy_is_one_of_this_package(uninterrupted):
     assert (folder / "last.ckpt").resolve() == folder / "epoch=1.ckpt"
 
 
+def test_a_save_that_was_killed_while_it_ran_along_leaves_last_at_the_one_before(uninterrupted, tmp_path):
+    """As disks have it: Lightning's link names a checkpoint that never appeared."""
+    folder, result = uninterrupted["fsdp2", 2]
+    shutil.copytree(folder / "epoch=0.ckpt", tmp_path / "epoch=0.ckpt")
+    link_last(str(tmp_path / "epoch=0.ckpt"))
+    (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
+    assert distance(run(2, train, "fsdp2", str(tmp_path), "last")[0], result) == 0
+
+
 def along(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     """The script, saving while it trains, and keeping one checkpoint."""
     with as_launched(rank, world):
@@ -107,6 +120,11 @@ def along(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
                 super().remove_checkpoint(filepath)
                 assert Path(filepath).exists(), "the next one is not there yet"
 
+            def on_train_epoch_start(self) -> None:
+                if self.lightning_module.trainer.current_epoch == 1:
+                    self.settle()
+                    assert str(Path(folder, "last-whole.ckpt").readlink()) == "epoch=0.ckpt"
+
         names["MuonckptStrategy"] = partial(Watched, along=True)
         names["ModelCheckpoint"] = lambda folder, **how: callback(folder, **how | {"save_top_k": 1})
         model = names["train"](folder, world, "fsdp2")
@@ -116,7 +134,7 @@ def along(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 def test_saves_that_run_along_are_the_same_and_the_one_before_goes_when_they_are_there(uninterrupted, tmp_path):
     folder, result = uninterrupted["fsdp2", 2]
     assert distance(run(2, along, str(tmp_path))[0], result) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "last.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "last.ckpt", "last-whole.ckpt"}
     saved, expected = (muonckpt.verify(place / "epoch=1.ckpt") for place in (tmp_path, folder))
     assert not saved.findings and saved.fingerprints == expected.fingerprints
 
@@ -172,14 +190,12 @@ def preempted(rank: int, world: int, kind: str, folder: str) -> object:
 def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninterrupted, kind, tmp_path):
     assert run(2, preempted, kind, str(tmp_path)) == [75, 75]
     assert {path.name for path in tmp_path.glob("step=*")} == {"step=2.ckpt", "step=3.ckpt"}
-    result = run(2, train, kind, str(tmp_path / "on"), str(tmp_path / "step=3.ckpt"))[0]
+    result = run(2, train, kind, str(tmp_path), "last")[0]
     assert distance(result, uninterrupted[kind, 2][1]) == 0
 
 
 def evaluate(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     """What a fresh model holds after its weights were loaded to be evaluated."""
-    from torch.utils.data import DataLoader
-
     with as_launched(rank, world):
         names = script("lightning.md")
 
@@ -203,6 +219,90 @@ def evaluate(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 def test_weights_are_loaded_without_an_optimizer(uninterrupted):
     folder, result = uninterrupted["fsdp2", 2]
     assert distance(run(1, evaluate, str(folder / "epoch=1.ckpt"))[0], result) == 0
+
+
+def test_one_plain_process_loads_the_weights_as_the_page_says(uninterrupted):
+    folder, result = uninterrupted["fsdp2", 2]
+    model = script("lightning.md")["Net"]()
+    report = muonckpt.load({"state_dict": model.state_dict()}, folder / "epoch=1.ckpt", allow_extra=True)
+    assert str(report) == f"weights loaded: {len(model.state_dict())}"
+    assert distance({"parameters": dict(model.net.named_parameters())}, result) == 0
+
+
+class Watch(Callback):
+    """Notes the step of a checkpoint before each micro-batch, from the first save on."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.steps = place, list[int]()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.steps or self.place.exists():
+            self.steps.append(muonckpt.open(self.place).provenance["step"])
+
+
+def accumulate(
+    rank: int, world: int, folder: str, steps: int, resume: str | None, saving: dict[str, Any], along: bool = False
+) -> dict[str, Any]:
+    """The page's module with gradient accumulation and validation: eight micro-batches and four steps an epoch."""
+    with as_launched(rank, world), redirect_stdout(StringIO()) as told:
+        names = script("lightning.md")
+
+        class Net(names["Net"]):
+            def validation_step(self, text: torch.Tensor) -> None:
+                self.log("val", torch.tensor(-float(self.global_step)), sync_dist=True)  # each step is better
+
+        model, watch = Net(), Watch(Path(folder) / f"{saving['filename']}.ckpt")
+        texts = torch.randint(32, (16, 9), generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(texts, batch_size=2 // world)
+        trainer = names["Trainer"](
+            accelerator="cpu",
+            devices=world,
+            strategy=names["MuonckptStrategy"](data_parallel_size=world, tensor_parallel_size=1, along=along),
+            max_steps=steps,
+            accumulate_grad_batches=2,
+            val_check_interval=4,
+            callbacks=[watch, names["ModelCheckpoint"](folder, **saving)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, loader, loader, ckpt_path=resume)
+        parameters = {name: whole(parameter) for name, parameter in model.net.named_parameters()}
+        return {"parameters": parameters, "told": told.getvalue(), "steps": watch.steps}
+
+
+@pytest.mark.parametrize("last", [True, "link"])
+def test_a_restored_step_is_not_saved_again_amid_accumulated_gradients(last, tmp_path):
+    saving = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1, "save_last": last}
+    expected = run(2, accumulate, str(tmp_path / "whole"), 8, None, saving)[0]
+    folder = tmp_path / "resumed"
+    run(2, accumulate, str(folder), 4, None, saving)
+    files = {name: (folder / name).stat().st_ino for name in ("step=4.ckpt", "last.ckpt")}
+    resumed = run(2, accumulate, str(folder), 5, str(folder / "last.ckpt"), saving)[0]
+    assert files == {name: (folder / name).stat().st_ino for name in files}, "neither is written again"
+    assert "resumed from step 4, saved on 2 ranks, now 2, proved: 48 tensors and" in resumed["told"]
+    assert distance(run(2, accumulate, str(folder), 8, str(folder / "last.ckpt"), saving)[0], expected) == 0
+
+
+TWICE = {
+    "best": {"filename": "best", "monitor": "val", "save_top_k": 1},
+    "no counter": {"filename": "best", "monitor": "val", "save_top_k": 3, "enable_version_counter": False},
+    "epoch": {"filename": "epoch", "every_n_train_steps": 2},
+    "last": {"filename": "last", "every_n_train_steps": 2, "save_top_k": 0, "save_last": True},
+}
+"""Names that ModelCheckpoint gives a file at every second step."""
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("along", [False, True])
+def test_a_checkpoint_that_lightning_writes_over_is_replaced_by_a_whole_one(name, along, tmp_path):
+    result = run(1, accumulate, str(tmp_path), 8, None, TWICE[name], along)[0]
+    [place] = {path.resolve() for path in tmp_path.iterdir()}  # and nothing else
+    assert muonckpt.verify(place).verdict == "whole"
+    assert muonckpt.open(place).provenance["step"] == 8
+    # A checkpoint is there at any time; one that is saved along appears at the next save.
+    assert result["steps"] == sorted(result["steps"])
+    assert {2, 4} <= {*result["steps"]} <= {2, 4, 6}
 
 
 def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, str]:

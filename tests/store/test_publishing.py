@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -85,3 +87,45 @@ def test_every_folder_is_on_the_disk_before_the_checkpoint_appears(tmp_path, mon
     muonckpt.convert(golden("deepspeed_bf16") / "global_step3", tmp_path / "new", to_dialect="deepspeed")
     folders = [path for path in (tmp_path / "new").rglob("*") if path.is_dir()]
     assert {*synced} == {"", *(f"/{path.relative_to(tmp_path / 'new')}" for path in folders)} and len(folders) > 5
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+@pytest.mark.parametrize("former", ["folder", "file", "link"])
+def test_a_finished_folder_takes_the_name_of_whatever_is_there(former, has_exchange, tmp_path, monkeypatch):
+    if not has_exchange:  # a C library of another system
+        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: None)
+    place, finished, other = tmp_path / "best", tmp_path / ".best.new", tmp_path / "other"
+    for folder in (finished, other):
+        folder.mkdir()
+        (folder / "a").write_text(folder.name)
+    if former == "folder":
+        shutil.copytree(other, place)
+    elif former == "file":
+        place.write_text("old")
+    else:
+        place.symlink_to("other")
+    publish.swap_in(finished, place)
+    assert not place.is_symlink()
+    assert (place / "a").read_text() == ".best.new"
+    assert (other / "a").read_text() == "other", "a link is replaced, not followed"
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "other"}
+
+
+def test_the_name_is_there_at_any_moment_of_an_exchange(tmp_path):
+    place, finished, is_over = tmp_path / "best", tmp_path / ".best.new", threading.Event()
+    place.mkdir()
+    missing = 0
+
+    def look() -> None:
+        nonlocal missing
+        while not is_over.is_set():
+            missing += not place.exists()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    for _ in range(200):
+        finished.mkdir()
+        publish.swap_in(finished, place)
+    is_over.set()
+    looker.join()
+    assert not missing

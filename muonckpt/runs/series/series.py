@@ -307,10 +307,7 @@ class Series:
         if not proof.equal and strict:
             raise AttestError(str(proof))
         if is_coordinator(self._group):
-            if proof.equal:
-                print(proof, flush=True)
-            else:
-                warn_on_rank(str(proof))
+            proof.show()
         return restored.step + 1
 
     def export(

@@ -6,6 +6,7 @@ that a checkpoint is being removed.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
@@ -110,6 +111,36 @@ class Staging:
             discard(self.place)
         if self._lock is not None:
             os.close(self._lock)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of Linux's renameat2."""
+
+
+def swap_in(finished: Path, place: Path) -> None:
+    """Give a finished directory the name of whatever is at ``place``, and remove that.
+
+    It is one step of the file system.  Where that cannot exchange names, as NFS, it is two, between which nothing has
+    the name.  A process that is killed later leaves ``finished`` to be removed.
+    """
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = [os.fsencode(path) for path in (finished, place)]
+    if exchange is None or exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+        former = finished.with_name(f"{finished.name}.former")
+        remove_any(former)
+        place.rename(former)
+        finished.rename(place)
+        former.rename(finished)
+    sync_directory(place.parent)
+    remove_any(finished)
+
+
+def remove_any(path: Path) -> None:
+    """Remove a file, a link or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _InUse(Exception):
