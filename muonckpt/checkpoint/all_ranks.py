@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..names.errors import ArgumentError, LostRankError, MuonckptError, SourceError, lost_ranks
+from ..names.errors import UNUSABLE, ArgumentError, LostRankError, MuonckptError, SourceError, lost_ranks
 from ..ranks.new_group import time_out
 
 T = TypeVar("T")
 R = TypeVar("R")
+K = TypeVar("K")
+D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,38 @@ def decide_on_first(
         with lost_ranks():
             dist.broadcast_object_list(messages, group=process_group, group_src=0)
     return _unless_failed(messages[0], cause)
+
+
+def decide_keeping(
+    process_group: dist.ProcessGroup | None,
+    kind: type[MuonckptError],
+    answer: Callable[[], tuple[T, K]],
+    decide: Callable[[list[T], K], tuple[R, D]],
+) -> tuple[K, R, D | None]:
+    """Return the first rank's decision as `decide_on_first`, between what no other rank hears.
+
+    Args:
+        answer: makes this rank's answer, and what it keeps.
+        decide: gets the first rank's own; returns the decision, and what the first rank keeps.
+
+    Returns:
+        What this rank keeps of its answer, the decision, and what the first rank keeps of that; None on others.
+    """
+    kept: list[K] = []
+    kept_by_first: list[D] = []
+
+    def tell() -> T:
+        told, own = answer()
+        kept.append(own)
+        return told
+
+    def decide_and_keep(answers: list[T]) -> R:
+        decision, own = decide(answers, kept[0])
+        kept_by_first.append(own)
+        return decision
+
+    decision = decide_on_first(process_group, kind, tell, decide_and_keep)
+    return kept[0], decision, kept_by_first[0] if kept_by_first else None
 
 
 def scatter_from_first(
@@ -176,7 +210,7 @@ def unusable(advice: str = "") -> Iterator[None]:
         raise
     except MuonckptError as error:
         raise type(error)(
-            f"{error}. THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
+            f"{error}. {UNUSABLE}: tensors were overwritten before this was found; load another "
             f"checkpoint into it, or make it anew{advice}"
         ) from error
 

@@ -1,7 +1,8 @@
-"""Reading a rank's ranges of a checkpoint's chunks into memory, and checking them.
+"""Reading a rank's ranges of a checkpoint's chunks to where they belong, and checking them on the way.
 
-Every chunk of which something is read is compared with its digest by the rank that reads all of it; or, where several
-ranks read parts, with its CRC-32, which follows from those of the parts.
+Bytes that lie in a target as they lie in the file are read there, and checked while they are in the processor's cache.
+All others pass through one staging buffer.  Every chunk of which something is read is compared with its digest by each
+rank that reads all of it; or, where ranks read parts, with its CRC-32, which follows from those of the parts.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from ..algebra.box import Box, Index
-from ..names.errors import DamageError, MuonckptError
-from ..record.columns import UNKNOWN, Columns
+from ..algebra.box import Box, Index, flat_boxes
+from ..names.errors import DamageError, MuonckptError, about
+from ..names.wording import listed
+from ..record.columns import UNKNOWN
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
 from ..store.io.location import unavailable
@@ -35,55 +37,16 @@ _GAP_BYTES = 64 << 10
 """Largest gap between two small ranges of a file that one read includes."""
 
 _ALIGNMENT = 64
-"""Reads of several items begin at multiples of it, so that items which are aligned in their file are so in memory."""
+"""Reads of several ranges begin at multiples of it, so that elements which are aligned in their file are in memory."""
 
+_MIN_DIRECT_BYTES = 64 << 10
+"""The least bytes that are read into a target by themselves: fewer are copied there."""
 
-_BLOCK_BYTES = 64 << 20
-"""Memory is allocated in blocks of this size, which serve one round after the other, and one load after the other."""
+_AHEAD_BYTES = 32 << 20
+"""Bytes that the system is asked to have ready beyond those that are read: a disk works while bytes are checked."""
 
-_SPARE_BYTES = 512 << 20
-"""Most bytes of blocks that this process keeps for its next load: fresh memory can cost more than to read into it."""
-
-_SPARE_BLOCKS: list[memoryview] = []
-"""Blocks that no load uses now; lists are safe to use from several threads."""
-
-
-class ReadMemory:
-    """Memory for what is read in one round, until it has been moved to its targets."""
-
-    def __init__(self) -> None:
-        self._blocks: list[memoryview] = []
-        self._used = _BLOCK_BYTES
-        """Bytes of the last block."""
-
-    def allocate(self, length: int) -> memoryview:
-        """Return aligned memory; more than a block is allocated by itself."""
-        if length > _BLOCK_BYTES:
-            return np.empty(length, np.uint8).data
-        if self._used + length > _BLOCK_BYTES:
-            try:
-                self._blocks.append(_SPARE_BLOCKS.pop())
-            except IndexError:
-                self._blocks.append(np.empty(_BLOCK_BYTES, np.uint8).data)
-            self._used = 0
-        start = self._used
-        self._used += -(-length // _ALIGNMENT) * _ALIGNMENT
-        return self._blocks[-1][start : start + length]
-
-    def release(self) -> None:
-        """Give the memory to the next round or load; nobody may use it afterwards."""
-        _SPARE_BLOCKS.extend(self._blocks)
-        self._blocks.clear()
-        self._used = _BLOCK_BYTES
-        del _SPARE_BLOCKS[_SPARE_BYTES // _BLOCK_BYTES :]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundElements:
-    """The elements that a rank has read in a round, by the keys of tensors, and their memory."""
-
-    parts: Mapping[str, LocalParts]
-    memory: ReadMemory
+Targets = Mapping[str, Sequence[LocalParts]]
+"""The tensors of this rank that a tensor of the checkpoint fills, by its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +56,7 @@ class PartialSum:
     Attributes:
         key, chunk: of the tensor, and the chunk's number there.
         payload_bytes, recorded_crc32: the length and the CRC-32 of all of the payload, as its item records them.
+        rank: the rank's place in the process group.
     """
 
     key: str
@@ -102,6 +66,7 @@ class PartialSum:
     start: int
     stop: int
     crc32: int
+    rank: int
 
 
 class _Read(NamedTuple):
@@ -109,11 +74,11 @@ class _Read(NamedTuple):
 
     Attributes:
         tensor: with located chunks, of which this one is ``chunks[number]``.
-        boxes: of its elements in the tensor, in their order.
+        boxes: of its elements in the tensor, if they are sent.
         file, offset, length: its bytes.
         digest, crc32: the xxh3-128 of these bytes, and the CRC-32 of all of the chunk, where they are recorded.
-        strides: those of a chunk that is not row-major.
-        item: all bytes under the one checksum of a chunk that has none of its own.
+        order: the dims of a chunk that is not row-major, from the outermost in the file on.
+        item: all bytes under the one checksum of a chunk that has none of its own, or shares it.
     """
 
     tensor: StateRecord
@@ -125,7 +90,7 @@ class _Read(NamedTuple):
     length: int
     digest: bytes | None
     crc32: int | None
-    strides: Index | None
+    order: Index | None
     item: Extent | None
 
     @property
@@ -137,13 +102,57 @@ class _Read(NamedTuple):
         return self.offset + self.length
 
     @property
-    def extent(self) -> Extent:
-        return Extent(self.file, self.offset, self.length)
-
-    @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.tensor.dtype)
         return dtype
+
+    @property
+    def stored_shape(self) -> Index:
+        """The shape of the chunk, of dims in the order of the file."""
+        shape = self.tensor.boxes[self.number].shape
+        return shape if self.order is None else tuple(shape[dim] for dim in self.order)
+
+
+class _Span(NamedTuple):
+    """The bytes of one or several reads; those of an item are read and checked together, small ones by one call."""
+
+    extent: Extent
+    reads: Sequence[_Read]
+    is_item: bool
+
+
+class _Target(NamedTuple):
+    """The elements of a target in a box of a chunk, both with dims in the order of the file."""
+
+    box: Box
+    elements: Tensor
+
+
+class _Staging:
+    """Memory through which pieces pass; two blocks of it, pinned, where copies to a GPU go on meanwhile."""
+
+    def __init__(self, length: int, is_pinned: bool) -> None:
+        count = 2 if is_pinned else 1
+        self._blocks = [torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
+        self._copies: list[list[torch.Event]] = [[] for _ in range(count)]
+
+    def take(self, length: int) -> Tensor:
+        """Return memory that the call after the next one may overwrite."""
+        self._blocks.append(self._blocks.pop(0))
+        self._copies.append(self._copies.pop(0))
+        for event in self._copies[-1]:
+            event.synchronize()
+        self._copies[-1].clear()
+        return self._blocks[-1][:length]
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        for event in chain.from_iterable(self._copies):
+            event.synchronize()
+
+    def note_copy(self, device: torch.device) -> None:
+        """Note that a copy from the last memory to a device has begun."""
+        self._copies[-1].append(torch.accelerator.current_stream(device).record_event())
 
 
 class ChunkReader:
@@ -152,224 +161,241 @@ class ChunkReader:
     Args:
         rounds: of the plan.
         place: this rank's in the process group.
-        has_closed_items: True if items have to be opened to know where their elements are.
+        is_pinned: True if targets are on GPUs.
 
     Attributes:
         sums: of the parts of chunks that other ranks read too.
         bytes_read: of tensors, so far.
+        placed: elements that have been put where they belong, so far.
 
     Raises:
         SourceError: an item is damaged, or not what the metadata promise.
     """
 
-    def __init__(
-        self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int, has_closed_items: bool
-    ) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int, is_pinned: bool) -> None:
         self.sums: list[PartialSum] = []
-        self.bytes_read = 0
-        self._checkpoint = checkpoint
-        self._payloads = checkpoint.payloads
-        self._digests: dict[Extent, str] = {}
-        """Of reads whose checksum is that of their item, taken from the bytes that were compared with it."""
-        self._has_closed_items = has_closed_items
-        self._rounds = [self._reads_of(each, place) for each in rounds]
+        self.bytes_read = self.placed = 0
+        self._checkpoint, self._payloads, self._place = checkpoint, checkpoint.payloads, place
+        self._spans = [[*_spans(self._reads_of(each))] for each in rounds]
+        spans = [*chain.from_iterable(self._spans)]
+        longest = max((span.extent.length for span in spans), default=0)
+        self._staging = _Staging(min(longest, BAND_BYTES + _ALIGNMENT), is_pinned)
+        kept = (sum(_aligned(read) for span in of_round for read in span.reads) for of_round in self._spans)
+        self._kept = torch.empty(max(kept, default=0), dtype=torch.uint8, pin_memory=is_pinned)
+        """Memory for the elements that are sent, until they are."""
 
-    def _reads_of(self, of_all: ReadingRound, place: int) -> list[_Read]:
+    def _reads_of(self, of_all: ReadingRound) -> list[_Read]:
         """Open the items of this rank's chunks, and no others, and list its reads in the order of files."""
-        readings = [pair for pair in of_all.readings if place in pair[1].numbers_by_reader]
+        readings = [pair for pair in of_all.readings if self._place in pair[1].numbers_by_reader]
         located: Sequence[StateRecord] = [tensor for tensor, _ in readings]
-        if self._has_closed_items:
-            chunks = [reading.chunks_of(place) for _, reading in readings]
+        has_closed_items = bool((self._checkpoint.outline.columns.payload_length() == UNKNOWN).any())
+        chunks: Sequence[Sequence[int]] = ()
+        if has_closed_items:
+            chunks = [reading.chunks_of(self._place) for _, reading in readings]
             located = self._checkpoint.locate(with_chunks(located, chunks))
         # Tensors mostly share their columns, of which all rows are looked at together.
-        by_columns: defaultdict[int, list[int]] = defaultdict(list)
+        ranges_by_columns: defaultdict[int, list[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]]
+        ranges_by_columns = defaultdict(list)
         for number, tensor in enumerate(located):
-            by_columns[id(tensor.chunks.columns)].append(number)
-        reads: list[_Read] = []
-        for numbers in by_columns.values():
-            ranges = []
-            for number in numbers:
-                _, reading = readings[number]
-                for of_range in reading.numbers_by_reader[place]:
-                    part, boxes = reading.ranges[of_range], reading.boxes[of_range]
-                    index = bisect_left(chunks[number], part.chunk) if self._has_closed_items else part.chunk
-                    ranges.append((located[number], index, part, boxes))
-            reads += _located_reads(self._payloads, ranges)
-        return sorted(reads, key=_order)
+            reading = readings[number][1]
+            for of_range in reading.numbers_by_reader[self._place]:
+                part = reading.ranges[of_range]
+                index = bisect_left(chunks[number], part.chunk) if has_closed_items else part.chunk
+                ranges_by_columns[id(tensor.chunks.columns)].append((tensor, index, part, reading.boxes[of_range]))
+        reads = chain.from_iterable(_located_reads(self._payloads, ranges) for ranges in ranges_by_columns.values())
+        return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 
-    @property
-    def strided_chunks(self) -> frozenset[tuple[str, int]]:
-        """The key and the number of each chunk that is not row-major: a part of it is no run of bytes."""
-        reads = chain.from_iterable(self._rounds)
-        return frozenset((read.tensor.key, read.range.chunk) for read in reads if read.strides is not None)
-
-    def check(self) -> None:
-        """Read everything once to check it, and keep nothing; `read` reads and checks it again."""
-        memory = ReadMemory()
-        for group in chain.from_iterable(map(_near_reads, self._rounds)):
-            with self._about(group[0]):
-                if len(group) > 1 and group[0].item is None:
-                    self._bytes_of(group, memory)
-                else:
-                    self._check_unread(group[0])
-            memory.release()
-
-    def read(self, number: int) -> RoundElements:
-        """Read this rank's ranges of a round, check them, and return their elements."""
-        memory = ReadMemory()
-        elements: defaultdict[str, list[tuple[_Read, Sequence[Tensor]]]] = defaultdict(list)
-        for group in _near_reads(self._rounds[number]):
-            with self._about(group[0]):
-                raw_bytes = self._bytes_of(group, memory)
-            for read, of_read in zip(group, raw_bytes, strict=True):
+    def read(self, number: int, targets: Targets) -> Mapping[str, LocalParts]:
+        """Read this rank's ranges of a round to where they belong, check them, and return the elements to be sent."""
+        kept: defaultdict[str, list[tuple[_Read, Tensor]]] = defaultdict(list)
+        num_kept = 0
+        ahead = self._read_ahead(self._spans[number])
+        for span in self._spans[number]:
+            next(ahead, None)
+            memory = list[Tensor]()
+            for read in span.reads:
+                memory.append(self._kept[num_kept : num_kept + read.length * read.range.is_sent])
+                num_kept += _aligned(read)
+            with self._about(span):
+                sent = self._read_span(span, targets, memory)
+            for read, elements in zip(span.reads, sent, strict=True):
                 if read.boxes:
-                    elements[read.tensor.key].append((read, _split(read, of_read)))
-        return RoundElements({key: _joined(of_tensor) for key, of_tensor in elements.items()}, memory)
+                    kept[read.tensor.key].append((read, elements))
+        self._staging.finish()
+        return {key: _joined(of_tensor) for key, of_tensor in kept.items()}
+
+    def _read_ahead(self, spans: Sequence[_Span]) -> Iterator[None]:
+        """Ask for the bytes of the spans beyond the one that is read, whenever the next one is."""
+        asked, done, number = 0, 0, 0
+        for span in spans:
+            while number < len(spans) and asked <= done + span.extent.length + _AHEAD_BYTES:
+                self._payloads.will_need(spans[number].extent)
+                asked, number = asked + spans[number].extent.length, number + 1
+            done += span.extent.length
+            yield
 
     @contextmanager
-    def _about(self, read: _Read) -> Iterator[None]:
-        """Name the file of a read in errors that are not ours."""
+    def _about(self, span: _Span) -> Iterator[None]:
+        """Name the first tensor of a span, and its file, in errors that do not."""
+        first = span.reads[0]
+        subject = f"tensor {first.tensor.key!r} box {first.tensor.boxes[first.number]}"
         try:
             yield
-        except MuonckptError:
-            raise
+        except MuonckptError as error:
+            if str(error).startswith("tensor "):
+                raise
+            with about(subject):
+                raise
         except Exception as error:
-            raise unavailable(self._payloads.place(read.file), error) from error
+            with about(subject):
+                raise unavailable(self._payloads.place(span.extent.file), error) from error
 
-    def _bytes_of(self, group: Sequence[_Read], memory: ReadMemory) -> Sequence[memoryview]:
-        """Return the bytes of reads that are near each other, read by one call and checked."""
-        first, item = group[0], group[0].item
-        if item is not None and _has_most(group):
-            # The item's checksum is that of its bytes as they are read, and its chunks are parts of them.
-            raw = memory.allocate(item.length)
-            self._check_item(first, self._payloads.fill_bands(item, raw))
-            return [raw[read.offset - item.offset : read.end - item.offset] for read in group]
-        if len(group) == 1:
-            raw = memory.allocate(first.length)
-            self._check(first, self._payloads.fill_bands(first.extent, raw))
-            self.bytes_read += len(raw)
-            return [raw]
-        start = first.offset // _ALIGNMENT * _ALIGNMENT
-        raw = memory.allocate(max(read.end for read in group) - start)
-        for _ in self._payloads.fill_bands(Extent(first.file, start, len(raw)), raw):
-            pass
-        self.bytes_read += len(raw)
-        raw_bytes = [raw[read.offset - start : read.end - start] for read in group]
-        for read, of_read in zip(group, raw_bytes, strict=True):
-            self._check(read, (of_read,))
-        return raw_bytes
+    def _read_span(self, span: _Span, targets: Targets, memory: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Read the bytes of a span once, put and check them; return where those of each read that is sent are."""
+        first = span.reads[0]
+        if span.is_item:
+            self.bytes_read += span.extent.length
+            parts = self._item_bands(span, [_targets_in(read, targets) for read in span.reads], memory)
+            if first.crc32 is not None:
+                self._check(first, parts)
+            else:
+                with about_chunk(self._payloads, first.tensor, first.chunk):
+                    self._payloads.check_item(span.extent, parts)
+            for _ in parts:  # where the format does not ask for them
+                pass
+            return memory
+        if len(span.reads) == 1:
+            of_read = _targets_in(first, targets)
+            if not of_read and not first.boxes and not self._has_sum(first):
+                return memory
+            self.bytes_read += first.length
+            runs, copied = _runs(first, of_read, memory[0])
+            parts = self._bands(first, runs, copied)
+            self._check(first, parts)
+            for _ in parts:
+                pass
+            return [runs[0].memory if runs[0].memory is not None else memory[0]]
+        self.bytes_read += span.extent.length
+        raw = self._staging.take(span.extent.length)
+        self._fill(raw, span.extent.file, span.extent.offset)
+        raw_bytes = _bytes_in(raw)
+        for read, kept in zip(span.reads, memory, strict=True):
+            start = read.offset - span.extent.offset
+            self._put(read, read.range.start, raw[start : start + read.length], _targets_in(read, targets), kept)
+            self._check(read, (raw_bytes[start : start + read.length],))
+        return memory
 
-    def _check_unread(self, read: _Read) -> None:
-        """Check a read as far as there is a checksum, in memory that the next one overwrites."""
-        if read.item is not None:
-            self._digest_in_item(read)
-        elif not self._payloads.is_verbatim(read.file):  # decoding tells damage
-            self._payloads.view(read.extent)
-        elif read.digest is not None or read.crc32 is not None:
-            self._check(read, self._payloads.bands(read.extent))
-            self.bytes_read += read.length
+    def _item_bands(
+        self, span: _Span, targets: Sequence[Sequence[_Target]], memory: Sequence[Tensor]
+    ) -> Iterator[memoryview]:
+        """Read an item band by band, put the elements of each, and yield its bytes."""
+        for low in range(span.extent.offset, span.extent.end, BAND_BYTES):
+            raw = self._staging.take(min(BAND_BYTES, span.extent.end - low))
+            self._fill(raw, span.extent.file, low)
+            for read, of_read, kept in zip(span.reads, targets, memory, strict=True):
+                start, stop = max(read.offset, low), min(read.end, low + len(raw))
+                if start < stop:
+                    part = kept[start - read.offset : stop - read.offset]
+                    element = read.range.start + (start - read.offset) // read.dtype.itemsize
+                    self._put(read, element, raw[start - low : stop - low], of_read, part)
+            yield _bytes_in(raw)
+
+    def _bands(self, read: _Read, runs: Sequence[_Run], copied: Sequence[_Target]) -> Iterator[memoryview]:
+        """Read a range of a chunk band by band, put the elements of each, and yield its bytes."""
+        size, row = read.dtype.itemsize, max(int(np.prod(read.stored_shape[1:], dtype=np.int64)), 1)
+        for run in runs:
+            low = run.start
+            while low < run.stop:
+                high = min(low + BAND_BYTES // size, run.stop)
+                if high < run.stop and high // row * row > low:  # whole rows are one box
+                    high = high // row * row
+                start, stop = ((element - run.start) * size for element in (low, high))
+                raw = self._staging.take(stop - start) if run.memory is None else run.memory[start:stop]
+                self._fill(raw, read.file, read.offset + (low - read.range.start) * size)
+                self.placed += (high - low) * run.is_target
+                self._put(read, low, raw, copied, raw[:0])
+                yield _bytes_in(raw)
+                low = high
+
+    def _fill(self, raw: Tensor, file: str, offset: int) -> None:
+        self._payloads.open_file(file, offset + len(raw)).fill(_bytes_in(raw), offset)
+
+    def _put(self, read: _Read, start: int, raw: Tensor, targets: Sequence[_Target], kept: Tensor) -> None:
+        """Copy elements of a chunk, from this one on, to the targets; their bytes to where they are kept."""
+        if len(kept):
+            kept.copy_(raw)
+        if not targets:
+            return
+        if raw.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
+            raw = raw.clone()
+        elements, shape = raw.view(read.dtype), read.stored_shape
+        is_pinned = raw.is_pinned() if targets[0].elements.is_cuda else False
+        offset = 0
+        for box in flat_boxes(shape, start, start + len(elements)):
+            block = elements[offset : offset + box.numel].view(box.shape)
+            offset += box.numel
+            for target in targets:
+                if (common := box & target.box) is not None:
+                    _part(target.elements, target.box, common).copy_(_part(block, box, common), non_blocking=is_pinned)
+                    self.placed += common.numel
+        if is_pinned:
+            for device in {target.elements.device for target in targets if not target.elements.is_cpu}:
+                self._staging.note_copy(device)
+
+    def _has_sum(self, read: _Read) -> bool:
+        return read.digest is not None or read.crc32 is not None or not self._payloads.is_verbatim(read.file)
 
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
-        """Compare the bytes of a read with the digest of its chunk or its item, or note their checksum."""
-        tensor, payloads = read.tensor, self._payloads
-        if read.digest is not None or read.item is not None:
-            expected = self._digest_in_item(read) if read.digest is None else read.digest.hex()
-            if (digest := xxh3_128(parts)) != expected:
-                with about_chunk(payloads, tensor, read.chunk):
-                    compare_checksums("digest", digest, expected)
+        """Compare the bytes of a read with the digest or the CRC-32 of its chunk, or note their checksum."""
+        if read.digest is not None:
+            if (digest := xxh3_128(parts)) != read.digest.hex():
+                with about_chunk(self._payloads, read.tensor, read.chunk):
+                    compare_checksums("digest", digest, read.digest.hex())
         elif read.crc32 is not None:
             total = crc32(parts)
             if not read.range.is_whole:
                 size = read.dtype.itemsize
-                length, start = int(tensor.boxes.numel[read.number]) * size, read.range.start * size
-                of_range = tensor.key, read.range.chunk, length, read.crc32, start, start + read.length, total
-                self.sums.append(PartialSum(*of_range))
+                length, start = int(read.tensor.boxes.numel[read.number]) * size, read.range.start * size
+                of_range = length, read.crc32, start, start + read.length, total, self._place
+                self.sums.append(PartialSum(read.tensor.key, read.range.chunk, *of_range))
             elif total != read.crc32:
-                with about_chunk(payloads, tensor, read.chunk):
+                with about_chunk(self._payloads, read.tensor, read.chunk):
                     compare_checksums("CRC-32", f"{total:08x}", f"{read.crc32:08x}")
-        for _ in parts:  # of a chunk without a checksum of its own
-            pass
-
-    def _check_item(self, read: _Read, parts: Iterable[memoryview]) -> None:
-        """Compare the item of a read with the checksum inside, given its bytes."""
-        item = read.item
-        assert item is not None, "the caller has looked"
-        self.bytes_read += item.length
-        with about_chunk(self._payloads, read.tensor, read.chunk):
-            self._payloads.check_item(item, parts)
-        for _ in parts:  # where the format has read it itself
-            pass
-
-    def _digest_in_item(self, read: _Read) -> str:
-        """Return the digest of a read's bytes as they were when its item was compared with the checksum inside."""
-        if read.extent not in self._digests:
-            assert read.item is not None, "the caller has looked"
-            reads = {each.extent for each in chain.from_iterable(self._rounds) if each.item == read.item}
-            states = {extent: xxhash.xxh3_128() for extent in sorted(reads, key=lambda extent: extent.offset)}
-            self._check_item(read, _digested(self._payloads.bands(read.item), read.item.offset, states))
-            self._digests |= {extent: state.hexdigest() for extent, state in states.items()}
-        return self._digests[read.extent]
 
 
-def _digested(
-    parts: Iterable[memoryview], offset: int, states: Mapping[Extent, xxhash.xxh3_128]
-) -> Iterator[memoryview]:
-    """Yield the bytes of a file from an offset on, and add those of each extent to its digest."""
-    for part in parts:
-        for extent, state in states.items():
-            low, high = max(extent.offset - offset, 0), min(extent.end - offset, len(part))
-            if low < high:
-                state.update(part[low:high])
-        offset += len(part)
-        yield part
-
-
-def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:
+def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Sequence[int]) -> None:
     """Compare chunks that several ranks have read in parts with their recorded checksums.
 
+    Args:
+        ranks: the global ranks of the process group.
+
     Raises:
-        DamageError: a part is not what was saved; names the tensor, the box and the file.
+        DamageError: a part is not what was saved; names the tensor, the box, the file and the ranks that have read it.
     """
     by_chunk: defaultdict[tuple[str, int], list[PartialSum]] = defaultdict(list)
     for part in sums:
         by_chunk[part.key, part.chunk].append(part)
     for (key, number), parts in by_chunk.items():
         total = JoinedCrc()
-        for part in parts:
-            total.add(part.start, part.stop, part.crc32)
+        for start, stop, checksum in sorted({(part.start, part.stop, part.crc32) for part in parts}):
+            total.add(start, stop, checksum)
+        # Several ranks may have read a part, all with one checksum.
+        num_parts = len({(part.start, part.crc32) for part in parts})
         recorded = {(part.payload_bytes, part.recorded_crc32) for part in parts}
-        if recorded == {(total.reached, total.crc32)}:
+        if recorded == {(total.reached, total.crc32)} and num_parts == len({part.start for part in parts}):
             continue
         # Read it here, to find out what is wrong.
+        readers = listed(sorted({ranks[part.rank] for part in parts}), 8)
         tensor = checkpoint.tensors[key].record
         (located,) = checkpoint.locate(with_chunks([tensor], [[number]]))
         (chunk,) = located.chunks
-        check_chunk(checkpoint.payloads, located, chunk)
-        raise DamageError(f"tensor {key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has")
-
-
-def whole_chunks(checkpoint: OpenCheckpoint, columns: Columns) -> dict[str, dict[int, Extent | None]]:
-    """Return the chunks of which no part can be checked by itself, as far as the metadata, in columns, tell it."""
-    # Chunks may share an item, as tensors of one storage do; or have no checksum of which those of parts are a part.
-    is_open = columns.payload_length() != UNKNOWN
-    order = np.lexsort((columns.item, columns.file))
-    is_same = (np.diff(columns.file[order]) == 0) & (np.diff(columns.item[order]) == 0)
-    is_shared = np.zeros(len(columns), np.bool_)
-    is_shared[order[1:][is_same]] = is_shared[order[:-1][is_same]] = True
-    is_shared &= is_open & ~columns.has_digest
-    lacks_crc32 = is_open & (columns.crc32 == UNKNOWN)
-    has_some = bool(is_shared.any() or lacks_crc32.any())
-    # Few chunks are like that, but in formats of other programs.
-    whole: dict[str, dict[int, Extent | None]] = {}
-    row = 0
-    for tensor in checkpoint.outline.tensors:
-        for number, chunk in enumerate(tensor.chunks if has_some or tensor.chunks.strides else ()):
-            has_no_sum = lacks_crc32[row + number] and chunk.digest is None
-            is_item = is_shared[row + number] or (has_no_sum and checkpoint.payloads.has_checksum(chunk))
-            if is_item or chunk.strides or (lacks_crc32[row + number] and not has_no_sum):
-                whole.setdefault(tensor.key, {})[number] = chunk.item if is_item else None
-        row += len(tensor.chunks)
-    return whole
+        try:
+            check_chunk(checkpoint.payloads, located, chunk)
+        except DamageError as error:
+            raise DamageError(f"{error}; read by rank {readers}") from error
+        raise DamageError(
+            f"tensor {key!r} box {chunk.box}: a rank of {readers} read other bytes than {chunk.item.file} has"
+        )
 
 
 def _located_reads(
@@ -392,76 +418,169 @@ def _located_reads(
             payload_of(tensor, tensor.chunks[number])  # raises
         digest = digests[16 * row : 16 * row + 16] if part.is_whole and has_digest[row] else None
         crc = None if sums[row] == UNKNOWN else sums[row]
-        strides = None if tensor.chunks.strides is None else tensor.chunks.strides[number]
-        item = _item_to_check(payloads, tensor.chunks[number]) if digest is None and crc is None else None
-        if not part.is_whole and strides is None:
+        strides, order = None if tensor.chunks.strides is None else tensor.chunks.strides[number], None
+        if strides is not None:
+            order = tuple(
+                sorted(range(len(strides)), key=lambda dim: (-strides[dim], -tensor.boxes[number].shape[dim]))
+            )
+        item = None
+        if digest is None and part.is_whole:
+            item = _item_to_check(payloads, tensor.chunks[number], crc)
+        if not part.is_whole:
             offset, length = offset + part.start * size, (part.stop - part.start) * size
-        yield _Read(tensor, number, part, boxes, files[row], offset, length, digest, crc, strides, item)
+        yield _Read(tensor, number, part, boxes, files[row], offset, length, digest, crc, order, item)
 
 
-def _item_to_check(payloads: Payloads, chunk: Chunk) -> Extent | None:
-    """Return the bytes under the checksum of a chunk that has none of its own; None if there is no checksum."""
+def _item_to_check(payloads: Payloads, chunk: Chunk, crc: int | None) -> Extent | None:
+    """Return the bytes under the checksum of a chunk that is that of its item; None if there is no such checksum."""
+    if crc is not None:
+        return chunk.item if chunk.payload == chunk.item else None
     return chunk.item if payloads.has_checksum(chunk) and payloads.is_verbatim(chunk.item.file) else None
 
 
-def _near_reads(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
-    """Group reads, in the order of files, that are done by one call."""
+def _spans(reads: Sequence[_Read]) -> Iterator[_Span]:
+    """Group reads, in the order of files: those of one item, and small ones near each other."""
     group: list[_Read] = []
     for read in reads:
         if group and not _is_near(group, read):
-            yield from _groups_of(group)
+            yield _span_of(group)
             group = []
         group.append(read)
-    yield from _groups_of(group)
+    if group:
+        yield _span_of(group)
 
 
 def _is_near(group: Sequence[_Read], read: _Read) -> bool:
-    """Return whether a read can be done in one call with those before it: they are small, or have bytes in common."""
+    """Return whether a read belongs to the same span as those before it."""
     first, last = group[0], group[-1]
-    if read.file != first.file or read.item != first.item:
+    if read.file != first.file or (first.item is not None and read.item == first.item):
+        return read.file == first.file
+    if _needs_item(first) or _needs_item(read):
         return False
-    is_small = read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
-    return is_small or read.item is not None or read.offset < last.end
+    return read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
 
 
-def _groups_of(group: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
-    """Divide reads of one item that are few of its bytes: these are read alone, after the item was checked."""
-    is_divided = group and group[0].item is not None and not _has_most(group)
-    yield from ([read] for read in group) if is_divided else [group] * bool(group)
+def _needs_item(read: _Read) -> bool:
+    """Return whether the only checksum of a chunk is that of its item."""
+    return read.item is not None and read.crc32 is None
 
 
-def _has_most(group: Sequence[_Read]) -> bool:
-    """Return whether reads are so much of their item that all of it is read at once."""
-    item = group[0].item
-    assert item is not None, "the caller has looked"
-    is_inside = all(read.file == item.file and item.offset <= read.offset and read.end <= item.end for read in group)
-    return is_inside and 2 * sum(read.length for read in group) >= item.length
+def _span_of(group: Sequence[_Read]) -> _Span:
+    first = group[0]
+    item = first.item if all(read.item == first.item for read in group) else None
+    if item is not None and (_needs_item(first) or (len(group) > 1 and item.length > BAND_BYTES)):
+        return _Span(item, group, True)
+    start = first.offset if len(group) == 1 else first.offset // _ALIGNMENT * _ALIGNMENT
+    return _Span(Extent(first.file, start, max(read.end for read in group) - start), group, False)
 
 
-def _split(read: _Read, raw: memoryview) -> Sequence[Tensor]:
-    """Return the elements of each box of a read, in its bytes."""
-    elements = torch.frombuffer(raw, dtype=torch.uint8)
-    if elements.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
-        elements = elements.clone()
-    elements = elements.view(read.dtype)
-    if read.strides is not None:
-        return (elements.as_strided(read.boxes[0].shape, read.strides),)
-    if len(read.boxes) == 1:
-        return (elements.view(read.boxes[0].shape),)
-    by_box = torch.split(elements, [box.numel for box in read.boxes])
-    return [part.view(box.shape) for part, box in zip(by_box, read.boxes, strict=True)]
+# --- Where elements belong --------------------------------------------------------------------------------------------
 
 
-def _joined(reads: Sequence[tuple[_Read, Sequence[Tensor]]]) -> LocalParts:
-    """Return the elements of all reads of a tensor, chunk by chunk, as plans count them."""
-    if len(reads) > 1:
-        reads = sorted(reads, key=lambda pair: (pair[0].range.chunk, pair[0].range.start))
+class _Run(NamedTuple):
+    """Elements ``start:stop`` of a chunk that are read to one place; ``memory`` of None is that of the staging buffer.
+
+    ``is_target`` tells whether they are where they belong then.
+    """
+
+    start: int
+    stop: int
+    memory: Tensor | None
+    is_target: bool
+
+
+def _targets_in(read: _Read, targets: Targets) -> list[_Target]:
+    """Return the targets of this rank in a chunk."""
+    chunk, found = read.tensor.boxes[read.number], list[_Target]()
+    for local in targets.get(read.tensor.key, ()):
+        for number, common in _common_boxes(chunk, local.boxes):
+            elements, inside = _part(local.parts[number], local.boxes[number], common), _within(common, chunk)
+            if read.order is not None:
+                elements = elements.permute(read.order)
+                inside = Box(*(tuple(corner[dim] for dim in read.order) for corner in (inside.lo, inside.hi)))
+            found.append(_Target(inside, elements))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _common_boxes(chunk: Box, boxes: tuple[Box, ...]) -> tuple[tuple[int, Box], ...]:
+    """Return what a chunk has in common with boxes, with their numbers.  Cached: layers repeat."""
+    common = ((number, box & chunk) for number, box in enumerate(boxes))
+    return tuple((number, box) for number, box in common if box is not None)
+
+
+def _within(box: Box, chunk: Box) -> Box:
+    """Return a box counted from the first element of a chunk."""
+    return box.shift([-low for low in chunk.lo])
+
+
+def _part(elements: Tensor, box: Box, part: Box) -> Tensor:
+    """Return the elements of a part of a box, given those of all of it."""
+    if part == box:
+        return elements
+    return elements[tuple(slice(low - at, high - at) for low, high, at in zip(part.lo, part.hi, box.lo, strict=True))]
+
+
+def _runs(read: _Read, targets: Sequence[_Target], kept: Tensor) -> tuple[list[_Run], list[_Target]]:
+    """Return the places to which a range of a chunk is read, one after the other, and the targets to be copied to."""
+    start, stop, size = read.range.start, read.range.stop, read.dtype.itemsize
+    runs, copied = list[_Run](), list[_Target]()
+    for target in sorted(targets, key=lambda target: target.box.lo):
+        low, high = _flat_range(target.box, read.stored_shape)
+        first, last = max(low, start), min(high, stop)
+        is_run = high - low == target.box.numel and (last - first) * size >= _MIN_DIRECT_BYTES
+        # What is sent is in one memory; otherwise runs follow one another.
+        is_free = (first, last) == (start, stop) if read.boxes else not runs or runs[-1].stop <= first
+        if is_run and is_free and not (read.boxes and runs) and _is_plain(target.elements):
+            memory = target.elements.reshape(-1)[first - low : last - low].view(torch.uint8)
+            runs.append(_Run(first, last, memory, True))
+        else:
+            copied.append(target)
+    if read.boxes and not runs:
+        return [_Run(start, stop, kept, False)], copied
+    # What lies between runs passes through the staging buffer.
+    filled, reached = list[_Run](), start
+    for run in (*runs, _Run(stop, stop, None, False)):
+        if reached < run.start:
+            filled.append(_Run(reached, run.start, None, False))
+        reached = run.stop
+        filled += [run] * (run.start < run.stop)
+    return filled, copied
+
+
+def _flat_range(box: Box, shape: Index) -> tuple[int, int]:
+    """Return the numbers of the first element of a box, and behind its last one, in row-major order of the shape."""
+    first = last = 0
+    for low, high, length in zip(box.lo, box.hi, shape, strict=True):
+        first, last = first * length + low, last * length + high - 1
+    return first, last + 1
+
+
+def _is_plain(elements: Tensor) -> bool:
+    """Return whether elements are host memory without gaps."""
+    return type(elements) is Tensor and elements.is_cpu and elements.is_contiguous() and elements.data_ptr() != 0
+
+
+def _bytes_in(raw: Tensor) -> memoryview:
+    view: memoryview = raw.numpy().data
+    return view
+
+
+def _aligned(read: _Read) -> int:
+    """Return the bytes of memory in which a read is kept until it is sent."""
+    return -(-read.length // _ALIGNMENT) * _ALIGNMENT * read.range.is_sent
+
+
+def _joined(reads: Sequence[tuple[_Read, Tensor]]) -> LocalParts:
+    """Return the elements of all reads of a tensor that are sent, chunk by chunk, as plans count them."""
     boxes, parts = list[Box](), list[Tensor]()
-    for read, of_read in reads:
+    for read, raw in sorted(reads, key=lambda pair: (pair[0].range.chunk, pair[0].range.start)):
+        elements = raw.view(read.dtype)
+        if read.order is not None:
+            back = [read.order.index(dim) for dim in range(len(read.order))]
+            parts.append(elements.view(read.stored_shape).permute(back))
+        else:
+            split = torch.split(elements, [box.numel for box in read.boxes])
+            parts += [part.view(box.shape) for part, box in zip(split, read.boxes, strict=True)]
         boxes += read.boxes
-        parts += of_read
     return LocalParts.of(boxes, parts)
-
-
-def _order(read: _Read) -> tuple[str, int, int]:
-    return read.file, read.offset, read.range.start

@@ -41,7 +41,7 @@ def match(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
         return matching
     # The cures depend on these: the tensors without a counterpart, and whether only rows are new.
     grown = _match_parts(template, stored, replace(choices, grow=Globs(("*",))))
-    growable = frozenset(grown.grown.values()) - grown.differences.keys()
+    growable = frozenset(grown.grown.values()).difference(grown.differences)
     if grown.misfits or {*grown.faults} - {*matching.faults}:
         growable = frozenset()
     missing = {}

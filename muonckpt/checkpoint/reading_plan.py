@@ -1,8 +1,9 @@
-"""Which rank reads which bytes of a checkpoint, so that each stored byte is read once by all ranks together.
+"""Which rank reads which bytes of a checkpoint, and what ranks send each other of it.
 
-What ranks ask for cuts each chunk into ranges of its elements.  A range that one rank asks for is read by that rank,
-and nothing of it is sent.  What several ask for, as replicas do, is divided among them, and each sends its part to the
-others.  The plan follows from the outline and from what all ranks ask for: every rank derives the same one.
+The requests of the ranks cut each chunk into ranges of its elements.  Ranks of one machine share its page cache, so
+each of them reads the ranges that it asks for, and sends nothing.  What several machines ask for is divided among them,
+and each sends its part to the others.  The plan follows from the outline, the requests and the machines: every rank
+derives the same one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,38 +23,45 @@ from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import overlaps
 from ..record.chunks import Boxes
+from ..record.columns import UNKNOWN
 from ..record.record import Extent, Manifest, StateRecord
+from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from .joint_state import RankBoxes, filled_layout
 from .live_state import RankState
 from .transfer_plan import CopyTable, Move, Stage, divide_in_stages, make_copies
 
 MIN_SHARED_BYTES = 256 << 10
-"""The least bytes of a range that several ranks ask for, when it is divided among them: fewer are read by one rank."""
-
+"""The least bytes of a range that several machines ask for, when it is divided among them: fewer are read by one."""
 
 MAX_SHARED_PIECES = 32
-"""The most ranks that divide one range: each piece goes to all ranks that ask for it, and all pairs are planned."""
+"""The most machines that divide one range: each piece goes to all ranks that ask for it, and all pairs are planned."""
 
 MAX_TURNS = 8
 """The most ways in which the readers of tensors of one geometry are chosen: each of them is planned by itself."""
 
+MAX_AMPLIFICATION = 4
+"""How many times the elements that they need of a chunk the ranks of a machine read, each for itself, rather than send.
+
+To read bytes from the page cache and check them takes about a fourth of the time that it takes to send them.
+"""
+
 
 class ChunkRange(NamedTuple):
-    """Elements ``start:stop`` of a chunk, in the row-major order of its box, that one rank reads.
+    """Elements ``start:stop`` of a chunk, in the row-major order of its box.
 
     Attributes:
         chunk: its number in the tensor.
-        reader: the rank's place in the process group.
-        is_asked: False if they are read for the checksum of their chunk alone.
+        readers: the places in the process group of the ranks that read it; others that ask for it get it from them.
+        is_sent: True if there are such others.
         is_whole: True if they are all of the chunk.
     """
 
     chunk: int
     start: int
     stop: int
-    reader: int
-    is_asked: bool
+    readers: tuple[int, ...]
+    is_sent: bool
     is_whole: bool
 
 
@@ -107,61 +115,90 @@ class JointRequest:
         return cls(dict(by_source), {key: tuple(sorted(set(places))) for key, places in objects.items()})
 
 
-WholeChunks = Mapping[str, Mapping[int, Extent | None]]
-"""The chunks of which no part can be checked by itself, by key and number.
+class ChunkUnits:
+    """Which chunks can be read in parts: those whose checksum follows from those of the parts, or that have none.
 
-Each has its item, if that has chunks of several tensors, or alone has a checksum: one rank reads all of it then.
-"""
+    One rank reads all of any other chunk, together with all chunks of its item where they share that.
+
+    Args:
+        checkpoint: whose metadata tell it; no item is opened.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        columns, payloads = checkpoint.outline.columns, checkpoint.payloads
+        is_open = columns.payload_length() != UNKNOWN
+        # Tensors of one storage share its item, which alone has a checksum then.
+        order = np.lexsort((columns.item, columns.file))
+        is_same = (np.diff(columns.file[order]) == 0) & (np.diff(columns.item[order]) == 0)
+        self._is_shared = np.zeros(len(columns), np.bool_)
+        self._is_shared[order[1:][is_same]] = self._is_shared[order[:-1][is_same]] = True
+        self._is_shared &= is_open & ~columns.has_digest
+        # A CRC-32 of all follows from those of parts; bytes that are made of a file are made of all of it.
+        is_verbatim = np.array([payloads.is_verbatim(name) for name in columns.names], np.bool_)[columns.file]
+        self._divisible = is_open & (columns.crc32 != UNKNOWN) & ~self._is_shared
+        self._unchecked = is_open & (columns.crc32 == UNKNOWN) & ~columns.has_digest & is_verbatim & ~self._is_shared
+        self._payloads = payloads
+        self._rows = dict[str, int]()
+        row = 0
+        for tensor in checkpoint.outline.tensors:
+            self._rows[tensor.key] = row
+            row += len(tensor.chunks)
+
+    def divisible(self, tensor: StateRecord) -> tuple[bool, ...]:
+        """Return for each chunk whether several ranks may read parts of it."""
+        rows = slice(self._rows[tensor.key], self._rows[tensor.key] + len(tensor.chunks))
+        divisible = self._divisible[rows]
+        if (unchecked := self._unchecked[rows]).any():
+            divisible = divisible | [
+                is_unchecked and not self._payloads.has_checksum(chunk)
+                for is_unchecked, chunk in zip(unchecked.tolist(), tensor.chunks, strict=True)
+            ]
+        if tensor.chunks.strides:
+            divisible = divisible & [strides is None for strides in tensor.chunks.strides]
+        return tuple(divisible.tolist())
+
+    def shared_items(self, tensor: StateRecord) -> Mapping[int, Extent]:
+        """Return the items that chunks share with others, by the numbers of these chunks."""
+        first = self._rows[tensor.key]
+        numbers = np.flatnonzero(self._is_shared[first : first + len(tensor.chunks)]).tolist()
+        return {number: tensor.chunks[number].item for number in numbers}
 
 
 @dataclass(frozen=True, eq=False)
 class TensorReading:
-    """The ranges of a tensor that ranks read together, and the copies that fill the targets from them.
+    """The ranges of a tensor that ranks read together, and the copies of what they send.
 
     Tensors of one geometry share it.
 
     Attributes:
         ranges: of all ranks, in the order of chunks and elements.
-        boxes: for each range the boxes of its elements in the tensor, in their order; none if it is not asked for.
-        copies: for each key that asks for the tensor the tables of copies.
+        boxes: for each range that is sent the boxes of its elements in the tensor, in their order.
+        copies: for each key that asks for the tensor the tables of copies from rank to rank.
     """
 
     ranges: tuple[ChunkRange, ...]
     boxes: tuple[tuple[Box, ...], ...]
     copies: tuple[tuple[CopyTable, ...], ...]
-
-    @cached_property
-    def numbers_by_reader(self) -> Mapping[int, tuple[int, ...]]:
-        """The numbers of each rank's ranges."""
-        numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-        for number, part in enumerate(self.ranges):
-            numbers[part.reader] += (number,)
-        return dict(numbers)
-
-    @cached_property
-    def _chunks_by_reader(self) -> Mapping[int, Sequence[int]]:
-        chunks: defaultdict[int, dict[int, None]] = defaultdict(dict)
-        for part in self.ranges:
-            chunks[part.reader][part.chunk] = None
-        return {reader: sorted(of_reader) for reader, of_reader in chunks.items()}
+    numbers_by_reader: Mapping[int, tuple[int, ...]]
+    """The numbers of each rank's ranges."""
 
     def chunks_of(self, reader: int) -> Sequence[int]:
         """Return the numbers of the chunks of which a rank reads something, ascending."""
-        return self._chunks_by_reader[reader]
+        return sorted({self.ranges[number].chunk for number in self.numbers_by_reader[reader]})
 
 
 @lru_cache(maxsize=4096)
 def _bytes_by_reader(reading: TensorReading, num_ranks: int, itemsize: int) -> NDArray[np.int64]:
-    """Return the bytes that each rank has in memory after it has read its ranges, ``[ranks]``.  Cached."""
+    """Return the bytes that each rank keeps of its ranges until they are sent, ``[ranks]``.  Cached."""
     counts: NDArray[np.int64] = np.zeros(num_ranks, np.int64)
     for part in reading.ranges:
-        counts[part.reader] += (part.stop - part.start) * itemsize * part.is_asked
+        counts[list(part.readers)] += (part.stop - part.start) * itemsize * part.is_sent
     return counts
 
 
 @dataclass(frozen=True)
 class ReadingRound:
-    """The readings whose elements are in memory together, and how they move from there.
+    """The readings whose sent elements are in memory together, and how they move from there.
 
     Attributes:
         readings: of tensors of the checkpoint.
@@ -178,235 +215,233 @@ class ReadingPlan:
     """The plan of all ranks for one load.
 
     Attributes:
-        rounds: in each of them no rank reads more than the memory that it may use.
-        object_readers: for each item that is not a tensor the place of the rank that reads it.
+        rounds: in each of them no rank keeps more of what it sends than the memory that it may use.
+        object_readers: for each item that is not a tensor the places of the ranks that read it.
     """
 
     rounds: Sequence[ReadingRound]
-    object_readers: Mapping[str, int]
+    object_readers: Mapping[str, tuple[int, ...]]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensors that ranks send each other."""
-        moves = chain.from_iterable(of_round.moves for of_round in self.rounds)
-        return sum(move.copies.num_sent * move.itemsize for move in moves)
+        return sum(move.copies.num_sent * move.itemsize for of_round in self.rounds for move in of_round.moves)
 
     @classmethod
     def of(
-        cls,
-        outline: Manifest,
-        request: JointRequest,
-        num_ranks: int,
-        read_memory: int,
-        wire_memory: int,
-        whole_chunks: WholeChunks,
+        cls, outline: Manifest, request: JointRequest, machines: Sequence[int], memory: int, units: ChunkUnits
     ) -> ReadingPlan:
         """Plan a load; the same arguments give the same plan on all ranks.
 
         Args:
             outline: of the checkpoint.
-            read_memory, wire_memory: bytes of what a rank reads in a round, and of its exchange buffers.
-            whole_chunks: those that are not divided, however large they are.
+            machines: the number of each rank's machine; ranks that share no cache have different ones.
+            memory: bytes that a rank keeps until they are sent, and bytes of its exchange buffers.
+            units: which chunks can be read in parts.
         """
-        planner = _Planner(num_ranks, read_memory, whole_chunks)
+        num_ranks, planner = len(machines), _Planner(machines, memory, units)
         rounds, readings, filled = [], list[tuple[StateRecord, TensorReading]](), np.zeros(num_ranks, np.int64)
 
         def finish_round() -> None:
             moves = [*_moves_of(readings, request)]
-            rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, wire_memory)))
+            rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, memory)))
 
         for tensor, reading in planner.readings(outline.tensors, request):
             added = _bytes_by_reader(reading, num_ranks, itemsize(tensor.dtype))
-            if readings and int((filled + added).max()) > read_memory:
+            # Chunks of one item are read at once.
+            must_follow = units.shared_items(tensor) and readings and readings[-1][0] is not tensor
+            if filled.any() and int((filled + added).max()) > memory and not must_follow:
                 finish_round()
                 readings, filled = [], np.zeros(num_ranks, np.int64)
             readings.append((tensor, reading))
-            filled += added
+            filled = filled + added
         if readings:
             finish_round()
-        object_readers: dict[str, int] = {}
+        object_readers: dict[str, tuple[int, ...]] = {}
         for blob in outline.blobs:
             if blob.key in request.objects:
-                asking = request.objects[blob.key]
-                object_readers[blob.key] = asking[len(object_readers) % len(asking)]
+                homes = [*_by_home(request.objects[blob.key], machines).values()]
+                object_readers[blob.key] = homes[len(object_readers) % len(homes)]
         return cls(rounds, object_readers)
 
 
 def _moves_of(readings: Sequence[tuple[StateRecord, TensorReading]], request: JointRequest) -> Iterator[Move]:
     for tensor, reading in readings:
-        size = itemsize(tensor.dtype)
-        for asked, tables in zip(request.tensors[tensor.key], reading.copies, strict=True):
+        for asked, tables in zip(request.tensors[tensor.key], reading.copies, strict=False):
             for copies in tables:
-                yield Move(tensor.key, asked.target, size, tensor.shape, copies)
+                if copies.num_sent:
+                    yield Move(tensor.key, asked.target, itemsize(tensor.dtype), tensor.shape, copies)
+
+
+def _by_home(places: Sequence[int], homes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+    """Return the places of ranks by their homes, ascending."""
+    by_home: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for place in sorted(places, key=lambda place: (homes[place], place)):
+        by_home[homes[place]] += (place,)
+    return by_home
 
 
 class _Need(NamedTuple):
-    """A rank's need of elements of a chunk: all lie in ``start:stop``, in whole rows of the outermost dim cut."""
+    """A rank's need of ``numel`` elements of a chunk: they lie in ``start:stop``, whole rows of the first dim cut."""
 
     start: int
     stop: int
     place: int
+    numel: int
+
+
+_Needs = Mapping[int, Sequence[_Need]]
+"""The needs of all ranks, by the numbers of chunks."""
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """The choice of readers, among the ranks that ask for something, so that it is sent to as few others as possible.
+    """The choice of readers, among the ranks that ask for something, so that little is sent, and little is read twice.
 
     Attributes:
-        max_bytes: the most bytes of one range.
-        whole_chunks: those that one rank reads as one range.
+        max_bytes: the most bytes of one range that is sent, where a chunk can be read in parts.
     """
 
-    num_ranks: int
+    machines: Sequence[int]
     max_bytes: int
-    whole_chunks: WholeChunks
-    _reader_of: dict[Extent, int] = field(default_factory=dict)
-    _divisible_by_columns: dict[int, tuple[bool, ...]] = field(default_factory=dict)
+    units: ChunkUnits
+    _home_of_item: dict[Extent, int] = field(default_factory=dict)
 
     def readings(
         self, tensors: Sequence[StateRecord], request: JointRequest
     ) -> Iterator[tuple[StateRecord, TensorReading]]:
         """Yield how ranks read the tensors that are asked for: one reading each, or several where memory is short."""
-        periods: dict[object, tuple[int, Mapping[int, list[_Need]]]] = {}
+        periods: dict[object, tuple[int, _Needs]] = {}
         geometries: dict[object, tuple[TensorReading, ...]] = {}
         planned_bytes = 0
         for tensor in tensors:
             requests = request.tensors.get(tensor.key, ())
             if not requests or 0 in tensor.shape:
                 continue
-            divisible, whole = self._divisible_chunks(tensor), self._readers_of_whole_chunks(tensor, requests)
+            divisible, shared_items = self.units.divisible(tensor), self.units.shared_items(tensor)
             request_ids = tuple(id(asked.ranks) for asked in requests)
-            geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(whole.items()), request_ids
+            geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(shared_items.items()), request_ids
             if geometry not in periods:
                 needs = _needs_by_chunk(tensor.boxes, requests)
-                periods[geometry] = _turns(needs, divisible), needs
+                periods[geometry] = self._period(needs, tensor.boxes, divisible), needs
             period, needs = periods[geometry]
             # Small tensors that follow one another have one reader, which then reads them at once.
             between_turns = -(-period // MAX_TURNS)
             turn = planned_bytes // MIN_SHARED_BYTES % period // between_turns * between_turns
             planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
             if (geometry, turn) not in geometries:
-                planned = self._plan_geometry(tensor, requests, needs, divisible, whole, turn)
-                geometries[geometry, turn] = tuple(planned)
+                ranges = self._ranges(tensor, needs, divisible, shared_items, turn)
+                geometries[geometry, turn] = tuple(self._readings_of(tensor, requests, [*ranges]))
             for reading in geometries[geometry, turn]:
                 yield tensor, reading
 
-    def _divisible_chunks(self, tensor: StateRecord) -> tuple[bool, ...]:
-        """Return for each chunk whether several ranks may read parts of it."""
-        columns, rows = tensor.chunks.columns, slice(tensor.chunks.start, tensor.chunks.stop)
-        if id(columns) not in self._divisible_by_columns:  # tensors mostly share them
-            # Items that are still closed have a CRC-32 inside, as torch.save writes it; that of parts can be joined.
-            divisible = (columns.crc32 >= 0) | (columns.payload_length() < 0)
-            self._divisible_by_columns[id(columns)] = tuple(divisible.tolist())
-        divisible_rows, whole = self._divisible_by_columns[id(columns)][rows], self.whole_chunks.get(tensor.key)
-        if whole is None:
-            return divisible_rows
-        return tuple(of_row and number not in whole for number, of_row in enumerate(divisible_rows))
+    def _homes(self, needs: Sequence[_Need], numel: int, is_divisible: bool) -> Sequence[int]:
+        """Return the home of each rank: the ranks of one read what they need of a chunk each for itself."""
+        num_read = sum(need.stop - need.start if is_divisible else numel for need in needs)
+        num_needed = sum(need.numel for need in needs)
+        return self.machines if num_read <= MAX_AMPLIFICATION * num_needed else range(len(self.machines))
 
-    def _readers_of_whole_chunks(
-        self, tensor: StateRecord, requests: Sequence[AskedTensor]
-    ) -> Mapping[int, int | None]:
-        """Return the reader of each chunk that is one range; None if any of the ranks that need it may read it."""
-        whole_chunks, readers = self.whole_chunks.get(tensor.key), dict[int, int | None]()
-        if whole_chunks is None:
-            return readers
-        # An item with several chunks has one reader, which is chosen with the first of them.
-        asking = sorted({of_rank.rank for asked in requests for of_rank in asked.ranks})
-        for number, item in whole_chunks.items():
-            turn = len(self._reader_of) % len(asking)
-            readers[number] = None if item is None else self._reader_of.setdefault(item, asking[turn])
-        return readers
+    def _period(self, needs_by_chunk: _Needs, boxes: Boxes, divisible: Sequence[bool]) -> int:
+        """Return among how many homes the readers of a tensor take turns: 1 if no two of them need the same."""
+        longest = 1
+        for chunk, needs in needs_by_chunk.items():
+            homes = self._homes(needs, boxes[chunk].numel, divisible[chunk])
+            in_order = sorted(needs)
+            if not divisible[chunk] or any(after.start < before.stop for before, after in pairwise(in_order)):
+                longest = max(longest, len({homes[need.place] for need in needs}))
+        return longest
 
-    def _plan_geometry(
+    def _ranges(
         self,
         tensor: StateRecord,
-        requests: Sequence[AskedTensor],
-        needs_by_chunk: Mapping[int, list[_Need]],
+        needs_by_chunk: _Needs,
         divisible: Sequence[bool],
-        whole: Mapping[int, int | None],
+        shared_items: Mapping[int, Extent],
         turn: int,
-    ) -> Iterator[TensorReading]:
-        """Plan who reads which ranges of the tensors of one geometry, and the copies from there."""
-        # 1. Divide each chunk of which something is asked for among the ranks that need its parts.
-        ranges = list[ChunkRange]()
-        boxes = [*tensor.boxes]
+    ) -> Iterator[ChunkRange]:
+        """Yield who reads which ranges of the tensors of one geometry."""
+        boxes, size = [*tensor.boxes], itemsize(tensor.dtype)
         for chunk, needs in sorted(needs_by_chunk.items()):
+            numel = boxes[chunk].numel
+            homes = self._homes(needs, numel, divisible[chunk])
             if divisible[chunk]:
-                ranges += self._divide(chunk, boxes[chunk], needs, itemsize(tensor.dtype), turn + chunk)
+                yield from self._divide(chunk, boxes[chunk], needs, homes, size, turn + chunk)
                 continue
-            asking, numel = sorted({need.place for need in needs}), boxes[chunk].numel
-            reader = asking[(turn + chunk) % len(asking)]
-            if chunk in whole:
-                of_item = whole[chunk]
-                ranges.append(ChunkRange(chunk, 0, numel, reader if of_item is None else of_item, True, True))
-            else:
-                ranges += self._pieces(chunk, boxes[chunk], 0, numel, [reader], itemsize(tensor.dtype), 0)
-        # 2. Part them so that no rank holds too much of the tensor at once.
-        parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
-        number_of_part: Counter[int] = Counter()
-        bytes_in_part: Counter[int] = Counter()
-        for part in ranges:
-            part_bytes = (part.stop - part.start) * itemsize(tensor.dtype) * part.is_asked
-            if bytes_in_part[part.reader] and bytes_in_part[part.reader] + part_bytes > self.max_bytes:
-                number_of_part[part.reader] += 1
-                bytes_in_part[part.reader] = 0
-            parts[number_of_part[part.reader]].append(part)
-            bytes_in_part[part.reader] += part_bytes
-        # 3. Where elements are after that, and the copies from there to the ranks that ask for them.
-        for _, part_ranges in sorted(parts.items()):
-            range_boxes = [_boxes_of(boxes[part.chunk], part) for part in part_ranges]
-            layout = _layout_of(tensor.shape, part_ranges, range_boxes)
-            copies = (tuple(make_copies(layout, asked.ranks, range(self.num_ranks))) for asked in requests)
-            yield TensorReading(tuple(part_ranges), tuple(range_boxes), tuple(copies))
+            by_home = _by_home([*{need.place for need in needs}], homes)
+            home = [*by_home][(turn + chunk) % len(by_home)]
+            # An item with several chunks has one home, which is chosen with the first of them.
+            if chunk in shared_items:
+                home = self._home_of_item.setdefault(shared_items[chunk], home)
+            readers = by_home.get(home) or (homes.index(home),)
+            is_sent = any(need.place not in readers for need in needs)
+            yield ChunkRange(chunk, 0, numel, readers, is_sent, True)
 
-    def _divide(self, chunk: int, box: Box, needs: Sequence[_Need], size: int, turn: int) -> Iterator[ChunkRange]:
-        """Yield ranges that tile a chunk: those that nobody needs are read as well, for the checksum of the chunk."""
+    def _divide(
+        self, chunk: int, box: Box, needs: Sequence[_Need], homes: Sequence[int], size: int, turn: int
+    ) -> Iterator[ChunkRange]:
+        """Yield ranges that tile a chunk: what nobody needs is read as well, for the checksum of the chunk."""
         changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for need in needs:
             changes[need.start][need.place] += 1
             changes[need.stop][need.place] -= 1
         # Go along the chunk from edge to edge, with the ranks that need what lies between two of them.
-        edges = sorted({0, box.numel, *changes})
         needing: Counter[int] = Counter()
-        readers = [needs[0].place]
-        for start, stop in pairwise(edges):
+        readers: tuple[int, ...] = (needs[0].place,)
+        for start, stop in pairwise(sorted({0, box.numel, *changes})):
             needing.update(changes[start])
-            asking = sorted(place for place, count in needing.items() if count)
-            readers = asking or readers[:1]
-            for part in self._pieces(chunk, box, start, stop, readers, size, turn):
-                yield part._replace(is_asked=bool(asking))
+            by_home = _by_home([place for place, count in needing.items() if count], homes)
+            if not by_home:
+                yield ChunkRange(chunk, start, stop, readers[:1], False, False)
+                continue
+            # Homes take equal pieces of whole rows, unless rows are longer; what is sent has to fit into memory.
+            count, is_sent = 1, len(by_home) > 1
+            if is_sent:
+                length = (stop - start) * size
+                shared = min(len(by_home), MAX_SHARED_PIECES, length // MIN_SHARED_BYTES)
+                count = max(shared, -(-length // self.max_bytes), 1)
+            row = math.prod(box.shape[1:])
+            if row > (stop - start) // count:
+                row = 1
+            inner = [(start + (stop - start) * number // count) // row * row for number in range(1, count)]
+            for number, (low, high) in enumerate(pairwise([start, *inner, stop])):
+                if low < high:
+                    readers = by_home[[*by_home][(turn + number) % len(by_home)]]
+                    yield ChunkRange(chunk, low, high, readers, is_sent, high - low == box.numel)
 
-    def _pieces(
-        self, chunk: int, box: Box, start: int, stop: int, readers: Sequence[int], size: int, turn: int
-    ) -> Iterator[ChunkRange]:
-        """Yield the range in pieces of one reader each: equal ones, of whole rows where rows are that small."""
-        shared = 1
-        if len(readers) > 1:
-            shared = min(len(readers), MAX_SHARED_PIECES, (stop - start) * size // MIN_SHARED_BYTES)
-        # Cut into equal pieces, as many as ranks share it or as memory asks for; rows stay whole if they are smaller.
-        count = max(shared, -(-(stop - start) * size // self.max_bytes), 1)
-        row = math.prod(box.shape[1:])
-        if row > (stop - start) // count:
-            row = 1
-        cuts = [start, *((start + (stop - start) * number // count) // row * row for number in range(1, count)), stop]
-        for number, (low, high) in enumerate(pairwise(cuts)):
-            if low < high:
-                reader = readers[(turn + number) % len(readers)]
-                yield ChunkRange(chunk, low, high, reader, True, high - low == box.numel)
+    def _readings_of(
+        self, tensor: StateRecord, requests: Sequence[AskedTensor], ranges: Sequence[ChunkRange]
+    ) -> Iterator[TensorReading]:
+        """Yield the readings of a tensor, in each of which no rank keeps too much, with the copies of what is sent."""
+        parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
+        number_of_part: Counter[int] = Counter()
+        bytes_in_part: Counter[int] = Counter()
+        for part in ranges:
+            part_bytes = (part.stop - part.start) * itemsize(tensor.dtype) * part.is_sent
+            number = max(number_of_part[reader] for reader in part.readers)
+            if any(
+                bytes_in_part[reader] + part_bytes > self.max_bytes for reader in part.readers if bytes_in_part[reader]
+            ):
+                number += 1
+            for reader in part.readers:
+                bytes_in_part[reader] = part_bytes + bytes_in_part[reader] * (number == number_of_part[reader])
+                number_of_part[reader] = number
+            parts[number].append(part)
+        boxes = [*tensor.boxes]
+        for _, part_ranges in sorted(parts.items()):
+            numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+            for number, part in enumerate(part_ranges):
+                for reader in part.readers:
+                    numbers[reader] += (number,)
+            sent_boxes = tuple(_boxes_of(boxes[part.chunk], part) for part in part_ranges)
+            copies: tuple[tuple[CopyTable, ...], ...] = ()
+            if any(sent_boxes):
+                layout = _layout_of(tensor.shape, part_ranges, sent_boxes)
+                tables = (make_copies(layout, asked.ranks, range(len(self.machines))) for asked in requests)
+                copies = tuple(tuple(table.between_ranks() for table in of_request) for of_request in tables)
+            yield TensorReading(tuple(part_ranges), sent_boxes, copies, dict(numbers))
 
 
-def _turns(needs_by_chunk: Mapping[int, list[_Need]], divisible: Sequence[bool]) -> int:
-    """Return among how many ranks the readers of a tensor take turns: 1 if no two of them need the same elements."""
-    longest = 1
-    for chunk, needs in needs_by_chunk.items():
-        in_order = sorted(needs)
-        if not divisible[chunk] or any(after.start < before.stop for before, after in pairwise(in_order)):
-            longest = max(longest, len({need.place for need in needs}))
-    return longest
-
-
-def _needs_by_chunk(chunks: Boxes, requests: Sequence[AskedTensor]) -> Mapping[int, list[_Need]]:
-    """Return the needs of all ranks, by the numbers of chunks."""
+def _needs_by_chunk(chunks: Boxes, requests: Sequence[AskedTensor]) -> _Needs:
     boxes = [*chunks]
     boxes_asked = [(box, of_rank.rank) for request in requests for of_rank in request.ranks for box in of_rank.boxes]
     corners = (
@@ -424,7 +459,7 @@ def _needs_by_chunk(chunks: Boxes, requests: Sequence[AskedTensor]) -> Mapping[i
         common = box & boxes[int(chunk)]
         if common is None or not common.numel:  # of a chunk without elements
             continue
-        needs[int(chunk)].append(_Need(*_rows_around(common, boxes[int(chunk)]), place))
+        needs[int(chunk)].append(_Need(*_rows_around(common, boxes[int(chunk)]), place, common.numel))
     return needs
 
 
@@ -440,15 +475,17 @@ def _rows_around(box: Box, chunk: Box) -> tuple[int, int]:
 
 
 def _boxes_of(chunk: Box, part: ChunkRange) -> tuple[Box, ...]:
-    if not part.is_asked:
+    """Return the boxes of a range that is sent."""
+    if not part.is_sent:
         return ()
     return tuple(box.shift(chunk.lo) for box in flat_boxes(chunk.shape, part.start, part.stop))
 
 
 def _layout_of(shape: Index, ranges: Sequence[ChunkRange], boxes: Sequence[tuple[Box, ...]]) -> TensorLayout:
-    """Return the layout of a tensor on the ranks that read it: their boxes end to end, all other elements nowhere."""
+    """Return the layout of a tensor on the ranks that send it: their boxes end to end, all other elements nowhere."""
     by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
     for part, part_boxes in zip(ranges, boxes, strict=True):
-        by_reader[part.reader] += part_boxes
+        for reader in part.readers:
+            by_reader[reader] += part_boxes
     ranks = [RankBoxes(reader, of_reader) for reader, of_reader in sorted(by_reader.items()) if of_reader]
     return filled_layout(shape, ranks)

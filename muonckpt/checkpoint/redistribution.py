@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,7 +46,7 @@ from .refusal import REDISTRIBUTE, Refusal
 from .shared_memory import check_apart, differing_ties, tied_origins
 from .template import LoadTemplate, Stored
 from .transfer import Transfer, views
-from .transfer_plan import Move, Stage, divide_in_stages, make_copies
+from .transfer_plan import Move, RankSides, Stage, divide_in_stages, make_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def redistribute(
     moves: list[Move]
     stages: list[Stage]
     transfer: Transfer
+    wire: Tensor
     chosen: Choices
 
     def offer() -> _Offer:
@@ -160,26 +162,28 @@ def redistribute(
     devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
 
     def prepare() -> None:
-        nonlocal moves, stages, transfer
+        nonlocal moves, stages, transfer, wire
         moves = _moves_of(ranks, offers, requests, stored)
         stages = divide_in_stages(moves, len(ranks), min(request.memory for request in requests))
-        transfer = Transfer(source.local, target.local, moves, stages, group, wire_device(group, devices))
+        transfer = Transfer(moves, stages, group)
+        wire = torch.empty(transfer.wire_bytes, dtype=torch.uint8, device=wire_device(group, devices))
 
     gather_on_all(group, TargetError, prepare)
     box_shares = _prove_replicas(source, moves, ranks, group) if attest else {}
     # 3. Elements move; then everything else is set, and what has arrived is compared with what was sent.
-    transfer.run()
+    sources = {move.source: source.local(move.source) for move in moves}
+    failure = transfer.run(sources, target.local, wire)
     rank_matching = requests[place].rank.matching
 
     def finish() -> _Shares:
-        if transfer.failure is not None:
-            raise transfer.failure
+        if failure is not None:
+            raise failure
         target.zero(rank_matching.zeros)
-        sources = rank_matching.sources.items()
+        origins = rank_matching.sources.items()
         target.put(
-            {key: pickle.loads(items[origin]) for key, origin in sources if origin in items}, rank_matching.added
+            {key: pickle.loads(items[origin]) for key, origin in origins if origin in items}, rank_matching.added
         )
-        return _Shares.of(moves, transfer, place, box_shares) if attest else _Shares({}, {})
+        return _Shares.of(moves, transfer.sides, source, target, box_shares) if attest else _Shares({}, {})
 
     with unusable():
         decide_on_first(group, TargetError, finish, lambda shares: _compare(ranks, moves, shares))
@@ -188,7 +192,7 @@ def redistribute(
         warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {options}")
     num_tensors = len({move.target for move in moves})
     return Redistribution(
-        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.buffer_bytes
+        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.wire_bytes
     )
 
 
@@ -374,20 +378,28 @@ class _Shares:
     received: Mapping[int, int]
 
     @classmethod
-    def of(cls, moves: Sequence[Move], transfer: Transfer, place: int, box_shares: BoxShares) -> _Shares:
+    def of(
+        cls,
+        moves: Sequence[Move],
+        sides_of_moves: Sequence[RankSides],
+        source: LiveState,
+        target: LiveState,
+        box_shares: BoxShares,
+    ) -> _Shares:
         """Take the shares of a finished transfer; ``box_shares`` gains those of boxes that were sent in part."""
         sent: defaultdict[tuple[int, int], int] = defaultdict(int)
         received: dict[int, int] = {}
-        for number, (move, (sides, source, target)) in enumerate(zip(moves, transfer.parts, strict=True)):
+        for number, (move, sides) in enumerate(zip(moves, sides_of_moves, strict=True)):
+            held, filled = source.local(move.source), target.local(move.target)
             for side in (sides.outgoing, sides.local_source):
                 corners = zip(side.lo.tolist(), side.hi.tolist(), strict=True)
-                for elements, (lo, hi), receiver in zip(views(source, side), corners, side.other.tolist(), strict=True):
+                for elements, (lo, hi), receiver in zip(views(held, side), corners, side.other.tolist(), strict=True):
                     box = Box(tuple(lo), tuple(hi))
                     if (move.source, box) not in box_shares:
                         box_shares[move.source, box] = _share(elements, box)
                     sent[number, receiver] = combine(sent[number, receiver], box_shares[move.source, box])
             if len(sides.incoming.other) or len(sides.local_target.other):
-                received[number] = combine(*map(_share, target.parts, target.boxes))
+                received[number] = combine(*map(_share, filled.parts, filled.boxes))
         return cls(dict(sent), received)
 
 

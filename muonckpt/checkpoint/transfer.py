@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,118 +15,130 @@ from torch import Tensor
 
 from ..algebra.box import Box
 from .all_ranks import exchange, place_in
-from .live_state import LocalParts
-from .transfer_plan import CopySide, Move, RankSides, Stage, sides_of
+from .live_state import NO_PARTS, LocalParts
+from .transfer_plan import CopySide, Move, Stage, sides_of
 
 Elements = Callable[[str], LocalParts]
 """A function that returns the elements of a tensor that this rank has, by its key."""
 
 
-class MoveParts(NamedTuple):
-    """A move on this rank: which copies concern it, and the elements on both sides."""
-
-    sides: RankSides
-    source: LocalParts
-    target: LocalParts
-
-
 class _Parcels(NamedTuple):
-    """The elements that this rank sends or receives in a stage, by the other rank, and the bytes for each rank."""
+    """The copies in which this rank sends, or receives, a stage: those of each other rank are together on the wire.
 
-    elements: list[Tensor]
+    Attributes:
+        portions: the number of the move, and its copies.
+        order: of all copies on the wire.
+        splits: bytes for each rank.
+    """
+
+    portions: list[tuple[int, CopySide]]
+    order: list[int]
     splits: list[int]
 
-    def on_wire(self, wire: Tensor) -> Iterator[Tensor]:
-        """Yield the elements' places on the wire: aligned, as all elements of a stage have one size."""
-        start = 0
-        for part in self.elements:
-            yield wire[start : start + part.nbytes].view(part.dtype).view(part.shape)
+    @classmethod
+    def of(cls, portions: Sequence[tuple[int, CopySide, Box]], moves: Sequence[Move], num_ranks: int) -> _Parcels:
+        cut, places, sizes = list[tuple[int, CopySide]](), list[int](), list[int]()
+        for number, side, box in portions:
+            inside = side.within(box)
+            cut.append((number, inside))
+            places += inside.other.tolist()
+            sizes += ((inside.hi - inside.lo).prod(axis=1) * moves[number].itemsize).tolist()
+        splits = np.zeros(num_ranks, np.int64)
+        np.add.at(splits, np.array(places, np.int64), sizes)
+        return cls(cut, np.argsort(np.array(places, np.int64), kind="stable").tolist(), splits.tolist())
+
+    def on_wire(self, wire: Tensor, parts_of: Callable[[int], LocalParts]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the places on the wire, aligned as all elements of a stage have one size, and the elements.
+
+        Args:
+            parts_of: gives the elements of a move.
+        """
+        elements, start = list[Tensor](), 0
+        for number, side in self.portions:
+            elements += views(parts_of(number), side)
+        for row in self.order:
+            part = elements[row]
+            yield wire[start : start + part.nbytes].view(part.dtype).view(part.shape), part
             start += part.nbytes
 
 
 class Transfer:
     """The executor of this rank's part of moves.
 
-    It keeps an error in ``failure`` and goes on exchanging, so that the other ranks do not hang.
-
     Args:
-        sources, targets: the elements of the moves' tensors on this rank, by the keys of either side.
         moves, stages: the same on all ranks.
-        device: that of the memory from which bytes are exchanged.
 
     Attributes:
-        sent_bytes, received_bytes: so far.
-        buffer_bytes: of its exchange buffers.
+        wire_bytes: of the memory from which it exchanges.
+        sent_bytes, received_bytes, received_elements: of all stages.
     """
 
-    def __init__(
-        self,
-        sources: Elements,
-        targets: Elements,
-        moves: Sequence[Move],
-        stages: Sequence[Stage],
-        process_group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        self.failure: Exception | None = None
-        self.sent_bytes = self.received_bytes = 0
-        self._group = process_group
+    def __init__(self, moves: Sequence[Move], stages: Sequence[Stage], process_group: dist.ProcessGroup | None) -> None:
+        self._group, self._moves = process_group, moves
         place, num_ranks = place_in(process_group)
-        self.parts = [
-            MoveParts(sides_of(move.copies, place), sources(move.source), targets(move.target)) for move in moves
-        ]
+        self.sides = [sides_of(move.copies, place) for move in moves]
         self._stages: list[tuple[_Parcels, _Parcels]] = []
         for stage in stages:
-            portions = [(self.parts[number], box) for number, box in stage]
-            outgoing = _parcels([(part.sides.outgoing, part.source, box) for part, box in portions], num_ranks)
-            incoming = _parcels([(part.sides.incoming, part.target, box) for part, box in portions], num_ranks)
-            self._stages.append((outgoing, incoming))
-        self.buffer_bytes = max(
-            (sum(outgoing.splits) + sum(incoming.splits) for outgoing, incoming in self._stages), default=0
+            outgoing = [(number, self.sides[number].outgoing, box) for number, box in stage]
+            incoming = [(number, self.sides[number].incoming, box) for number, box in stage]
+            self._stages.append((_Parcels.of(outgoing, moves, num_ranks), _Parcels.of(incoming, moves, num_ranks)))
+        self.sent_bytes = sum(sum(outgoing.splits) for outgoing, _ in self._stages)
+        self.received_bytes = sum(sum(incoming.splits) for _, incoming in self._stages)
+        self.wire_bytes = max((sum(out.splits) + sum(incoming.splits) for out, incoming in self._stages), default=0)
+        self.received_elements = sum(
+            sum(incoming.splits) // moves[stage[0].move].itemsize
+            for stage, (_, incoming) in zip(stages, self._stages, strict=True)
         )
-        self._wire = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
-    def run(self) -> None:
+    def run(self, sources: Mapping[str, LocalParts], targets: Elements, wire: Tensor) -> Exception | None:
         """Copy what stays on this rank, and exchange everything else, stage by stage.
+
+        Args:
+            sources, targets: the elements of the moves' tensors on this rank, by the keys of either side.
+            wire: the memory from which bytes are exchanged.
+
+        Returns:
+            This rank's error: it goes on exchanging, so that the other ranks do not hang.
 
         Raises:
             LostRankError: another rank was lost.
         """
+        failures = list[Exception]()
+
+        def copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+            try:
+                for target, source in pairs:
+                    target.copy_(source)
+            except Exception as error:  # other ranks wait in the next exchange: it is raised after the last one
+                failures.append(error)
+
+        def of_source(number: int) -> LocalParts:
+            return sources.get(self._moves[number].source, NO_PARTS)
+
+        def of_target(number: int) -> LocalParts:
+            return targets(self._moves[number].target)
+
         # Elements of this rank never touch the wire.
-        for sides, source, target in self.parts:
-            self._copy(views(target, sides.local_target), views(source, sides.local_source))
+        for number, sides in enumerate(self.sides):
+            if len(sides.local_source.other):
+                copy(
+                    zip(
+                        views(of_target(number), sides.local_target),
+                        views(of_source(number), sides.local_source),
+                        strict=True,
+                    )
+                )
         for outgoing, incoming in self._stages:
             # Both buffers are parts of one memory, which no stage exceeds.
             sent_bytes, received_bytes = sum(outgoing.splits), sum(incoming.splits)
-            outbox, inbox = self._wire[:sent_bytes], self._wire[sent_bytes : sent_bytes + received_bytes]
-            self._copy(outgoing.on_wire(outbox), outgoing.elements)
+            outbox, inbox = wire[:sent_bytes], wire[sent_bytes : sent_bytes + received_bytes]
+            copy(outgoing.on_wire(outbox, of_source))
             exchange(self._group, outbox, outgoing.splits, inbox, incoming.splits)
-            self._copy(incoming.elements, incoming.on_wire(inbox))
-            self.sent_bytes, self.received_bytes = self.sent_bytes + sent_bytes, self.received_bytes + received_bytes
-        self._wire = self._wire[:0].clone()
-
-    def _copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-        try:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-        except Exception as error:  # other ranks wait in the next exchange: it is raised after the last one
-            self.failure = self.failure or error
+            copy((elements, place) for place, elements in incoming.on_wire(inbox, of_target))
+        return failures[0] if failures else None
 
 
 def views(parts: LocalParts, side: CopySide) -> Iterator[Tensor]:
     """Yield the elements of each copy of a side."""
     return map(parts.view, side.offset.tolist(), map(tuple, side.lo.tolist()), map(tuple, side.hi.tolist()))
-
-
-def _parcels(portions: Sequence[tuple[CopySide, LocalParts, Box]], num_ranks: int) -> _Parcels:
-    """List the elements that are exchanged with each rank, on both sides in the order of the stage and of the plan."""
-    elements, places = list[Tensor](), list[int]()
-    for side, parts, box in portions:
-        inside = side.within(box)
-        elements += views(parts, inside)
-        places += inside.other.tolist()
-    order = np.argsort(np.array(places, np.int64), kind="stable").tolist()
-    splits = np.zeros(num_ranks, np.int64)
-    np.add.at(splits, np.array(places, np.int64), [part.nbytes for part in elements])
-    return _Parcels([elements[row] for row in order], splits.tolist())

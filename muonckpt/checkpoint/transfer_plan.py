@@ -60,6 +60,12 @@ class CopyTable:
         offsets = table.source_offset[rows], table.target_offset[rows]
         return cls(lo[rows], (lo + table.sizes)[rows], source[rows], target[rows], *offsets, num_sent)
 
+    def between_ranks(self) -> CopyTable:
+        """Return the copies from one rank to another."""
+        rows = self.source != self.target
+        offsets = self.source_offset[rows], self.target_offset[rows]
+        return CopyTable(self.lo[rows], self.hi[rows], self.source[rows], self.target[rows], *offsets, self.num_sent)
+
     def elements_moved(self, box: Box, num_ranks: int) -> IntArray:
         """Return how many elements of a box each rank sends and receives together, ``[ranks]``."""
         sizes = np.minimum(self.hi, np.array(box.hi, np.int64)) - np.maximum(self.lo, np.array(box.lo, np.int64))

@@ -189,7 +189,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Without optimizers, as when a model is only evaluated, only weights are loaded.
 
         Raises:
-            MuonckptError: as `muonckpt.load`; then nothing has been loaded.  Or a running save has failed.
+            MuonckptError: as `muonckpt.load`; the state may be unusable then.  Or a running save has failed.
         """
         self.settle()
         # The template: live tensors, and what the Trainer keeps, which stock checkpoints have in a file of its own.

@@ -186,7 +186,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         excluded, the rest of the checkpoint is ignored.
 
         Raises:
-            MuonckptError: as `muonckpt.load`; then nothing has been loaded.
+            MuonckptError: as `muonckpt.load`; the state dict may be unusable then.
         """
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..checkpoint.bits import dtype_name
-from ..checkpoint.loading import JointLoad
+from ..checkpoint.loading import LoadCall, rehearse_load
 from ..checkpoint.template import Stored
 from ..names.errors import MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
@@ -211,9 +211,8 @@ def _unasked_roots(stored: Stored, state_dict: Mapping[str, Any]) -> Iterator[st
 
 def _as_load(opened: OpenCheckpoint, state_dict: dict[str, Any], choices: Mapping[str, Any]) -> _Outcome:
     """Ask `load` itself, up to where it would begin to read."""
-    joint = JointLoad(state_dict, str(opened.path), choices)
     try:
-        matching, report, refusal = joint.rehearse(opened)
+        matching, report, refusal = rehearse_load(LoadCall(state_dict, str(opened.path), choices), opened)
     except UnavailableError:  # is no answer
         raise
     except MuonckptError as error:

@@ -89,6 +89,10 @@ ADVICE = "What to do: "
 """The beginning of an advice on damage."""
 
 
+UNUSABLE = "THE STATE DICT IS UNUSABLE NOW"
+"""Stands in errors of a call that has overwritten tensors."""
+
+
 class ArgumentError(MuonckptError, TypeError, ValueError):
     """An argument of a collective call is wrong on some rank, or differs between ranks."""
 

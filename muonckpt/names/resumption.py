@@ -121,7 +121,7 @@ class LoadTraffic:
     """Bytes of tensors that all ranks together have read and sent in a load.
 
     Attributes:
-        passes: 1: each byte was read once; 2: it was read to be checked, and again later.
+        passes: 2 if everything was read to be checked, and again to be loaded; else 1.
     """
 
     bytes_read: int
@@ -129,8 +129,8 @@ class LoadTraffic:
     passes: int
 
     def __str__(self) -> str:
-        times = "once" if self.passes == 1 else "twice, as not all of it could be kept until it was checked"
-        return f"{self.bytes_read:,} bytes read, each {times}; {self.bytes_sent:,} bytes sent between ranks"
+        times = " in two passes, of which the first one has checked them" if self.passes == 2 else ""
+        return f"{self.bytes_read:,} bytes read{times}; {self.bytes_sent:,} bytes sent between ranks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,16 @@ def test_the_error_names_what_has_grown_and_its_cure_loads(form, saved):
     assert torch.equal(state["model"]["embed.weight"][:ROWS], truth["embed.weight", "weight"])
 
 
+def refused_with_more_rows(rank: int, world: int, folder: str) -> str:
+    return refusal({"w": torch.zeros(5, 2)}, Path(folder))
+
+
+def test_all_ranks_hear_which_name_grow_takes(tmp_path):
+    muonckpt.save({"w": torch.zeros(3, 2)}, tmp_path / "c")
+    for message in run(2, refused_with_more_rows, str(tmp_path / "c")):
+        assert "grow=['w']" in message
+
+
 def test_fewer_rows_and_other_columns_are_refused(saved):
     smaller = template(*build(ROWS - 1, 1), "nested")
     told = refusal(smaller, saved[0] / "nested", grow=["*"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -38,12 +38,29 @@ def stored(key: str, shape, layout, rng, dtype: str) -> StateRecord:
     return StateRecord(key, (key,), shape, dtype, Chunks.of(chunks, len(shape)))
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeypatch):
+class Units:
+    """Stands for what a checkpoint tells of its chunks: which are not divided, and whose item others share."""
+
+    def __init__(self, whole_chunks: dict[str, dict[int, Extent | None]]) -> None:
+        self._whole = whole_chunks
+
+    def divisible(self, tensor: StateRecord) -> tuple[bool, ...]:
+        whole = self._whole.get(tensor.key, {})
+        return tuple(chunk.crc32 is not None and n not in whole for n, chunk in enumerate(tensor.chunks))
+
+    def shared_items(self, tensor: StateRecord) -> dict[int, Extent]:
+        return {number: item for number, item in self._whole.get(tensor.key, {}).items() if item is not None}
+
+
+MACHINES = (range(8), (0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 0, 1, 2, 0, 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_element_is_read_or_received_once_by_all_who_ask_for_it(seed, monkeypatch):
     monkeypatch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 16)
     # Draw tensors in chunks, of which some are not to be divided, and one or two layouts requested of each tensor.
     rng = np.random.default_rng(seed)
-    memory = int(rng.integers(40, 400))
+    memory, machines = int(rng.integers(40, 400)), MACHINES[seed % len(MACHINES)]
     tensors, requests, whole_chunks = [], {}, {}
     for number in range(6):
         shape, key, dtype = random_shape(rng), f"{number}", str(rng.choice(["float32", "bfloat16"]))
@@ -56,31 +73,35 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
                 for chunk in range(len(tensors[-1].boxes))
                 if rng.random() < 0.5
             }
-    plan = ReadingPlan.of(Manifest(tuple(tensors), ()), JointRequest(requests, {}), 8, memory, memory, whole_chunks)
+    units = Units(whole_chunks)
+    plan = ReadingPlan.of(Manifest(tuple(tensors), ()), JointRequest(requests, {}), machines, memory, units)
 
     # Follow the plan by elements: readers read ranges of chunks, and moves bring boxes to those who requested them.
-    read: Counter = Counter()
+    read: Counter = Counter()  # by reader
     received: Counter = Counter()
-    chunk_readers: dict[tuple[str, int], set[int]] = {}
+    readers_of_chunk: dict[tuple[str, int], set[int]] = {}
     for reading_round in plan.rounds:
-        elements_of_reader: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        sent_elements: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         load: Counter = Counter()
-        lengths = []
+        lengths = [0]
         for tensor, reading in reading_round.readings:
-            for part, boxes in zip(reading.ranges, reading.boxes, strict=True):
+            for number, (part, boxes) in enumerate(zip(reading.ranges, reading.boxes, strict=True)):
                 chunk = tensor.chunks[part.chunk]
                 lengths.append(part.stop - part.start)
                 assert part.is_whole == ((part.start, part.stop) == (0, chunk.box.numel))
-                chunk_readers.setdefault((tensor.key, part.chunk), set()).add(part.reader)
-                read.update((tensor.key, part.chunk, element) for element in range(part.start, part.stop))
+                readers_of_chunk.setdefault((tensor.key, part.chunk), set()).update(part.readers)
                 range_boxes = [box.shift(chunk.box.lo) for box in flat_boxes(chunk.box.shape, part.start, part.stop)]
-                assert boxes == (tuple(range_boxes) if part.is_asked else ())
-                elements = elements_of_reader.setdefault((tensor.key, part.reader), [])
-                for box in boxes:
-                    elements += sorted(indices(box))
-                load[part.reader] += sum(box.numel for box in boxes) * (4 if tensor.dtype == "float32" else 2)
-        # A rank reads no more in a round than its memory, or one range that is larger.
-        assert max(load.values()) <= max(memory, 4 * max(lengths))
+                assert boxes == (tuple(range_boxes) if part.is_sent else ())
+                for reader in part.readers:
+                    assert number in reading.numbers_by_reader[reader]
+                    for box in range_boxes:
+                        read.update((tensor.key, reader, index) for index in indices(box))
+                    for box in boxes:
+                        sent_elements.setdefault((tensor.key, reader), []).extend(sorted(indices(box)))
+                    load[reader] += sum(box.numel for box in boxes) * (4 if tensor.dtype == "float32" else 2)
+        # A rank keeps no more in a round than its memory, or one range or item that is larger.
+        if not any(units.shared_items(tensor) for tensor, _ in reading_round.readings):
+            assert max(load.values(), default=0) <= max(memory, 4 * max(lengths))
         for move in reading_round.moves:
             copies = move.copies
             columns = (column.tolist() for column in (copies.lo, copies.hi, copies.source, copies.target))
@@ -88,30 +109,27 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
                 zip(*columns, strict=True), copies.source_offset.tolist(), strict=True
             ):
                 box = Box(tuple(lo), tuple(hi))
-                elements = elements_of_reader[move.source, source]
-                assert elements[offset] == box.lo and indices(box) <= set(elements)
+                elements = sent_elements[move.source, source]
+                assert source != target and elements[offset] == box.lo and indices(box) <= set(elements)
                 received.update((move.target, target, index) for index in indices(box))
-    # No element is read twice, chunks are read in full, and each by one rank where they are not to be divided.
+    # No rank reads an element twice, and chunks are read in full: by one rank's machine where they are not divided.
     assert set(read.values()) <= {1}
-    item_readers: set[int] = set()
     for tensor in tensors:
-        chunks = {key[1] for key in read if key[0] == tensor.key}
-        assert sum(tensor.boxes[chunk].numel for chunk in chunks) == sum(key[0] == tensor.key for key in read)
-        for chunk in chunks:
-            is_whole = chunk in whole_chunks.get(tensor.key, {})
-            if is_whole or tensor.chunks[chunk].crc32 is None:
-                assert len(chunk_readers[tensor.key, chunk]) == 1
-            if is_whole and whole_chunks[tensor.key][chunk] is not None:
-                item_readers |= chunk_readers[tensor.key, chunk]
-    assert len(item_readers) <= 1
-    # Whoever requested a box has received each of its elements, once.
-    expected: Counter = Counter()
+        for number, box in enumerate(tensor.boxes):
+            readers = readers_of_chunk.get((tensor.key, number), set())
+            distinct = {index for reader in readers for index in indices(box) if (tensor.key, reader, index) in read}
+            assert distinct == (indices(box) if readers else set())
+            if not units.divisible(tensor)[number]:
+                assert all((tensor.key, reader, index) in read for reader in readers for index in indices(box))
+                assert len({machines[reader] for reader in readers}) <= 1
+    # Whoever requested a box has read each of its elements, or received it once; each machine's reads are its own.
     for targets in requests.values():
         for target, ranks in targets:
             for rank, boxes in ranks:
-                for box in boxes:
-                    expected.update((target, rank, index) for index in indices(box))
-    assert received == expected
+                for index in chain.from_iterable(map(indices, boxes)):
+                    assert ((target.partition(".")[0], rank, index) in read) + received[target, rank, index] == 1
+    if len(set(machines)) == len(machines):
+        assert len({(key, index) for key, _, index in read}) == len(read)
 
 
 def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
@@ -122,13 +140,19 @@ def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
     chunks = [Chunks.of([Chunk(Box.of(shape), extent, extent, "0" * 32, 1)], 2) for extent in extents]
     tensors = [StateRecord(str(n), (str(n),), shape, "float32", of_tensor) for n, of_tensor in enumerate(chunks)]
     asked = {tensor.key: (AskedTensor(tensor.key, everywhere),) for tensor in tensors}
-    plan = ReadingPlan.of(Manifest(tuple(tensors), ()), JointRequest(asked, {}), num_ranks, 1 << 30, 1 << 28, {})
+    manifest, request = Manifest(tuple(tensors), ()), JointRequest(asked, {})
+    plan = ReadingPlan.of(manifest, request, range(num_ranks), 1 << 28, Units({}))
     readings = [reading for of_round in plan.rounds for _, reading in of_round.readings]
     assert len({id(reading) for reading in readings}) <= 8
     bytes_by_rank = Counter()
     for reading in readings:
         for part in reading.ranges:
-            bytes_by_rank[part.reader] += part.stop - part.start
+            (reader,) = part.readers
+            bytes_by_rank[reader] += part.stop - part.start
     assert sum(bytes_by_rank.values()) == 200 << 20
     assert len(bytes_by_rank) >= num_ranks // 2
     assert max(bytes_by_rank.values()) <= 3 * (200 << 20) / num_ranks
+    # On one machine each of them reads all, and sends nothing.
+    plan = ReadingPlan.of(manifest, request, [0] * num_ranks, 1 << 28, Units({}))
+    assert plan.bytes_sent == 0 and len(plan.rounds) == 1
+    assert {part.readers for _, reading in plan.rounds[0].readings for part in reading.ranges} == {(*range(num_ranks),)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
-from muonckpt import ArgumentError, DamageError, DestinationError, Series, SourceError
+from muonckpt import ArgumentError, DamageError, DestinationError, MuonckptError, Series, SourceError
 from muonckpt.optimizer import Muon
 from muonckpt.runs.run_audit import verify_run
 from muonckpt.runs.step_folder import superfluous
@@ -255,6 +256,49 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
     assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
     assert f"What to do: (a) muonckpt verify {tmp_path / 'step-00000003.3'} (lists all" in str(none.value)
     assert "(b)" not in str(none.value)
+
+
+def run_of_one_step(folder: Path) -> tuple[Series, torch.nn.Linear, Path]:
+    """Return a run with one step, its model, whose weight is zeros now, and the path of the step."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    series = Series(folder, model, Muon(model.parameters(), lr=0.1))
+    path = Path(series.save(1).path)
+    with torch.no_grad():
+        model.weight.zero_()
+    return series, model, path
+
+
+def fail(*_: object, **options: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("cause", ["bytes", "disk", "object"])
+def test_a_run_whose_resume_has_failed_half_way_saves_nothing_until_one_succeeds(cause, tmp_path, monkeypatch):
+    series, model, path = run_of_one_step(tmp_path)
+    if cause == "bytes":
+        flip_last_bit(path)
+    elif cause == "disk":
+        honest = os.preadv  # items that are not tensors are short, and read first
+        monkeypatch.setattr(os, "preadv", lambda *call: fail() if len(call[1][0]) > 16384 else honest(*call))
+    else:
+        monkeypatch.setattr(Muon, "load_state_dict", fail)
+    with warnings.catch_warnings(action="ignore"), pytest.raises((MuonckptError, OSError)):
+        series.resume()
+    monkeypatch.undo()
+    for save in (series.save, series.async_save):
+        with pytest.raises(DestinationError, match=f"nothing is saved: a restore of {path} has failed after"):
+            save(2)
+    assert names(tmp_path) == [path.name]
+    if cause != "bytes":
+        assert series.resume() == 2 and model.weight.any() and series.save(2).step == 2
+
+
+def test_a_checkpoint_that_does_not_fit_stops_no_save(tmp_path):
+    series = Series(tmp_path)
+    series.save(1, state(1))
+    with pytest.raises(SourceError, match="does not fit"):
+        series.restore({"other": torch.zeros(2)})
+    assert series.save(2, state(2)).step == 2
 
 
 @pytest.mark.parametrize("where", ["muonckpt.store.formats.native.read_native", "muonckpt.runs.series.series.load_for"])

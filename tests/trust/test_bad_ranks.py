@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -168,9 +169,9 @@ def test_ranks_that_make_different_calls_are_all_told_and_can_make_the_next_one(
             assert not [*(tmp_path / str(world)).glob("refused-*")]
 
 
-def damaged(rank: int, world: int, folder: str) -> tuple[str, bool]:
+def damaged(rank: int, world: int, folder: str, check: str) -> tuple[str, bool]:
     template = rows(0.0)
-    error = raised(muonckpt.load, template, folder)
+    error = raised(partial(muonckpt.load, check=check), template, folder)
     return error, bool(template["w"].to_local().any())
 
 
@@ -178,15 +179,17 @@ def save_rows(rank: int, world: int, folder: str) -> None:
     muonckpt.save(rows(), folder)
 
 
-def test_damage_that_one_rank_finds_leaves_the_tensors_of_all_untouched(tmp_path):
+def test_damage_that_one_rank_finds_is_one_error_and_tensors_are_untouched_or_said_to_be_unusable(tmp_path):
     """Each rank reads a file of its own; one is damaged."""
     workers.run(3, save_rows, str(tmp_path / "c"))
     [file] = [chunk.payload.file for chunk in muonckpt.open(tmp_path / "c").tensors["w"].record.chunks
               if chunk.box.lo[0] == ODD]  # fmt: skip
     raw = (tmp_path / "c" / file).read_bytes()
     (tmp_path / "c" / file).write_bytes(raw.replace(torch.ones(8).numpy().tobytes(), bytes(32)))
-    for error, touched in workers.run(3, damaged, str(tmp_path / "c")):
-        assert error.startswith("DamageError") and f"(rank {ODD})" in error and not touched
+    for check in ("before", "while"):
+        for error, touched in workers.run(3, damaged, str(tmp_path / "c"), check):
+            assert error.startswith("DamageError") and f"(rank {ODD})" in error and f"box [{ODD}:" in error
+            assert touched == ("UNUSABLE" in error) == (check == "while")
 
 
 def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from itertools import count as numbers
 from pathlib import Path
 
@@ -18,11 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import trials, workers
+from support.machines import on_machine
 from support.placed import numbered
 from support.sharded import as_stock
 from support.trials import count
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonckpt
 
@@ -30,7 +33,7 @@ SHAPES = {"w": (600, 400), "odd": (123, 51), "cube": (4, 60, 30), "bias": (77,),
 
 PLACEMENTS = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Replicate(), Replicate()), (Shard(1), Shard(1))]
 
-ARGUMENTS = [{}, {"check": "while"}, {"memory": 1 << 20}, {"memory": 1 << 20, "check": "while"}]
+ARGUMENTS = [{}, {"memory": 1 << 20}, {"check": "before"}, {"memory": 1 << 20, "check": "before"}]
 
 
 def state(placements: tuple, factor: float) -> dict[str, object]:
@@ -140,7 +143,7 @@ def load_with_harm(rank: int, world: int, folder: str, seeds: list[str]) -> list
         fault = None
         if not error and not is_right:
             fault = "wrong values, and no error"
-        if error and not is_untouched and ("UNUSABLE" not in error or not arguments):
+        if error and not is_untouched and ("UNUSABLE" not in error):
             fault = f"tensors were touched, and the error does not say so: {error}"
         outcomes.append((f"{harm} at call {at} of rank {victim}: {kind}, {number}, {arguments}", error, fault))
     return outcomes
@@ -162,3 +165,113 @@ def test_whatever_happens_to_one_rank_of_a_load_is_one_error_and_nothing_wrong(t
                 num_errors += errors != {""}
                 row.add(ranks[0][0], faults[0] if faults else f"ranks differ: {errors}" if len(errors) > 1 else None)
     assert row.tried > num_errors > 0.15 * row.tried
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
+    torch.uint32,
+]  # fmt: skip
+"""Whatever is loaded is moved as bytes."""
+
+
+def whole_values(seed: str) -> dict[str, torch.Tensor]:
+    """Return tensors of random shapes and dtypes, with random bytes; the same on all ranks."""
+    dice, values = random.Random(seed), dict[str, torch.Tensor]()
+    for number in range(7):
+        shape = [dice.choice((1, 2, 3, 5, 8, 40, 130, 301)) for _ in range(dice.randrange(4))]
+        dtype = dice.choice(DTYPES)
+        raw = np.frombuffer(dice.randbytes(math.prod(shape) * dtype.itemsize), np.uint8).copy()
+        values[f"t{number}"] = torch.from_numpy(raw & (1 if dtype is torch.bool else 255)).view(dtype).view(shape)
+    return values
+
+
+mesh_of = cache(partial(init_device_mesh, "cpu"))
+"""The mesh of a shape; made once for all seeds."""
+
+
+def on_mesh(value: torch.Tensor, dice: random.Random) -> DTensor:
+    """Return a tensor on a mesh of 4 ranks."""
+    mesh = mesh_of(dice.choice(((4,), (2, 2))))
+    placements = [dice.choice((Replicate(), *map(Shard, range(value.ndim)))) for _ in range(mesh.ndim)]
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def blank_like(tensor: DTensor, dice: random.Random) -> DTensor:
+    """Return zeros like a tensor, in memory that is dense, transposed, of every other element, or at an odd place."""
+    local, form = torch.zeros_like(tensor.to_local()), dice.randrange(4)
+    if form == 1 and local.ndim > 1:
+        local = local.transpose(0, -1).contiguous().transpose(0, -1)
+    elif form == 2 and local.ndim:
+        local = torch.stack([local, local], -1)[..., 1]
+    elif form == 3:
+        local = torch.zeros(local.numel() + 1, dtype=local.dtype)[1:].view(local.shape)
+    shape = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, **shape)
+
+
+def save_as(kind: str, values: dict[str, torch.Tensor], place: str, dice: random.Random) -> None:
+    """Save in one of `KINDS`: on a mesh, or as one process does it."""
+    if kind in ("manifest", "stock"):
+        muonckpt.save({name: on_mesh(value, dice) for name, value in values.items()}, place)
+        if kind == "stock" and dist.get_rank() == 0:
+            as_stock(Path(place))
+    elif kind == "columns":
+        turned = {name: value.t().contiguous().t() if value.ndim == 2 else value for name, value in values.items()}
+        dcp.save(turned, checkpoint_id=place)
+    elif dist.get_rank() == 0:
+        storage = torch.cat([value.reshape(-1).view(torch.uint8) for value in values.values()])
+        torch.save({**values, "bytes": storage[: len(storage) // 2], "more": storage[len(storage) // 3 :]}, place)
+    dist.barrier()
+
+
+def load_elsewhere(rank: int, world: int, folder: str, seeds: list[str]) -> list[tuple[str, str | None]]:
+    """Save and load once for each seed; return what was done, and what is wrong on this rank."""
+    outcomes = []
+    mesh_of.cache_clear()
+    for number, seed in enumerate(seeds):
+        dice, values = random.Random(seed), whole_values(seed)
+        kind, place = dice.choice(KINDS), f"{folder}/{number}"
+        save_as(kind, values, place, dice)
+        expected = {name: on_mesh(value, dice) for name, value in values.items()}
+        own_dice = random.Random(f"{seed} {rank}")
+        template = {name: blank_like(value, own_dice) for name, value in expected.items()}
+        if kind == "storage":
+            storage = torch.cat([value.reshape(-1).view(torch.uint8) for value in values.values()])
+            expected["bytes"] = on_mesh(storage[: len(storage) // 2], dice)
+            template["bytes"] = blank_like(expected["bytes"], own_dice)
+        arguments = {**dice.choice(ARGUMENTS), "allow_extra": True}
+        machine = dice.choice(((0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2, 3)))[rank]
+        fault = None
+        with on_machine(machine), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 64)
+            try:
+                muonckpt.load(template, place, **arguments)
+            except muonckpt.MuonckptError as error:
+                fault = f"{type(error).__name__}: {error}"
+        wrong = [n for n, value in expected.items() if raw(template[n].to_local()) != raw(value.to_local())]
+        outcomes.append((f"{seed}: {kind}, {arguments}, machines", fault or (f"wrong: {wrong}" if wrong else None)))
+    return outcomes
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy())
+
+
+def test_every_element_comes_to_any_mesh_and_any_memory(tmp_path):
+    with trials.tally("loads: meshes, formats, machines and memory") as row:
+        for number in range(count(1, 30)):
+            seeds = [f"{trials.SEED} any {number} {each}" for each in range(40)]
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            for ranks in zip(*workers.run(4, load_elsewhere, str(folder), seeds, timeout=200), strict=True):
+                row.add(ranks[0][0], next((fault for _, fault in ranks if fault), None))
+            shutil.rmtree(folder)
+
+
+def test_elements_that_share_memory_are_refused(tmp_path):
+    muonckpt.save({"w": torch.arange(12.0).reshape(3, 4)}, tmp_path / "c")
+    template = {"w": torch.zeros(1, 4).expand(3, 4)}
+    with pytest.raises(muonckpt.LayoutError, match="share memory with each other"):
+        muonckpt.load(template, tmp_path / "c")
+    assert not template["w"].any()

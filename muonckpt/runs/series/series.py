@@ -6,7 +6,8 @@ One rank looks into the folder and tells the others, so that all act on the same
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,10 +38,12 @@ from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
 from ...converters.target.topology import Target
 from ...names.errors import (
+    UNUSABLE,
     ArgumentError,
     AttestError,
     DamageError,
     DestinationError,
+    LostRankError,
     MuonckptError,
     SourceError,
     UnavailableError,
@@ -129,6 +132,8 @@ class Series:
         self._whole: set[StepName] = set()
         self._damaged: dict[StepName, str] = {}
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
+        self._half_loaded = ""
+        """The checkpoint of which a restore has overwritten tensors and failed, until one succeeds."""
         self._signals = Signals(on, process_group)
 
     def __enter__(self) -> Series:
@@ -188,7 +193,8 @@ class Series:
 
         Raises:
             SystemExit: the checkpoint is there, and a signal has asked to stop.
-            DestinationError: there is a whole checkpoint of this step, or it or the export cannot be written.
+            DestinationError: there is a whole checkpoint of this step, or it or the export cannot be written; or the
+                last restore has failed half-way.
             SourceError: the checkpoint is there, and has no model to export.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
@@ -245,6 +251,11 @@ class Series:
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Return the state dict to save, and what the manifest says of it."""
         details = {**(provenance or {}), "step": step}
+        if self._half_loaded:
+            raise DestinationError(
+                f"nothing is saved: a restore of {self._half_loaded} has failed after it had overwritten tensors, so "
+                "that they are of no checkpoint. Restore or resume first, or start the program again"
+            )
         if self._training is None:
             if state_dict is None:
                 raise ArgumentError(f"expected a state dict. Write Series(folder, model, optimizer).{call}(step)")
@@ -298,11 +309,14 @@ class Series:
             if begin_from is None:
                 return 0
             source, place = os.fspath(begin_from), self._folder.place
-            beginning = begin(self._training, source, place, choices, begin_step, self._group)
+            with self._noting_half_loaded(source):
+                beginning = begin(self._training, source, place, choices, begin_step, self._group)
             if is_coordinator(self._group):
                 print(beginning, flush=True)
             return beginning.step
+        self._half_loaded = restored.path  # until all objects have their state
         self._training.load_state_dict(state_dict)
+        self._half_loaded = ""
         proof = restored.check_training(self._training)
         if not proof.equal and strict:
             raise AttestError(str(proof))
@@ -401,8 +415,8 @@ class Series:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
         Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
-        that fails as well, do not train on the state dict.  A checkpoint that does not fit, or cannot be reached for
-        now, is an error and no reason to take an older one.
+        that fails as well, the series refuses to save until a restore succeeds.  A checkpoint that does not fit, or
+        cannot be reached for now, is an error and no reason to take an older one.
 
         Args:
             state_dict: the template, as for `muonckpt.load`.
@@ -438,7 +452,8 @@ class Series:
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead")
             try:
-                loaded = load_for(call, state_dict, saved.path, arguments, attest=attest, process_group=self._group)
+                with self._noting_half_loaded(saved.path):
+                    loaded = load_for(call, state_dict, saved.path, arguments, attest=attest, process_group=self._group)
             except SourceError as error:
                 if not self._ask_first(partial(self._folder.exists, newest.name)):
                     continue  # it was removed while we read
@@ -448,6 +463,17 @@ class Series:
                 self._damaged[newest.name] = error.fault
             else:
                 return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+
+    @contextmanager
+    def _noting_half_loaded(self, path: str) -> Iterator[None]:
+        """Note a checkpoint of which a load overwrites tensors and fails, until a load succeeds."""
+        try:
+            yield
+        except MuonckptError as error:
+            if UNUSABLE in str(error) or isinstance(error, LostRankError):
+                self._half_loaded = path
+            raise
+        self._half_loaded = ""
 
     def _refuse_empty(self, faults: Mapping[StepName, str], required: bool) -> None:
         """Raise unless a run may begin: no checkpoint was found damaged, none is required, and the folder is a run's.
