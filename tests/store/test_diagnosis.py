@@ -124,8 +124,9 @@ def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()
     lost = (
-        "rank 1's file __1_0.distcp is missing: half of the weights and momenta of layers 0 and 1 are lost; momenta "
-        "can begin anew, weights cannot"
+        "rank 1's file __1_0.distcp is missing: 2 of 2 weights and 2 of 2 momenta have lost elements ("
+        "model.layers.0.weight, model.layers.1.weight, optimizer.state.layers.0.weight.momentum_buffer and 1 more); "
+        "momenta can begin from zero, weights cannot"
     )
     assert diagnosed(broken).sentence.startswith(lost)
     assert muonckpt.inspect(broken).diagnosis.sentence.startswith(lost)
@@ -143,7 +144,7 @@ def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     assert lost in str(caught.value)
 
 
-def test_a_loss_is_told_by_layers_and_what_can_begin_anew(tmp_path):
+def test_a_loss_is_counted_by_kind_with_what_can_begin_from_zero(tmp_path):
     """Rank 1's file has a quarter of each layer, and half of the embedding, whose first half is replicated."""
     model = {f"layers.{layer}.weight": torch.randn(8, 4) for layer in (0, 1, 2, 5)} | {
         "embed.weight": torch.randn(4, 4)
@@ -162,19 +163,21 @@ def test_a_loss_is_told_by_layers_and_what_can_begin_anew(tmp_path):
         files = {chunk.item.file for chunk in opened.tensors["model.layers.5.weight"].record.chunks}
     (tmp_path / "cut" / max(files)).unlink()
     found = diagnosed(tmp_path / "cut").sentence
-    assert "a quarter of the weights and momenta of layers 0 to 2 and 5" in found
-    assert "; momenta can begin anew, weights cannot; all else is whole (" in found
+    assert "5 of 5 weights and 5 of 5 momenta have lost elements (model.layers.0.weight, " in found
+    assert "; momenta can begin from zero, weights cannot; all else is whole (" in found
     for file in files:
         (tmp_path / "cut" / file).unlink(missing_ok=True)
-    assert "everything is lost" in diagnosed(tmp_path / "cut").sentence and "whole" not in found.partition(" (")[2]
+    found = diagnosed(tmp_path / "cut").sentence
+    assert "everything is lost" in found and "whole" not in found
 
 
 def test_a_file_of_another_save_and_flipped_bytes_are_told_apart(series):
     broken = series / "step-00000003"
     flipped_in(broken, MOMENTUM)
     assert diagnosed(broken).sentence == (
-        "rank 1's file __1_0.distcp has damaged bytes: half of the momenta of layer 1 are lost; momenta can begin "
-        "anew; all else is whole (1 of 8 chunks, 768 B)"
+        "rank 1's file __1_0.distcp has damaged bytes: 1 of 2 momenta has lost elements ("
+        "optimizer.state.layers.1.weight.momentum_buffer); momenta can begin from zero; all else is whole "
+        "(1 of 8 chunks, 768 B)"
     )
     shutil.copyfile(series / "step-00000002" / "__1_0.distcp", broken / "__1_0.distcp")
     assert "rank 1's file __1_0.distcp has none of the bytes that were written" in diagnosed(broken).sentence
@@ -237,7 +240,7 @@ def test_roles_of_other_programs_tensors_are_named(name, tmp_path):
     (broken / "__1_0.distcp").unlink()
     said = called("verify", broken).stdout.splitlines()[0]
     assert f"{broken}: rank 1's file __1_0.distcp is missing: " in said
-    assert "momenta" in said and "begin anew, " in said and "weights" in said and "; all else is whole (" in said
+    assert "momenta" in said and "begin from zero, " in said and "weights" in said and "; all else is whole (" in said
     assert called("inspect", broken).stdout.splitlines()[0] == said, "it was verified"
     with pytest.raises(DamageError) as refused:  # the library says the same without being asked whose the keys are
         muonckpt.open(broken)
@@ -295,7 +298,7 @@ def test_what_is_lost_besides_is_said(uneven, tmp_path):
     (path / C).unlink()
     found = diagnosed(path)
     assert found.sentence.startswith(f"2 files with other names than when it was saved: that of {A} is called {B}")
-    assert f"; rank 2's file {C} is missing: a third of" in found.sentence
+    assert f"; rank 2's file {C} is missing: 2 of 2 weights and 2 of 2 momenta" in found.sentence
     subprocess.run(["bash", "-ec", found.remedies[0].command], check=True)
     assert diagnosed(path).sentence.startswith(f"rank 2's file {C} is missing")
 
@@ -342,7 +345,7 @@ def test_of_a_run_without_a_whole_step_restore_says_what_each_has_lost_and_what_
     (series / "step-00000003" / "__1_0.distcp").unlink()
     with pytest.raises(DamageError, match="found none among 2") as caught:
         Series(series).restore(state(0))
-    assert str(caught.value).count("half of the weights and momenta of layers 0 and 1") == 2
+    assert str(caught.value).count("2 of 2 weights and 2 of 2 momenta have lost elements") == 2
     assert "(a) muonckpt verify COPY (tells whether a copy of this checkpoint is whole" in str(caught.value)
 
 
@@ -367,12 +370,14 @@ def test_what_is_loaded_of_a_step_that_is_recorded_as_damaged_is_whole_and_the_r
     flipped_in(broken, MOMENTUM)
     assert called("verify", broken).returncode == 1
     template = {"model": state(0)["model"]}
-    with pytest.warns(UserWarning, match="is not whole, and what was loaded of it is: verified .* momenta of layer 1"):
+    with pytest.warns(
+        UserWarning, match="is not whole, and what was loaded of it is: verified .* 1 of 2 momenta has lost elements"
+    ):
         muonckpt.load(template, broken, allow_extra=True)
     assert all(torch.equal(template["model"][name], state(3)["model"][name]) for name in NAMES)
     with pytest.warns(UserWarning, match="is read although not whole: verified "):
         muonckpt.stats(broken, select=["model.*"], spectra=False)
-    with pytest.raises(DamageError, match=r"verified .* momenta of layer 1"):
+    with pytest.raises(DamageError, match=r"verified .* 1 of 2 momenta has lost elements"):
         muonckpt.stats(broken, spectra=False)
 
 

@@ -10,7 +10,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from ...names.errors import (
     UnavailableError,
     UnlistedError,
 )
-from ...names.wording import LAYER_NUMBER, Finding, counted, enumerated, listed, ranges, size
+from ...names.wording import Finding, counted, enumerated, listed, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
 from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys
@@ -190,12 +189,13 @@ class Damage:
         cause = causes or "bytes are not those that were written"
         if not self._has_remainder:
             return f"{cause}: everything is lost{extent}"
-        losses = [*self._losses_by_layer()]
-        is_one = len(self.items) + 2 * len(losses) == 1
+        losses = [*self._lost_tensors()]
         if self.items:
             keys = listed(sorted(self.items), 2)
-            losses.append(f"{len(self.items)} of {len(self.manifest.blobs)} items that are not tensors ({keys})")
-        loss = f"{', and '.join(losses)} {'is' if is_one else 'are'} lost"
+            losses.append(
+                f"{len(self.items)} of {len(self.manifest.blobs)} items that are not tensors are lost ({keys})"
+            )
+        loss = ", and ".join(losses)
         return "; ".join((f"{cause}: {loss}", *self._prospects(), f"{self._remainder}{extent}"))
 
     @property
@@ -218,55 +218,32 @@ class Damage:
         files = {*self.manifest.columns.names} | {blob.item.file for blob in self.manifest.blobs}
         return "all other files are long enough" if files - self.files.keys() else "there is no other file"
 
-    def _losses_by_layer(self) -> Iterator[str]:
-        """Yield which shares of which layers are lost: ``half of the weights and momenta of layers 0 to 3``."""
-        # The elements of each layer, or parameter outside of layers, by their kind: those that are lost, and all.
-        totals, losses = defaultdict[_Place, Counter[str]](Counter), defaultdict[_Place, Counter[str]](Counter)
-        for tensor in self.manifest.tensors:
-            totals[self._place(tensor)][self.view.noun(tensor)] += Box.of(tensor.shape).numel
-        for tensor, boxes, holes in self._losses:
-            count = boxes.elements + sum(hole.numel for hole in holes)
-            losses[self._place(tensor)][self.view.noun(tensor)] += count
-        # Layers that have lost a like share are said together; weights apart from what can begin anew by itself.
-        places, nouns = defaultdict[_Loss, list[_Place]](list), defaultdict[_Loss, dict[str, None]](dict)
-        is_about = defaultdict[_Loss, bool](bool)
-        for place, counts in losses.items():
-            share = Fraction(counts.total(), sum(totals[place][noun] for noun in counts))
-            nearest, words = _nearest_share(share)
-            loss = words, frozenset(noun in self._transient for noun in counts)
-            places[loss].append(place)
-            nouns[loss] |= dict.fromkeys(sorted(counts, key=self._transient.__contains__))
-            is_about[loss] |= share != nearest
-        stems = {stem for stem, number in totals if number is not None}
-        for loss, members in places.items():
-            share_words = f"about {loss[0]}" if is_about[loss] else loss[0]
-            yield f"{_share_of(share_words, [*nouns[loss]])} {_places(members, len(stems) == 1)}"
+    def _lost_tensors(self) -> Iterator[str]:
+        """Yield how many tensors of each kind have lost elements, weights first, with some of their keys."""
+        if self.tensors:
+            totals = Counter(map(self.view.noun, self.manifest.tensors))
+            counts = Counter(map(self.view.noun, self.tensors))
+            nouns = sorted(counts, key=self._transient.__contains__)
+            kinds = enumerated([f"{counts[noun]} of {totals[noun]} {noun}" for noun in nouns])
+            verb = "has" if len(self.tensors) == 1 else "have"
+            yield f"{kinds} {verb} lost elements ({listed(entry_keys(self.tensors), 3)})"
 
     @cached_property
     def _transient(self) -> frozenset[str]:
-        """Nouns for the lost tensors that can begin anew."""
+        """Nouns for the lost tensors that can begin from zero."""
         from ...programs.model_view import BEGIN_ANEW
 
         return frozenset(self.view.noun(tensor) for tensor in self.tensors if self.view.role(tensor) in BEGIN_ANEW)
 
-    def _place(self, tensor: StateRecord) -> _Place:
-        """Return the layer of a tensor, as the name of its parameter and its first number; else the name alone."""
-        name = self.view.owners.get(tensor.key)
-        if name is None and self.view.dialect is not None:
-            return tensor.key, None
-        name = self.view.names.get(name, name) if name else tensor.key
-        match = LAYER_NUMBER.search(name)
-        return (name[: match.start()].rstrip("."), int(match[0])) if match else (name, None)
-
     def _prospects(self) -> Iterator[str]:
-        """Yield which of what is lost can begin anew, and which cannot."""
+        """Yield which lost tensors can begin from zero, and which cannot."""
         nouns = dict.fromkeys(map(self.view.noun, self.tensors))
         transient = enumerated([noun for noun in nouns if noun in self._transient])
         lasting = enumerated([noun for noun in nouns if noun not in self._transient | _NO_KINDS])
         if transient:
-            yield f"{transient} can begin anew" + (f", {lasting} cannot" if lasting else "")
+            yield f"{transient} can begin from zero" + (f", {lasting} cannot" if lasting else "")
         elif lasting:
-            yield f"{lasting} cannot begin anew"
+            yield f"{lasting} cannot begin from zero"
 
     def _causes(self) -> Iterator[str]:
         # Files that are not there, too short, or that the system does not open.
@@ -298,57 +275,8 @@ class Damage:
             yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
 
 
-_Place = tuple[str, int | None]
-"""A layer: the text before its number, and that; or the name of a parameter outside of layers, and None."""
-
 _NO_KINDS = frozenset({"tensors", "other tensors"})
 """Nouns that say nothing about the role of a tensor."""
-
-_Loss = tuple[str, frozenset[bool]]
-"""A share in words, and whether what it is a share of can begin anew: all, none, or some of it."""
-
-_SHARES = (
-    (Fraction(1, 8), "an eighth"),
-    (Fraction(1, 4), "a quarter"),
-    (Fraction(1, 3), "a third"),
-    (Fraction(1, 2), "half"),
-    (Fraction(2, 3), "two thirds"),
-    (Fraction(3, 4), "three quarters"),
-)
-"""Shares that have words of their own."""
-
-
-def _nearest_share(share: Fraction) -> tuple[Fraction, str]:
-    """Return the nearest share that has words of its own, and these; the share itself where words fit any."""
-    if share == 1:
-        return share, "all"
-    if not _SHARES[0][0] / 2 <= share <= Fraction(7, 8):
-        return share, "a small part" if share < _SHARES[0][0] else "nearly all"
-    return min(_SHARES, key=lambda entry: abs(entry[0] - share))
-
-
-def _share_of(share: str, nouns: Sequence[str]) -> str:
-    """Return a share of these kinds, up to the name of a layer: ``half of the weights and momenta of``."""
-    text = enumerated([noun for noun in nouns if noun not in _NO_KINDS])
-    if not text:
-        return f"{share} of"
-    return f"all {text} of" if share == "all" else f"{share} of the {text} of"
-
-
-def _places(places: Sequence[_Place], has_one_stem: bool) -> str:
-    """Return layers and other parameters by name: ``layers 0 to 3 and embed.weight``; stems are said if several are."""
-    numbers_by_stem, names = defaultdict[str, list[int]](list), []
-    for stem, number in places:
-        if number is None:
-            names.append(stem)
-        else:
-            numbers_by_stem[stem].append(number)
-    texts = []
-    for stem, numbers in numbers_by_stem.items():
-        noun = "layer" if len(numbers) == 1 else "layers"
-        texts.append(f"{noun if has_one_stem or not stem else stem} {ranges(numbers)}")
-    texts += names if len(names) < 4 else [*names[:2], f"{len(names) - 2} other parameters"]
-    return enumerated(texts)
 
 
 def _files(names: Sequence[str]) -> str:
