@@ -117,16 +117,19 @@ class LostRankError(Interrupted):
     """A rank ended, or did not answer, while all were at work together.  The process group is of no use any more."""
 
 
-@contextmanager
-def lost_ranks() -> Iterator[None]:
-    """Raise our error where the one collective in the block fails: torch's message is about a pair of sockets.
+class lost_ranks:
+    """Raises our error where the one collective in the block fails: torch's message is about a pair of sockets.
 
     Raises:
         LostRankError: another rank was killed, or does not answer.
     """
-    try:
-        yield
-    except RuntimeError as error:
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
         reason = " ".join(str(error).split())[:_MAX_REASON]
         raise LostRankError(
             f"another rank was lost, or slower than the time-out of the process group (torch says: {reason}). Start "

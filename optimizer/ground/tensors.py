@@ -76,8 +76,8 @@ def align_matrices(matrices: Tensor) -> Tensor:
 
 
 def exact_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor is computed: its own, float32 at least."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    """Return the dtype in which a tensor of floats is computed: its own, float32 at least."""
+    return tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
 
 
 def cast_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -164,8 +164,10 @@ def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> Non
     """
     if cautious:
         torch._foreach_add_(params, mask_opposed(params, updates), alpha=-rate)
+    elif rate and len(params) == 1:
+        params[0].mul_(1 - rate)
     elif rate:
-        torch._foreach_mul_(params, 1 - rate if len(params) == 1 else number_like(1 - rate, params))
+        torch._foreach_mul_(params, number_like(1 - rate, params))
 
 
 def mask_opposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:

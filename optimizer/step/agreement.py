@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -152,6 +152,7 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     return RuntimeError(f"{task.failure}. {'; '.join(sentences)}. {task.advice}")
 
 
+_SORTED_RATES = sorted(RATES)
 _UNPLANNED = RATES | HISTORY_OPTIONS | NAMES
 
 
@@ -169,11 +170,13 @@ def plan_facts(groups: Mapping[int, ParamGroup]) -> Facts:
     return facts
 
 
-def _rates(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
+def _rates(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[int, str, float]]:
     for number, group in groups.items():
-        for name in sorted(RATES & group.keys()):
-            values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
-            yield from ((f"{name} of group {number}", value) for value in values)
+        for name in _SORTED_RATES:
+            if name in group:
+                values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
+                for value in values:
+                    yield number, name, _as_number(value)
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -202,7 +205,6 @@ def step_intent(
         gradients, momenta: dtypes by parameter; None for a missing gradient.
         labels: names the parameters, where ranks differ.
     """
-    numbers = np.array([_as_number(value) for _, value in _rates(groups)])
 
     def facts() -> Facts:
         dtypes = {}
@@ -210,13 +212,14 @@ def step_intent(
             dtypes[f"the gradient of {label}"] = "missing" if gradient is None else f"there, {gradient}"
             dtypes[f"the momentum of {label}"] = str(momentum)
         rates: defaultdict[str, list[str]] = defaultdict(list)
-        for subject, value in _rates(groups):
-            rates[subject].append(str(_as_number(value)))
+        for number, name, value in _rates(groups):
+            rates[f"{name} of group {number}"].append(str(value))
         shown_rates = {subject: ", ".join(values) for subject, values in rates.items()}
         return {PLAN_FACT: "kept", **constants, **dtypes, **shown_rates}
 
     # A digest of everything is compared in each step, so it is made of a few bytes.
-    content = _dtype_bytes(gradients, momenta) + numbers.tobytes() + repr(sorted(constants.items())).encode()
+    rates_now = array("d", [value for *_, value in _rates(groups)])
+    content = _dtype_bytes(gradients, momenta) + rates_now.tobytes() + repr(sorted(constants.items())).encode()
     return Intent(AGREE_ON_STEP, _digest(content), facts)
 
 

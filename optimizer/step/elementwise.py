@@ -254,8 +254,8 @@ class TorchElementwise:
         # Computed in float32 at least, and rounded once.
         boxes = block.boxes(local.weights)
         stack = stack_boxes(boxes)
-        exact = stack.to(exact_dtype(stack))
-        change = block.read(memory).to(exact.dtype)
+        exact = stack if stack.dtype.itemsize >= 4 else stack.float()
+        change = block.read(memory)
         decay([exact], [change], rate * group["weight_decay"], group["cautious"])
         exact.add_(change, alpha=-rate * block.kind.scale)
         # A box that was neither stacked nor cast has been changed in place.
