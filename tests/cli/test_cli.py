@@ -194,7 +194,19 @@ def test_every_command_explains_itself(arguments, option):
 
 
 SUMMARY = ["checkpoint", "kind", "dialect", "provenance", "tensors", "chunks", "empty_chunks", "bytes", "other_items"]
-SUMMARY += ["files", "step", "steps", "optimizer", "conventions", "groups", "unread_groups", "roles", "layouts", "cuts"]
+SUMMARY += [
+    "files",
+    "step",
+    "steps",
+    "optimizer",
+    "unknown_state",
+    "conventions",
+    "groups",
+    "unread_groups",
+    "roles",
+    "layouts",
+    "cuts",
+]
 SUMMARY += ["balance", "buffers", "quantised", "wrappers", "slots", "checks", "verified", "diagnosis", "symptoms"]
 SUMMARY += ["notes"]
 REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buffers", "files", "tensors", "checked"]

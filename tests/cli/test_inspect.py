@@ -252,7 +252,7 @@ def test_a_look_at_a_checkpoint_of_any_program_fits_a_screen_of_80_by_24(name):
 
 
 def test_keys_of_nobody_are_no_error(tmp_path):
-    muonckpt.save({"w": torch.ones(3)}, tmp_path / "plain")
+    muonckpt.save({"w": torch.ones(3), "part": {"b": torch.ones(2)}}, tmp_path / "plain")
     assert "unknown" in inspected(tmp_path / "plain")
     assert "name one with --from of muonckpt.convert" in inspected(tmp_path / "plain")
     assert summary(tmp_path / "plain")["dialect"]["name"] is None
