@@ -155,7 +155,7 @@ def _beside_state(
     faults = [*_thawed_parameters(model, loaded.frozen)]
     unchecked = [] if loaded.frozen is not None else ["requires_grad, which the checkpoint does not record"]
     for key, scheduler in schedulers.items():
-        found = check_schedules(key, scheduler, optimizers)
+        found = check_schedules(key, scheduler, optimizers, loaded.items.keys())
         faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
         unchecked += [f"which group each value of {key} is for" for key in found.unchecked]
     # Wrappers give buffers other names in a state dict, so that a buffer is known by its identity.

@@ -6,7 +6,7 @@ groups of another job may have another order, and then a group would get the rat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,17 @@ class ScheduleFindings:
     unchecked: tuple[str, ...]
 
 
-def check_schedules(key: str, scheduler: Any, optimizers: Sequence[Optimizer]) -> ScheduleFindings:
+def check_schedules(
+    key: str, scheduler: Any, optimizers: Sequence[Optimizer], saved_keys: Collection[str]
+) -> ScheduleFindings:
     """Compare the lists of a scheduler, and of its parts, with the groups of its optimizer.
 
     Args:
         key: of the scheduler in the state dict.
         scheduler: of torch; others have no lists that are known.
         optimizers: those of the run.
+        saved_keys: of all that was loaded.  Base rates that a scheduler does not save are those of the code, while the
+            groups have those of the saved run.
     """
     faults: dict[str, str] = {}
     unchecked: list[str] = []
@@ -47,11 +51,12 @@ def check_schedules(key: str, scheduler: Any, optimizers: Sequence[Optimizer]) -
             # The option of groups that stays the same unless other code writes it.
             option = {"base_lrs": "initial_lr", "_last_lr": "lr" if is_active else ""}.get(name, "")
             options = _numbers([group.get(option) for group in groups])
+            is_unsaved = name == "base_lrs" and not any(each.startswith(f"{key_of_part}.{name}") for each in saved_keys)
             if option and len(values) != len(groups):
                 faults[f"{key_of_part}.{name}"] = f"{values} for {len(groups)} parameter groups"
             elif values == options:
                 proved.append(values)
-            elif options and sorted(values) == sorted(options):
+            elif options and (is_unsaved or sorted(values) == sorted(options)):
                 faults[f"{key_of_part}.{name}"] = f"{values}, but the groups of this optimizer have {option} {options}"
             elif len(values) == len(groups):
                 unchecked += [f"{key_of_part}.{name}"] * (not _is_determined(values, proved))

@@ -11,20 +11,25 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 from torch.utils.data import DataLoader
-from torchtitan.components.checkpointer import MODEL, CheckpointManager
+from torchtitan.components.checkpointer import LR_SCHEDULER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from ..checkpoint.all_ranks import broadcast_from_first, is_coordinator
 from ..checkpoint.async_saving import async_save
+from ..checkpoint.live_parts import LiveParts
 from ..checkpoint.loading import load_for
+from ..checkpoint.resume_check import compare
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
+from ..names.errors import SourceError
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
 from ..store.io.location import entries_of, is_folder, is_there, location
+from ..store.verify.diagnosis import open
 
 SAME_UPDATES = ("fused", "foreach", "for-loop")
 """Implementations of torch's optimizers that differ in speed only; Muon chooses its kernels itself."""
@@ -183,9 +188,11 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         """Load what the state dict asks for.  Collective.
 
         If that is everything, the checkpoint may hold nothing else.  If it is only the model, or something was
-        excluded, the rest of the checkpoint is ignored.
+        excluded, the rest of the checkpoint is ignored.  Where a run goes on, its schedules have the rates of the saved
+        run, and the first rank prints the proof, or warns of what is not as it was saved.
 
         Raises:
+            SourceError: a run asks for its state, and only the model was saved.
             MuonckptError: as `muonckpt.load`; the state dict may be unusable then.
         """
         if from_hf:
@@ -193,9 +200,23 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
             return
         everything = self.states.keys() - {MODEL} <= state_dict.keys()
         choices = {"allow_extra": not everything, "fresh": self._fresh}
-        report, _ = load_for("MuonckptManager.Config", state_dict, checkpoint_id, choices)
+        goes_on = OPTIMIZER in state_dict
+        if goes_on:
+            broadcast_from_first(None, lambda: _refuse_model_alone(checkpoint_id))
+        report, loaded = load_for("MuonckptManager.Config", state_dict, checkpoint_id, choices)
         logger.info(str(report))
         self.states[MODEL].load_state_dict(state_dict)
+        if not goes_on:
+            return
+        # torchtitan saves no base rates of schedules; those of the saved run are in its groups.
+        for scheduler in self.states[LR_SCHEDULER].schedulers if LR_SCHEDULER in self.states else ():
+            scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+        # Everything that will run is compared with what was loaded.
+        step = int(checkpoint_id.rpartition("-")[2]) if re.search(r"step-\d+$", checkpoint_id) else 0
+        proof = compare(lambda: LiveParts.of_state_dict(loaded, self._states_to_load(model_only=False)), step, None)
+        if is_coordinator(None):
+            proof.show()
 
     def _close(self) -> None:
         """Wait for a running save, and raise its error; put former signal handlers back."""
@@ -211,3 +232,14 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         steps = [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, names) if name]
         places = {step: location(self._create_checkpoint_id(step, folder)) for step in steps}
         return max((s for s, place in places.items() if is_there(place / ".metadata")), default=-1)
+
+
+def _refuse_model_alone(checkpoint_id: str) -> None:
+    """Raise `SourceError` if a checkpoint has no state of an optimizer."""
+    with open(checkpoint_id) as opened:
+        if not any(key.startswith(f"{OPTIMIZER}.") for key in (*opened.tensors, *opened.items)):
+            raise SourceError(
+                f"{checkpoint_id} has the model alone, as last_save_model_only=True, torchtitan's default, saves the "
+                "last step: no run goes on from it. Move it out of the folder to go on from the step before, and give "
+                "MuonckptManager.Config(last_save_model_only=False)"
+            )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-from dataclasses import dataclass, field
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,47 @@ def test_a_checkpoint_is_one_of_this_package_with_torchtitans_keys(uninterrupted
     assert not ours.unchecked
     assert "optimizer.state.layers.1.feed_forward.w2.weight.momentum_buffer" in ours.fingerprints
     assert ours.fingerprints == stock.fingerprints
+
+
+def rates_of_steps(rank: int, world: int, folder: str, lr: float, **options: Any) -> tuple[list[list[float]], str]:
+    """The rates with which the script's steps are taken, by group, and the line of a resume."""
+    with as_launched(rank, world), redirect_stdout(StringIO()) as told:
+        names = script("torchtitan.md")
+        names["optimizers"] = lambda: MuonOptimizers.Config(lr=lr, adamw_lr=3e-3, options={"ns_dtype": "float32"})
+        trainer = names["Trainer"](folder, **options)
+        (optimizer,) = trainer.optimizers
+        rates: list[list[float]] = []
+        optimizer.register_step_pre_hook(lambda *_: rates.append([float(g["lr"]) for g in optimizer.param_groups]))
+        trainer.train()
+        return rates, told.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
+def test_a_resumed_run_steps_with_the_rates_of_the_saved_one(tmp_path):
+    """Of a schedule torchtitan saves the step alone, and not the rates that it multiplies."""
+    rates, told = run(2, rates_of_steps, str(tmp_path / "whole"), 0.02)[0]
+    assert not told
+    folder = interrupted(tmp_path / "whole", tmp_path / "resumed")
+    resumed_rates, told = run(1, rates_of_steps, folder, 0.01)[0]
+    assert resumed_rates == rates[3:]
+    assert told.startswith("resumed from step 3, saved on 2 ranks, now 1, proved: 28 tensors and "), told
+    assert "not checked" not in told
+
+
+def save_model_last(rank: int, world: int, folder: str) -> str:
+    with as_launched(rank, world):
+        names = script("torchtitan.md")
+        full = names["checkpoints"]
+        names["checkpoints"] = lambda **options: replace(full(**options), last_save_model_only=True)
+        names["Trainer"](folder).train()
+        return raised(names["Trainer"](folder).train)
+
+
+def test_a_last_step_without_an_optimizer_is_named_and_moved_away(uninterrupted, tmp_path):
+    for told in run(2, save_model_last, str(tmp_path)):
+        assert "step-6 has the model alone, as last_save_model_only=True, torchtitan's default" in told
+    shutil.move(tmp_path / "checkpoint" / "step-6", tmp_path / "step-6")
+    assert distance(run(2, train, "ours", str(tmp_path))[0], uninterrupted["ours", 2][1]) == 0
 
 
 def test_what_a_killed_save_has_left_is_no_checkpoint(uninterrupted, tmp_path):

@@ -92,3 +92,34 @@ def test_lists_of_a_scheduler_that_nothing_proves_are_named(tmp_path):
     assert tuple(p for p in proof.unchecked if "which group" in p) == (
         "which group each value of rates.max_lrs is for",
     ), str(proof)
+
+
+class SavesNoRates(LambdaLR):
+    """Saves where it is, as torchtitan's does, and takes the rates from the code."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_base_rates_that_a_scheduler_does_not_save_are_told_from_those_of_the_saved_run(tmp_path):
+    def begun(rate: float) -> tuple[TwoGroups, muonckpt.Series]:
+        one = TwoGroups(lambda optimizer: SavesNoRates(optimizer, lambda step: 0.9**step))
+        for group in one.optimizer.param_groups:
+            group["initial_lr"] *= rate
+        one.scheduler.base_lrs = [group["initial_lr"] for group in one.optimizer.param_groups]
+        return one, muonckpt.Series(tmp_path, one.model, one.optimizer, scheduler=one.scheduler)
+
+    one, run = begun(1.0)
+    one.step()
+    run.save(0)
+    _, run = begun(1.0)
+    assert run.resume(strict=True) == 1
+    _, run = begun(0.5)
+    with pytest.raises(
+        muonckpt.AttestError, match=r"base_lrs: \[0.05, 0.0005\], but .* have initial_lr \[0.1, 0.001\]"
+    ):
+        run.resume(strict=True)
