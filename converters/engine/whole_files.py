@@ -14,7 +14,7 @@ from ...record.record import Manifest, StateRecord, by_key
 from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
 from ...store.io.checksums import xxh3_128
-from ...store.io.location import Location
+from ...store.io.location import Location, entries_of
 from .container import Arranged, Container, ItemFile, WriteRequest, extended_provenance
 from .output_files import SUMS, ChunkSums, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
@@ -64,15 +64,17 @@ class SafetensorsFiles(WholeFiles):
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         records, outputs = _records(tensors), by_key(tensors)
         safetensors.check_storable(records)
+        if self.shard_bytes is None:
+            return [_file(safetensors.FILE, tensors, recorded)]
         files = []
-        for name, shard in safetensors.shards(records, self.shard_bytes):
+        for name, shard in safetensors.shards(records, self.shard_bytes, recorded):
             files.append(_file(name, [outputs[record.key] for record in shard], recorded))
         return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         """Write the index of shards; the header of a single file describes it."""
         if self.shard_bytes is not None:
-            names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]
+            names = sorted(entry.name for entry in entries_of(folder))
             safetensors.write_shard_index(manifest, names, folder)
 
 

@@ -123,6 +123,17 @@ def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_d
     ]
 
 
+def test_files_are_cut_where_a_header_would_be_too_long_for_readers(tmp_path):
+    """A name is in a header three times, and readers refuse headers that are longer than 1 MiB and the data."""
+    tensors = {f"{number}.{'x' * 20_000}": torch.full((4,), float(number)) for number in range(50)}
+    write_values(tmp_path / "a", SafetensorsFiles(1 << 30), tensors)
+    files = sorted((tmp_path / "a").glob("*.safetensors"))
+    parts = [stock_torch.load_file(file) for file in files]
+    assert [len(part) for part in parts] == [12, 13, 12, 13]
+    assert expected({key: value for part in parts for key, value in part.items()}) == stored(tmp_path / "a")
+    assert stored(tmp_path / "a") == expected(tensors)
+
+
 def test_a_folder_with_one_file_needs_no_index(tmp_path):
     stock_torch.save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     assert format_of(tmp_path) is format_of(tmp_path / "model.safetensors") is SAFETENSORS

@@ -16,7 +16,7 @@ import math
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -372,6 +372,17 @@ def encode_front(
     Raises:
         DestinationError: the header would be longer than readers accept.
     """
+    head = _encode_front(tensors, provenance, sums)
+    if len(head) - 8 > MAX_HEADER_BYTES:
+        raise DestinationError(
+            f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}: give a `shard_size=`, for several files"
+        )
+    return head
+
+
+def _encode_front(
+    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()
+) -> bytes:
     # The manifest's extents count from the data section, as the header's do.
     entries, chunks, start = {}, [], 0
     sums = sums or [(Sums().digest, 0)] * len(tensors)
@@ -385,21 +396,17 @@ def encode_front(
         records.append(dataclasses.replace(tensor, chunks=tensor_chunks, fingerprint=as_hex(share)))
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
     manifest = Manifest(tuple(records), (), provenance).to_json()
-    head = Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
-    if len(head) - 8 > MAX_HEADER_BYTES:
-        size = f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}"
-        raise DestinationError(f"{size}; give a smaller `shard_size=`")
-    return head
+    return Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
 
 
-def shards(tensors: Sequence[StateRecord], max_bytes: int | None) -> list[tuple[str, list[StateRecord]]]:
+def shards(
+    tensors: Sequence[StateRecord], max_bytes: int, provenance: Mapping[str, Any]
+) -> list[tuple[str, Sequence[StateRecord]]]:
     """Distribute tensors over files in order; return each file's name and tensors.
 
-    A file has at most ``max_bytes`` of elements, or one tensor; None means one file.  Without tensors there is one
-    empty file.
+    A file has at most ``max_bytes`` of elements, and a header that readers accept, or one tensor.  Without tensors
+    there is one empty file.
     """
-    if max_bytes is None:
-        return [(FILE, list(tensors))]
     contents: list[list[StateRecord]] = [[]]
     length = 0
     for tensor in tensors:
@@ -408,8 +415,20 @@ def shards(tensors: Sequence[StateRecord], max_bytes: int | None) -> list[tuple[
             length = 0
         contents[-1].append(tensor)
         length += length_of(tensor)
-    name = f"model-{{:05d}}-of-{len(contents):05d}.safetensors"
-    return [(name.format(number), content) for number, content in enumerate(contents, 1)]
+    files = [*chain.from_iterable(_cut_by_header(content, provenance) for content in contents)]
+    name = f"model-{{:05d}}-of-{len(files):05d}.safetensors"
+    return [(name.format(number), content) for number, content in enumerate(files, 1)]
+
+
+def _cut_by_header(tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Iterator[Sequence[StateRecord]]:
+    """Yield the tensors of a file, or halves of them, until readers accept each header: see `read_header`."""
+    max_bytes = min(MAX_HEADER_BYTES, limits.SMALL_DESCRIPTION + sum(map(length_of, tensors)))
+    middle = len(tensors) // 2
+    if not middle or len(_encode_front(tensors, provenance)) - 8 <= max_bytes:
+        yield tensors
+        return
+    yield from _cut_by_header(tensors[:middle], provenance)
+    yield from _cut_by_header(tensors[middle:], provenance)
 
 
 def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Location) -> None:
