@@ -42,12 +42,13 @@ def offers(num_tensors: int, num_ranks: int) -> list[bytes]:
 
 def _of_rank(described: RankState, rank: int) -> RankState:
     kinds = []
-    for kind in described.kinds:
+    for kind in described.form.kinds:
         if kind is not None and kind.placement is not None:
             fragments = fragments_on(kind.shape, kind.placement.mesh, kind.placement.placements, rank)
             kind = replace(kind, boxes=tuple(fragment.box for fragment in fragments))
         kinds.append(kind)
-    return replace(described, kinds=tuple(kinds))
+    form = described.form
+    return RankState.of(form.keys, form.numbers, kinds, form.paths, form.names, form.optimizers)
 
 
 def plan(sent: list[bytes]) -> WholePlan:

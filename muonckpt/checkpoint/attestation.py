@@ -31,7 +31,7 @@ from ..store.reading.payloads import check_chunk, chunk_share
 from ..store.verify.diagnosis import open_whole
 from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
 from .bits import share_of, unsigned
-from .joint_state import RankBoxes, holders_by_key, layout_on_ranks, with_joint_groups
+from .joint_state import HeldBoxes, holders_by_key, with_joint_groups
 from .live_state import LiveState, RankState
 from .storable import refuse_unwritable
 
@@ -317,20 +317,22 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
     tensors, disputes, replicated = {}, list[tuple[str, str]](), 0
     for key, holders in holders_by_key(states).items():
         # Boxes can be compared only where ranks speak of one tensor.
-        kinds = [holder.kind for holder in holders if holder.kind is not None]
-        forms, rank_boxes, shares_of_boxes = [], [], list[int]()
-        for holder, kind in zip(holders, kinds, strict=True):
-            rank, (_, rank_shares) = ranks[holder.place], shares[holder.place]
-            forms.append(((kind.dtype, kind.shape), rank))
-            rank_boxes.append(RankBoxes(rank, kind.boxes))
-            shares_of_boxes += rank_shares[holder.item : holder.item + len(kind.boxes)]
-        ranks_by_form = _ranks_by(forms)
+        forms = []
+        for each in holders:
+            assert each.kind is not None, "fingerprints are of tensors"
+            forms += [(place, (each.kind.dtype, each.kind.shape)) for place in each.places.tolist()]
+        ranks_by_form = _ranks_by((form, ranks[place]) for place, form in sorted(forms))
         if len(ranks_by_form) > 1:
             disputes.append((key, f": {_says(ranks_by_form, lambda form: f'{form[0]} of shape {form[1]}')}"))
             continue
         # The layout proves that nothing is missing, and its rows are the holders' boxes in their order.
+        [(dtype, shape)] = ranks_by_form
+        held = HeldBoxes.of(holders)
         with about(f"tensor {key!r}"):
-            layout = layout_on_ranks(kinds[0].shape, tuple(rank_boxes))
+            layout = held.layout(shape, ranks)
+        shares_of_boxes = []
+        for place, index, number in zip(*(column.tolist() for column in held[:3]), strict=True):
+            shares_of_boxes.append(shares[place][1][holders[index].item + number])
         # One share of each box counts, and its replicas must have the same.
         counted = []
         rows, begin = layout.by_box
@@ -344,7 +346,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
             else:
                 replicated += len(replicas) > 1
             counted.append(replica_shares[0])
-        tensors[key] = TensorPrint(kinds[0].shape, kinds[0].dtype, as_hex(combine(*counted)))
+        tensors[key] = TensorPrint(shape, dtype, as_hex(combine(*counted)))
     return HeldTogether(tensors, replicated, tuple(disputes))
 
 

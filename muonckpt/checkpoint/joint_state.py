@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from ..algebra.box import Box, Index
 from ..algebra.layout import Buffer, Fragment, TensorLayout, dense, holes_in
-from ..algebra.overlap import overlaps
+from ..algebra.overlap import IntArray, overlaps
 from ..layouts.mesh import MeshPlacement
 from ..names.errors import LayoutError
 from ..names.resumption import NAMES_OF_GROUPS
-from .live_state import Digests, RankState, ShardSpec
+from .live_state import Digests, RankForm, RankState, ShardSpec, corners_by_kind
 
 NOBODY = "nobody"
 """The buffer of elements that no rank has, or asks for."""
@@ -26,13 +28,77 @@ class RankBoxes(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class Holder(NamedTuple):
-    """A rank that holds a tensor or an object: its place among ranks, its first item, and its kind with its number."""
+class AlikeHolders(NamedTuple):
+    """Ranks that hold a tensor or an object alike, as many boxes each.
 
-    place: int
+    Attributes:
+        identity: of the ranks together with the kind: equal ones hold equal boxes.
+        places: of the ranks among all, ascending.
+        item: the number of the first item, the same on each.
+        kind: without boxes; None for an object.
+        lo, hi: the corners of boxes, ``[ranks, boxes, ndim]``.
+    """
+
+    identity: tuple[int, int]
+    places: IntArray
     item: int
-    number: int
     kind: ShardSpec | None
+    lo: IntArray
+    hi: IntArray
+
+
+class HeldBoxes(NamedTuple):
+    """The boxes of a tensor on all its holders, a row each: the rank's place, the number of the holders, and the box.
+
+    Attributes:
+        number: counts boxes on a rank.
+        lo, hi: corners, ``[rows, ndim]``.
+    """
+
+    place: IntArray
+    holders: IntArray
+    number: IntArray
+    lo: IntArray
+    hi: IntArray
+
+    @classmethod
+    def of(cls, holders: Sequence[AlikeHolders]) -> HeldBoxes:
+        """Return all boxes, rank by rank."""
+        tables = []
+        for index, each in enumerate(holders):
+            num_ranks, num_boxes, ndim = each.lo.shape
+            numbers = np.tile(np.arange(num_boxes), num_ranks)
+            corners = (corner.reshape(num_ranks * num_boxes, ndim) for corner in (each.lo, each.hi))
+            tables.append((np.repeat(each.places, num_boxes), np.full_like(numbers, index), numbers, *corners))
+        columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        return cls(*(column[order] for column in columns))
+
+    def layout(self, shape: Index, names: Sequence[Buffer]) -> TensorLayout:
+        """Return the layout of the tensor in buffers of these names by place; rows of boxes are fragments in order.
+
+        Raises:
+            LayoutError: nobody holds some elements, or boxes overlap in part.
+        """
+        sizes = self.hi - self.lo
+        strides = np.ones_like(sizes)
+        for dim in reversed(range(len(shape) - 1)):
+            strides[:, dim] = strides[:, dim + 1] * sizes[:, dim + 1]
+        # Offsets are as if a rank's boxes lay end to end.
+        ends = np.cumsum(sizes.prod(axis=1))
+        heads = np.flatnonzero(np.diff(self.place, prepend=-1))
+        starts = np.append(0, ends)[:-1]
+        buffer = np.cumsum(np.diff(self.place, prepend=-1) != 0) - 1
+        offset = starts - starts[heads][buffer]
+        corners = (
+            (self.lo, self.hi) if shape else (np.zeros((len(ends), 1), np.int64), np.ones((len(ends), 1), np.int64))
+        )
+        buffers = tuple(names[place] for place in self.place[heads].tolist())
+        try:
+            return TensorLayout.of_columns(shape, corners, buffers, buffer, offset, strides)
+        except LayoutError:
+            in_words = tuple(f"rank {name}" for name in buffers)
+            return TensorLayout.of_columns(shape, corners, in_words, buffer, offset, strides)  # raises the same
 
 
 def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
@@ -44,7 +110,7 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
         return list(ranks)
     # A group gets its number when the first rank that has it comes; ranks come in one order everywhere.
     numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
-    joint = []
+    joint, forms = list[RankState](), dict[object, RankForm]()
     for state in ranks:
         rank_numbers: defaultdict[str, list[int]] = defaultdict(list)
         for optimizer in state.optimizers:
@@ -52,7 +118,10 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
             for place, names in enumerate(groups):
                 identity = names or (groups, place)  # one without parameters is that of ranks with the same groups
                 rank_numbers[optimizer.options].append(joint_numbers.setdefault(identity, len(joint_numbers)))
-        joint.append(state.renumbered(rank_numbers))
+        renumbering = id(state.form), tuple(chain.from_iterable(rank_numbers.values()))
+        if renumbering not in forms:
+            forms[renumbering] = state.form.renumbered(rank_numbers)
+        joint.append(replace(state, form=forms[renumbering]))
     return joint
 
 
@@ -87,21 +156,33 @@ def other_options(option: str, first: int, other_rank: int) -> LayoutError:
     )
 
 
-def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
-    """Return the holders of each tensor or object, by key.
+def forms_of(ranks: Sequence[RankState]) -> list[RankForm]:
+    """Return the forms of ranks, each once, in the order of the ranks."""
+    return list({id(state.form): state.form for state in ranks}.values())
+
+
+def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[AlikeHolders]]:
+    """Return the holders of each tensor or object, by key; those with the first rank come first.
 
     Raises:
         LayoutError: nobody holds any element of a tensor.
     """
-    # A rank that has the tensor without any of its elements is no holder.
-    holders: defaultdict[str, list[Holder]] = defaultdict(list)
+    # Ranks are alike that have one form and as many boxes of each kind.
+    places_by_state: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
     for place, state in enumerate(ranks):
-        counts = [kind is None or kind.counts for kind in state.kinds]
-        for key, number, item in zip(state.keys, state.numbers, state.first_items(), strict=False):
-            if counts[number]:
-                holders[key].append(Holder(place, item, number, state.kinds[number]))
-    for state in ranks:
-        for key in state.keys:
+        places_by_state[id(state.form), state.counts].append(place)
+    # A rank that has the tensor without any of its elements is no holder.
+    holders: defaultdict[str, list[AlikeHolders]] = defaultdict(list)
+    for group, places in enumerate(places_by_state.values()):
+        first = ranks[places[0]]
+        corners = [*corners_by_kind([ranks[place] for place in places])]
+        ranks_alike = np.array(places, np.int64)
+        for key, number, item in zip(first.keys, first.numbers, first.first_items(), strict=False):
+            kind, (lo, hi) = first.form.kinds[number], corners[number]
+            if kind is None or lo.shape[1] or 0 in kind.shape:
+                holders[key].append(AlikeHolders((group, number), ranks_alike, item, kind, lo, hi))
+    for form in forms_of(ranks):
+        for key in form.keys:
             if key not in holders:
                 raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
     return holders

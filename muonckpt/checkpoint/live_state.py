@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..algebra.box import Box, Index
+from ..algebra.overlap import IntArray
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.mesh import MeshPlacement
 from ..layouts.tensors import mesh_placement_of
@@ -59,40 +61,13 @@ class ShardSpec:
     note: Annotation
     placement: MeshPlacement | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _spec, ((self.dtype, self.shape, self.note, self.placement), self.boxes)
 
-    @property
-    def counts(self) -> bool:
-        """True if the rank has elements, or if there are none."""
-        return bool(self.boxes) or 0 in self.shape
-
-
-@lru_cache(maxsize=4096)
-def _shared(value: Any) -> Any:
-    """Return the first of equal values: a coordinator has the descriptions of thousands of ranks."""
-    return value
-
-
-def _spec(form: tuple[str, Index, Annotation, MeshPlacement | None], boxes: tuple[Box, ...]) -> ShardSpec:
-    dtype, shape, note, placement = _shared(form)
-    return ShardSpec(dtype, shape, boxes, note, placement)
-
-
-def _rank_state(
-    keys: tuple[str, ...], numbers: tuple[int, ...], kinds: tuple[ShardSpec | None, ...], *described: Any
-) -> RankState:
-    return RankState(_shared(keys), _shared(numbers), kinds, *map(_shared, described))
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """The description of a rank's state for others, a few bytes for each key.  Equal ones are saved alike.
-
-    An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
+@dataclass(frozen=True)
+class RankForm:
+    """What ranks that hold the same keys say alike: everything but their boxes.
 
     Attributes:
-        numbers: index of each key's kind in ``kinds``, where None means such an object.
+        numbers: index of each key's kind in ``kinds``, where None means an object that is not a tensor.
         paths, names: each key's path in the nested state dict, and the parameter's name if known.
         optimizers: those that have parameter groups, which `with_joint_groups` knows by the names in them.
     """
@@ -104,25 +79,8 @@ class RankState:
     names: tuple[str | None, ...] = ()
     optimizers: tuple[NamedOptimizer, ...] = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what others need; keys, paths and names that ranks have alike become one object again."""
-        return _rank_state, (self.keys, self.numbers, self.kinds, self.paths, self.names, self.optimizers)
-
-    def boxes(self, keys: Collection[str]) -> RankState:
-        """Return where the tensors of some keys are, without paths and names."""
-        numbers, has_options = {}, False
-        prefixes = tuple(optimizer.options for optimizer in self.optimizers)
-        for key, number in zip(self.keys, self.numbers, strict=True):
-            if self.kinds[number] is not None:
-                has_options |= key.startswith(prefixes)
-                if key in keys:
-                    numbers[key] = number
-        # Groups are compared by ranks only where tensors of options go along.
-        optimizers = self.optimizers if has_options else ()
-        return RankState(tuple(numbers), tuple(numbers.values()), self.kinds, optimizers=optimizers)
-
-    def renumbered(self, numbers: Mapping[str, Sequence[int]]) -> RankState:
-        """Return the state with other numbers for parameter groups, by the beginning of the keys of their options."""
+    def renumbered(self, numbers: Mapping[str, Sequence[int]]) -> RankForm:
+        """Return the form with other numbers for parameter groups, by the beginning of the keys of their options."""
         keys, paths = list(self.keys), list(self.paths)
         for place, key in enumerate(self.keys):
             for options in filter(key.startswith, numbers):
@@ -137,6 +95,99 @@ class RankState:
                     paths[place] = (*path[:depth], number, *path[depth + 1 :])
         return replace(self, keys=tuple(keys), paths=tuple(paths), optimizers=())
 
+
+@lru_cache(maxsize=1024)
+def _unpickled_form(pickled: bytes) -> RankForm:
+    """Return a form that many ranks have sent, which is one object for all of them."""
+    return _shared_form(pickle.loads(pickled))
+
+
+@lru_cache(maxsize=1024)
+def _shared_form(form: RankForm) -> RankForm:
+    return form
+
+
+def _rank_state(form: bytes, counts: bytes, corners: bytes) -> RankState:
+    return RankState(_unpickled_form(form), counts, corners)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The description of a rank's state for others, a few bytes for each key.  Equal ones are saved alike.
+
+    An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
+
+    Attributes:
+        form: its kinds are without boxes.
+        counts: the number of boxes of each kind.
+        corners: of the boxes of all kinds in order, ``lo`` and ``hi`` of each.  Both are 64-bit integers, as bytes.
+    """
+
+    form: RankForm
+    counts: bytes
+    corners: bytes
+
+    @classmethod
+    def of(
+        cls, keys: Sequence[str], numbers: Sequence[int], kinds: Sequence[ShardSpec | None], *rest: Any
+    ) -> RankState:
+        """Describe keys with kinds of these numbers; the others are those of `RankForm`."""
+        counts, corners, bare_kinds = list[int](), list[int](), list[ShardSpec | None]()
+        for kind in kinds:
+            boxes = () if kind is None else kind.boxes
+            counts.append(len(boxes))
+            for box in boxes:
+                corners += (*box.lo, *box.hi)
+            bare_kinds.append(kind and replace(kind, boxes=()))
+        form = RankForm(tuple(keys), tuple(numbers), tuple(bare_kinds), *rest)
+        return cls(form, np.array(counts, np.int64).tobytes(), np.array(corners, np.int64).tobytes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rank_state, (pickle.dumps(self.form), self.counts, self.corners)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.form.keys
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.form.numbers
+
+    @property
+    def paths(self) -> tuple[KeyPath, ...]:
+        return self.form.paths
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        return self.form.names
+
+    @property
+    def optimizers(self) -> tuple[NamedOptimizer, ...]:
+        return self.form.optimizers
+
+    @cached_property
+    def kinds(self) -> tuple[ShardSpec | None, ...]:
+        """The kinds with their boxes."""
+        kinds = list[ShardSpec | None]()
+        for kind, (lo, hi) in zip(self.form.kinds, corners_by_kind([self]), strict=True):
+            boxes = map(Box, map(tuple, lo[0].tolist()), map(tuple, hi[0].tolist()))
+            kinds.append(kind and replace(kind, boxes=tuple(boxes)))
+        return tuple(kinds)
+
+    def boxes(self, keys: Collection[str]) -> RankState:
+        """Return where the tensors of some keys are, without paths and names."""
+        numbers, has_options = {}, False
+        prefixes = tuple(optimizer.options for optimizer in self.optimizers)
+        for key, number in zip(self.keys, self.numbers, strict=True):
+            if self.form.kinds[number] is not None:
+                has_options |= key.startswith(prefixes)
+                if key in keys:
+                    numbers[key] = number
+        # Groups are compared by ranks only where tensors of options go along.
+        optimizers = self.optimizers if has_options else ()
+        form = RankForm(tuple(numbers), tuple(numbers.values()), self.form.kinds, optimizers=optimizers)
+        return replace(self, form=form)
+
     def tensors(self) -> Iterator[tuple[str, ShardSpec]]:
         for key, number in zip(self.keys, self.numbers, strict=True):
             if (kind := self.kinds[number]) is not None:
@@ -145,13 +196,28 @@ class RankState:
     def records(self) -> Iterator[StateRecord]:
         """Yield the record of each tensor, without chunks."""
         for key, number, path, name in zip(self.keys, self.numbers, self.paths, self.names, strict=True):
-            if (kind := self.kinds[number]) is not None:
+            if (kind := self.form.kinds[number]) is not None:
                 yield record_of(key, path, name, kind)
 
     def first_items(self) -> list[int]:
         """Return the number of each key's first item, and how many items there are."""
-        counts = np.array([1 if kind is None else len(kind.boxes) for kind in self.kinds], np.int64)
+        counts = np.frombuffer(self.counts, np.int64) + np.array([kind is None for kind in self.form.kinds], np.int64)
         return [0, *np.cumsum(counts[np.array(self.numbers, np.int64)]).tolist()]
+
+
+def corners_by_kind(states: Sequence[RankState]) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield the corners of boxes, ``lo`` and ``hi`` of shape ``[states, boxes, ndim]``, for each kind.
+
+    The states have one form, and as many boxes of each kind.
+    """
+    corners = np.frombuffer(b"".join(state.corners for state in states), np.int64).reshape(len(states), -1)
+    start = 0
+    for kind, count in zip(states[0].form.kinds, np.frombuffer(states[0].counts, np.int64).tolist(), strict=True):
+        ndim = 0 if kind is None else len(kind.shape)
+        stop = start + 2 * count * ndim
+        pairs = corners[:, start:stop].reshape(len(states), count, 2, ndim)
+        yield pairs[:, :, 0], pairs[:, :, 1]
+        start = stop
 
 
 def record_of(
@@ -308,7 +374,7 @@ class LiveState:
         # Optimizers without groups have nothing that ranks could number differently.
         grouped = tuple(optimizer for optimizer in self.optimizers if optimizer.groups is not None)
         keys, paths = tuple(self.flat), tuple(map(self.paths.__getitem__, self.flat))
-        return RankState(keys, tuple(numbers), tuple(distinct), paths, tuple(names), grouped)
+        return RankState.of(keys, numbers, distinct, paths, tuple(names), grouped)
 
     def known_as(self, state: RankState) -> LiveState:
         """Return the same with the keys and paths of a state, which is ``described`` with other numbers of groups."""

@@ -360,7 +360,7 @@ def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tup
     matching = match(template, stored, choices)
     # From here on tensors that have grown are their first rows, as the checkpoint has them.
     live = live.cut_to(matching.rows)
-    boxes = RankState((), (), ())
+    boxes = RankState.of((), (), ())
     if matching.fits:
         boxes = live.described.boxes({*matching.sources, *matching.zeros})
         _refuse_overwriting(call, checkpoint, tied_origins(live, matching.sources, matching.zeros))

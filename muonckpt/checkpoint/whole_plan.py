@@ -9,14 +9,15 @@ import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..algebra.box import Box
+from ..algebra.box import Index
 from ..algebra.fingerprint import as_hex
+from ..algebra.overlap import expanded
 from ..names.errors import DestinationError, LayoutError, about
 from ..names.keys import KeyPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
 from ..names.vocabulary import BY_RANK, KeyPath
@@ -26,10 +27,10 @@ from ..record.record import Blob, Extent, Manifest, StateRecord
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from .joint_state import (
-    Holder,
-    RankBoxes,
+    AlikeHolders,
+    HeldBoxes,
+    forms_of,
     holders_by_key,
-    layout_on_ranks,
     other_options,
     refuse_other_groups,
     with_joint_groups,
@@ -64,15 +65,17 @@ class _Geometry:
 
     Attributes:
         boxes: those that are stored, by their first index.
-        replicas: for each box the positions of its holders, and its number among the holder's boxes.
+        replicas: of all boxes, one box after the other: the rank's place, the number of the holders, and of their box.
+        begin: where each box's replicas begin; the last entry is their count.
         sizes, heads: for each box the bytes of its elements, and those of its item before them.
     """
 
     kind: ShardSpec
     boxes: Boxes
-    replicas: tuple[tuple[tuple[int, int], ...], ...]
-    sizes: tuple[int, ...]
-    heads: tuple[int, ...]
+    replicas: NDArray[np.int32]
+    begin: Column
+    sizes: Column
+    heads: Column
 
 
 class _PlannedTensor(NamedTuple):
@@ -197,11 +200,8 @@ class _Planning:
         self._ranks, self._digests = with_joint_groups(ranks), digests
         self._load = [0] * len(ranks)
         """Bytes that each rank writes; an object, whose size is not known, counts for one."""
-        self._stored_items: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
-        """The objects and the boxes that each rank writes."""
-        self._stored_boxes: list[_Placed] = []
-        """Where each stored box of all tensors is written, in their order."""
-        self._witness_items: list[list[int]] = [[] for _ in ranks]
+        self._stored_boxes: list[tuple[Column, Column]] = []
+        """Where each stored box of all tensors is written, in their order: rank and item."""
         self._witnesses: list[_Placed] = []
         self._witnessed: list[_Placed] = []
         self._witness_names: list[str] = []
@@ -213,54 +213,66 @@ class _Planning:
         self._numbers_of_holders: dict[tuple[int, ...], int] = {}
 
     def plan(self) -> WholePlan:
-        # Each tensor or object is given to a rank; layers repeat, so equal geometry is proved whole once.
-        described = self._describe_keys()
-        optimizers = optimizers_of(path for path, _ in described.values())
-        geometries: dict[object, _Geometry | None] = {}
-        shared_boxes: dict[Boxes, Boxes] = {}
-        """One object for equal boxes: what is made of them later is known by it."""
-        tensors, heads, sizes = list[_PlannedTensor](), list[int](), list[int]()
-        for key, holders in holders_by_key(self._ranks).items():
-            path, name = described[key]
-            geometry_key = tuple([(holder.place, holder.number) for holder in holders])
-            if geometry_key not in geometries:
-                geometries[geometry_key] = _geometry(key, holders, shared_boxes)
-            geometry = geometries[geometry_key]
-            if geometry is None:
-                self._store_object(key, path, [(holder.place, holder.item) for holder in holders], optimizers)
-                continue
-            self._store_tensor(key, holders, geometry)
-            tensors.append(_PlannedTensor(key, path, name, geometry.kind, geometry.boxes))
-            heads += geometry.heads
-            sizes += geometry.sizes
+        tensors, heads, sizes = self._store_all()
         # Ranks write objects first, then boxes; receipts follow that order, so rows of items are known now.
+        box_ranks, box_items = (
+            np.concatenate([_NONE, *column]) for column in zip((_NONE, _NONE), *self._stored_boxes, strict=True)
+        )
+        objects = _items_by_rank(len(self._ranks), *_columns_of(self._stored_objects))
+        boxes = _items_by_rank(len(self._ranks), box_ranks, box_items)
+        witness_items = _items_by_rank(len(self._ranks), *_columns_of(self._witnesses))
         shares: list[RankItems] = []
-        for (objects, boxes), witness_items in zip(self._stored_items, self._witness_items, strict=True):
-            shares.append((sorted(objects) + sorted(boxes), sorted(witness_items)))
+        for rank_objects, rank_boxes, rank_witnesses in zip(objects, boxes, witness_items, strict=True):
+            shares.append((rank_objects + rank_boxes, rank_witnesses))
         first_items, row_of_item = self._rows_of_items(shares)
 
-        def rows(items: Sequence[_Placed]) -> Column:
-            ranks, numbers = np.array(items, np.int64).reshape(-1, 2).T
-            numbered_rows: Column = row_of_item[first_items[ranks] + numbers]
+        def rows(ranks: Column, items: Column) -> Column:
+            numbered_rows: Column = row_of_item[first_items[ranks] + items]
             return numbered_rows
 
         # All that was given out by rank and item is looked up by row from here on.
-        object_rows, witnesses = rows(self._stored_objects), np.stack([rows(self._witnesses), rows(self._witnessed)])
+        object_rows = rows(*_columns_of(self._stored_objects))
+        witnesses = np.stack([rows(*_columns_of(self._witnesses)), rows(*_columns_of(self._witnessed))])
         objects_planned = []
         for (key, path, copies_after), row in zip(self._objects, object_rows.tolist(), strict=True):
             objects_planned.append((key, path, row - copies_after))
         return WholePlan(
             tuple(shares),
             tuple(map(dict, self._common_items)),
-            tuple(tensors),
+            tensors,
             tuple(objects_planned),
-            np.array([rank for rank, _ in self._stored_boxes], np.int32),
-            rows(self._stored_boxes),
-            np.array(heads, np.int64),
-            np.array(sizes, np.int64),
+            box_ranks.astype(np.int32),
+            rows(box_ranks, box_items),
+            heads,
+            sizes,
             witnesses,
             dict(zip(witnesses[1].tolist(), self._witness_names, strict=True)),
         )
+
+    def _store_all(self) -> tuple[tuple[_PlannedTensor, ...], Column, Column]:
+        """Give each tensor and object to a rank; return the tensors, and heads and sizes of their stored boxes."""
+        described = self._describe_keys()
+        optimizers = optimizers_of(path for path, _ in described.values())
+        # Layers repeat, so equal geometry is proved whole once.
+        geometries: dict[object, _Geometry | None] = {}
+        shared_boxes: dict[Boxes, Boxes] = {}
+        """One object for equal boxes: what is made of them later is known by it."""
+        tensors, heads, sizes = list[_PlannedTensor](), [_NONE], [_NONE]
+        for key, holders in holders_by_key(self._ranks).items():
+            path, name = described[key]
+            identity = tuple([each.identity for each in holders])
+            if identity not in geometries:
+                geometries[identity] = _geometry(key, holders, shared_boxes)
+            geometry = geometries[identity]
+            if geometry is None:
+                replicas = sorted((place, each.item) for each in holders for place in each.places.tolist())
+                self._store_object(key, path, replicas, optimizers)
+                continue
+            self._store_tensor(key, holders, geometry)
+            tensors.append(_PlannedTensor(key, path, name, geometry.kind, geometry.boxes))
+            heads.append(geometry.heads)
+            sizes.append(geometry.sizes)
+        return tuple(tensors), np.concatenate(heads), np.concatenate(sizes)
 
     def _describe_keys(self) -> dict[str, tuple[KeyPath, str | None]]:
         """Return path and parameter of each key; where ranks call one differently, the first rank's count.
@@ -269,8 +281,8 @@ class _Planning:
             LayoutError: a user's key stands where a rank's value of another would be written.
         """
         described: dict[str, tuple[KeyPath, str | None]] = {}
-        for state in reversed(self._ranks):
-            described |= zip(state.keys, zip(state.paths, state.names, strict=True), strict=True)
+        for form in reversed(forms_of(self._ranks)):
+            described |= zip(form.keys, zip(form.paths, form.names, strict=True), strict=True)
         for key, (path, _) in described.items():
             if (value := rank_in(path)) is not None and key_of(value.path) in described:
                 raise LayoutError(
@@ -281,7 +293,13 @@ class _Planning:
 
     def _rows_of_items(self, shares: Sequence[RankItems]) -> tuple[Column, Column]:
         """Return the first item of each rank, counted through all ranks, and the row of each item; -1 without one."""
-        counts = [state.first_items()[-1] for state in self._ranks]
+        counts_by_state: dict[tuple[int, bytes], int] = {}
+        counts = []
+        for state in self._ranks:
+            identity = id(state.form), state.counts
+            if identity not in counts_by_state:
+                counts_by_state[identity] = state.first_items()[-1]
+            counts.append(counts_by_state[identity])
         first_items = np.cumsum([0, *counts])
         receipts = []
         for first, (stored_items, witness_items) in zip(first_items, shares, strict=False):
@@ -291,21 +309,33 @@ class _Planning:
         row_of_item[items] = np.arange(len(items))  # of copies, the last
         return first_items, row_of_item
 
-    def _store_tensor(self, key: str, holders: Sequence[Holder], geometry: _Geometry) -> None:
+    def _store_tensor(self, key: str, holders: Sequence[AlikeHolders], geometry: _Geometry) -> None:
         """Give each box of a tensor to the rank with least to write of those that have a replica."""
-        for number, replicas in enumerate(geometry.replicas):
-            items = [(holders[holder].place, holders[holder].item + box) for holder, box in replicas]
-            rank, item = stored_item = self._lightest(items) if len(items) > 1 else items[0]
-            self._stored_boxes.append(stored_item)
-            self._load[rank] += geometry.sizes[number]
-            self._stored_items[rank][1].append(item)
-            # The other replicas are its witnesses.
-            for replica in items if len(items) > 1 else ():
-                if replica != stored_item:
-                    self._witness_items[replica[0]].append(replica[1])
-                    self._witnesses.append(replica)
-                    self._witnessed.append(stored_item)
-                    self._witness_names.append(f"{key!r} at {geometry.boxes[number].lo}")
+        first_items = np.array([each.item for each in holders], np.int64)
+        places, index, number = geometry.replicas.astype(np.int64)
+        items = first_items[index] + number
+        stored_rows = geometry.begin[:-1]
+        if len(stored_rows) < len(places):
+            stored_rows = self._choose_replicas(key, places.tolist(), items.tolist(), geometry)
+        else:
+            for place, size in zip(places.tolist(), geometry.sizes.tolist(), strict=True):
+                self._load[place] += size
+        self._stored_boxes.append((places[stored_rows], items[stored_rows]))
+
+    def _choose_replicas(self, key: str, places: list[int], items: list[int], geometry: _Geometry) -> Column:
+        """Return the row of the replica of each box that is stored; the others are its witnesses."""
+        stored_rows = []
+        for number, (begin, end) in enumerate(pairwise(geometry.begin.tolist())):
+            row = min(range(begin, end), key=lambda row: self._load[places[row]])
+            self._load[places[row]] += geometry.sizes.item(number)
+            stored_rows.append(row)
+            name = f"{key!r} at {tuple(geometry.boxes.lo[number].tolist())}" if end > begin + 1 else ""
+            for other in range(begin, end):
+                if other != row:
+                    self._witnesses.append((places[other], items[other]))
+                    self._witnessed.append((places[row], items[row]))
+                    self._witness_names.append(name)
+        return np.array(stored_rows, np.int64)
 
     def _store_object(
         self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[KeyPlace]
@@ -344,56 +374,69 @@ class _Planning:
             self._write(*rank_key(key, path, rank, len(self._ranks)), (rank, item))
 
     def _write(self, key: str, path: KeyPath, place: _Placed, copies_after: int = 0) -> None:
-        rank, item = place
-        self._load[rank] += 1
-        self._stored_items[rank][0].append(item)
+        self._load[place[0]] += 1
         self._objects.append((key, path, copies_after))
         self._stored_objects.append(place)
 
 
-def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
+def _geometry(key: str, holders: Sequence[AlikeHolders], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
     """Return how ranks hold a tensor, after proving it whole; None for an object."""
     # Ranks have to speak of one tensor before boxes can be laid side by side.
-    kinds = [holder.kind for holder in holders if holder.kind is not None]
+    kinds = [each.kind for each in holders if each.kind is not None]
     if not kinds:
         return None
     if len(kinds) < len(holders):
         raise LayoutError(f"{key!r} is a tensor on some ranks and another object on others; give it keys of its own")
     first = kinds[0]
-    for kind, holder in zip(kinds, holders, strict=True):
+    for kind, each in zip(kinds, holders, strict=True):
         if (kind.dtype, kind.shape) != (first.dtype, first.shape):
-            for lo in {box.lo for box in kind.boxes} & {box.lo for box in first.boxes}:
-                raise _drifted(f"{key!r} at {lo}", holders[0].place, holder.place)
+            first_rank, rank = int(holders[0].places[0]), int(each.places[0])
+            for lo in {*map(tuple, each.lo[0].tolist())} & {*map(tuple, holders[0].lo[0].tolist())}:
+                raise _drifted(f"{key!r} at {lo}", first_rank, rank)
             raise LayoutError(
-                f"tensor {key!r}: rank {holders[0].place} says {first.dtype} of shape {first.shape}, and rank "
-                f"{holder.place} {kind.dtype} of shape {kind.shape}; all ranks have to hold parts of one tensor"
+                f"tensor {key!r}: rank {first_rank} says {first.dtype} of shape {first.shape}, and rank "
+                f"{rank} {kind.dtype} of shape {kind.shape}; all ranks have to hold parts of one tensor"
             )
     # The layout is the proof: no hole, no overlap in part.
-    rank_boxes, items = [], list[tuple[int, int]]()
-    for number, (kind, holder) in enumerate(zip(kinds, holders, strict=True)):
-        rank_boxes.append(RankBoxes(holder.place, kind.boxes))
-        items += zip(repeat(number), range(len(kind.boxes)), strict=False)
+    held = HeldBoxes.of(holders)
     with about(f"tensor {key!r}"):
-        layout = layout_on_ranks(first.shape, tuple(rank_boxes))
+        layout = held.layout(first.shape, range(held.place.max(initial=-1) + 1))
     record_of(key, (), None, first)  # refuses more dims than a manifest can have, before work is spent
-    # Its rows are the holders' boxes in their order; those of equal boxes are replicas.
+    # Boxes are stored by their first index; rows of equal boxes are replicas.
+    ordered = np.lexsort(layout.starts.T[::-1])
     rows, begin = layout.by_box
-    replicas_by_box: dict[Box, tuple[tuple[int, int], ...]] = {}
-    for rows_of_box in np.split(rows, begin[1:-1]):
-        replicas = tuple(map(items.__getitem__, rows_of_box.tolist()))
-        if replicas:
-            holder_number, box_number = replicas[0]
-            replicas_by_box[kinds[holder_number].boxes[box_number]] = replicas
-    # Boxes are stored by their first index; the bytes of their items follow from their shapes.
-    ordered_boxes = sorted(replicas_by_box, key=lambda box: box.lo)
-    sizes, heads = [], []
-    for box in ordered_boxes:
-        frame = tensor_item.frame(first.dtype, box.shape)
-        sizes.append(frame.payload_length)
-        heads.append(frame.payload_offset)
-    boxes = Boxes.of_all(ordered_boxes, len(first.shape))
-    replicas_in_order = tuple(map(replicas_by_box.__getitem__, ordered_boxes))
-    return _Geometry(first, shared_boxes.setdefault(boxes, boxes), replicas_in_order, tuple(sizes), tuple(heads))
+    counts = np.diff(begin)[ordered]
+    _, in_order = expanded(begin[:-1][ordered], counts)
+    corners = [corner[ordered, : len(first.shape)] for corner in (layout.starts, layout.stops)]
+    boxes = Boxes.of(*corners)
+    # The bytes of items follow from the shapes of boxes, which are few.
+    frames: dict[Index, tuple[int, int]] = {}
+    lengths = []
+    for shape in map(tuple, (boxes.hi - boxes.lo).tolist()):
+        if shape not in frames:
+            frame = tensor_item.frame(first.dtype, shape)
+            frames[shape] = frame.payload_length, frame.payload_offset
+        lengths.append(frames[shape])
+    sizes, heads = np.array(lengths, np.int64).reshape(-1, 2).T
+    replicas = np.stack([column[rows[in_order]] for column in held[:3]]).astype(np.int32)
+    begins = np.append(0, np.cumsum(counts))
+    return _Geometry(first, shared_boxes.setdefault(boxes, boxes), replicas, begins, sizes, heads)
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _columns_of(placed: Sequence[_Placed]) -> tuple[Column, Column]:
+    ranks, items = np.array(placed, np.int64).reshape(-1, 2).T
+    return ranks, items
+
+
+def _items_by_rank(num_ranks: int, ranks: Column, items: Column) -> list[list[int]]:
+    """Return the items of each rank, ascending."""
+    order = np.lexsort((items, ranks))
+    ends = np.searchsorted(ranks[order], np.arange(num_ranks + 1)).tolist()
+    sorted_items = items[order].tolist()
+    return [sorted_items[begin:end] for begin, end in pairwise(ends)]
 
 
 def rank_file(rank: int) -> str:

@@ -148,7 +148,7 @@ OBJECT = None
 
 def held(**kinds: ShardSpec | None) -> RankState:
     paths, names = tuple((key,) for key in kinds), (None,) * len(kinds)
-    return RankState(tuple(kinds), tuple(range(len(kinds))), tuple(kinds.values()), paths, names)
+    return RankState.of(tuple(kinds), tuple(range(len(kinds))), tuple(kinds.values()), paths, names)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,16 @@ def test_ranks_that_do_not_hold_one_tensor_are_told_which_and_where(ranks, messa
     with pytest.raises(LayoutError) as refused:
         WholePlan.of([held(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)], [{}, {}])
     assert message in str(refused.value)
+
+
+def test_ranks_that_hold_the_same_keys_send_one_form_and_boxes_of_their_own():
+    sent = [held(w=part((4, 2), (rank, 0), (rank + 1, 2)), v=part((), (), ()), log=OBJECT) for rank in range(4)]
+    arrived = [pickle.loads(pickle.dumps(state)) for state in sent]
+    assert arrived == sent and len({id(state.form) for state in arrived}) == 1
+    assert [state.kinds[0].boxes for state in arrived] == [(Box((rank, 0), (rank + 1, 2)),) for rank in range(4)]
+    plan = WholePlan.of(arrived, [{2: b""}] * 4)
+    assert plan.shares == (([0, 1], []), ([2, 0], [1]), ([0], [1]), ([0], [1]))
+    assert [tensor.boxes.lo.tolist() for tensor in plan.tensors] == [[[rank, 0] for rank in range(4)], [[]]]
 
 
 def test_replicas_are_written_by_the_rank_that_has_least_to_write():
