@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +56,8 @@ def exits_on_rank_1(rank: int, world: int) -> None:
         os._exit(3)
 
 
-def sleeps(rank: int, world: int) -> None:
+def sleeps(rank: int, world: int, begun: Path) -> None:
+    begun.touch()
     time.sleep(600)
 
 
@@ -62,9 +65,9 @@ def returns_a_function(rank: int, world: int) -> Callable[[], int]:
     return lambda: rank
 
 
-def failure(world: int, job: Callable[..., Any], timeout: float = 60.0) -> str:
+def failure(world: int, job: Callable[..., Any], *arguments: Any) -> str:
     with pytest.raises(workers.WorkersFailed) as caught:
-        workers.run(world, job, timeout=timeout)
+        workers.run(world, job, *arguments)
     return str(caught.value)
 
 
@@ -108,10 +111,19 @@ def test_a_death_is_reported_and_is_none_of_the_others() -> None:
     assert failure(2, exits_on_rank_1) == "rank 1 of 2: died, exit code 3"
 
 
-def test_a_hang_is_cut_and_shown_and_only_its_process_is_replaced() -> None:
+def test_a_hang_is_cut_and_shown_and_only_its_process_is_replaced(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers.run(2, who)
-    before = workers.pids()
-    message = failure(1, sleeps, timeout=1.0)
+    before, begun, wait = workers.pids(), tmp_path / "begun", workers.wait
+
+    def until_it_sleeps(connections: list[Connection], seconds: float) -> list[Any]:
+        """Wait as ever; once the job sleeps the time is out."""
+        while not (ready := wait(connections, 0.01)) and not begun.exists():
+            pass
+        return ready
+
+    monkeypatch.setattr(workers, "wait", until_it_sleeps)
+    message = failure(1, sleeps, begun)
+    monkeypatch.undo()
     assert message.startswith("rank 0 of 1: no answer in time") and "in sleeps" in message
     workers.run(2, who)
     after = workers.pids()

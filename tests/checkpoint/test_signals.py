@@ -169,7 +169,7 @@ def bereft(rank: int, world: int, folder: str) -> None:
 
 def test_a_rank_that_dies_meanwhile_ends_the_others_and_leaves_the_last_checkpoint(tmp_path):
     with pytest.raises(WorkersFailed) as failed:
-        run(RANKS, bereft, str(tmp_path), timeout=60)
+        run(RANKS, bereft, str(tmp_path))
     assert str(failed.value).count("LostRankError") >= 3 and "rank 3 of 4: died, exit code -9" in str(failed.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert muonckpt.verify(tmp_path / "step-00000001").verdict == "whole"
@@ -308,7 +308,7 @@ print(child.exitcode)
 def test_workers_of_a_loader_outlive_a_signal_to_all_processes_and_other_children_can_be_ended():
     """torchrun and Slurm send signals to the children of ranks as well; a loader whose worker has ended raises."""
     command = [sys.executable, "-c", WITH_CHILDREN]
-    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=600)
     assert done.stdout.split("\n")[:2] == ["40 stop", "-15"], done.stderr
 
 

@@ -23,6 +23,7 @@ from support.launched import STRUCK, environment, free_port, together
 from support.resharded import contents, make_job, nothing_but, plan_job, tensors_only
 from support.sharded import edit
 from support.trees import tree
+from torch.distributed import distributed_c10d
 
 import muonckpt
 from muonckpt import MuonckptError
@@ -123,14 +124,16 @@ def test_an_error_of_one_worker_is_that_of_all_and_the_first_counts(how, error, 
 # --- busy, failed, and lost -------------------------------------------------------------------------------------------
 
 
-def slow(rank: int, world: int, timeout: float, seconds: float) -> list[int]:
-    with joined(environment(rank, world), timeout) as group:
-        time.sleep(seconds * rank)
-        return group.gather(rank)
+def longest_wait(rank: int, world: int, timeout: float) -> float:
+    """Return the seconds that a worker waits for the others at work, once all have met."""
+    known = {*distributed_c10d._world.pg_map}
+    with joined(environment(rank, world), timeout):
+        [group] = {*distributed_c10d._world.pg_map} - known
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def test_a_worker_may_be_busy_for_longer_than_the_timeout():
-    assert workers.run(2, slow, 2.0, 3.5) == [[0, 1], [0, 1]]
+    assert min(workers.run(2, longest_wait, 100.0)) > 24 * 3600
 
 
 def uneven(rank: int, world: int) -> str:

@@ -116,11 +116,14 @@ def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninte
 
 
 class Launcher(transformers.TrainerCallback):
-    """Sends SIGTERM to the workers of data loaders, as a launcher does to all processes."""
+    """Sends SIGTERM to the workers of data loaders, as a launcher does, and to no processes of other tests."""
+
+    def __init__(self) -> None:
+        self.others = {*active_children()}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
-            for child in active_children():
+            for child in {*active_children()} - self.others:
                 child.terminate()
 
 

@@ -31,7 +31,7 @@ def command_of(line: str) -> click.Command:
 
 
 def cli(*arguments: object, **how) -> subprocess.CompletedProcess[str]:
-    how = {"capture_output": True, "text": True, "timeout": 60} | how
+    how = {"capture_output": True, "text": True, "timeout": 600} | how
     return subprocess.run([*COMMAND, *map(str, arguments)], **how)
 
 

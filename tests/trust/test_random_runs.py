@@ -169,7 +169,7 @@ def with_kills(folder: Path, seed: str, kills: int) -> tuple[list[torch.Tensor],
         kill = kill_drawn(dice, world, latest.step if latest else 0)
         told.append(f"{world} ranks, {kill}")
         try:
-            workers.run(world, trained, str(folder), kill, timeout=60)
+            workers.run(world, trained, str(folder), kill)
         except workers.WorkersFailed as failed:
             if "no answer in time" in str(failed):
                 raise
