@@ -9,7 +9,7 @@ from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
-from ..names.errors import DestinationError, TargetError
+from ..names.errors import DestinationError, SourceError, TargetError
 from ..names.wording import listed
 from ..programs.detection import momentum_note, with_slots
 from ..programs.dialect import Dialect
@@ -78,6 +78,7 @@ def reshard(
         request = translation.request(to_dialect)
         target = Target.of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
+        workers.refuse_unseen(location(source, SourceError))
         with open_whole(source, partly=bool(select)) as opened:
             container = container_of(format or _default_format(opened, request.target), shard_size)
             _check_use(container, mesh, bool(shard), layout)

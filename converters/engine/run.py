@@ -92,7 +92,7 @@ def run_job(
         if workers.me.coordinates:
             staging = unpublished.enter_context(closing(publish.Staging(destination, job.container.root)))
         staged: Location = workers.gather(staging and staging.place)[0]  # type: ignore[assignment]  # the coordinator's
-        refuse_unseen(staged, str(workers.me), DestinationError)
+        refuse_unseen(staged, f"rank {workers.me.rank}", DestinationError)
         share = assignment(job, workers.me)
         with job.source.payloads as payloads:
             mover = Mover(payloads, staged, share.chunks, max(memory // (2 * threads), 1 << 16), progress)

@@ -18,7 +18,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ...names.errors import DestinationError, Interrupted, LostRankError, MuonckptError
+from ...names.errors import DestinationError, Interrupted, LostRankError, MuonckptError, SourceError
+from ...store.io.location import Location, Remote, is_there, refuse_unseen
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -113,6 +114,11 @@ class Workers:
             LaunchError: another worker has nothing more to do.
         """
         return [value] if self._group is None else self._agree(_VALUE, lambda: value)
+
+    def refuse_unseen(self, source: Location) -> None:
+        """Raise `SourceError` on all workers if the first one sees a source of a machine, and another one does not."""
+        if self.gather(isinstance(source, Remote) or is_there(source))[0]:
+            refuse_unseen(source, f"rank {self.me.rank}", SourceError)
 
     def check_others(self) -> None:
         """Look whether another worker has failed, in some 50 microseconds, so that none works for hours in vain.

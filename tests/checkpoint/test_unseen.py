@@ -37,6 +37,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], object]] = {
     "load": lambda state: muonckpt.load(state, f"{HERE}/run/step-00000002"),
     "restore": lambda state: muonckpt.Series(f"{HERE}/run").restore(state),
     "Series.save": lambda state: muonckpt.Series(f"{HERE}/run").save(3, state),
+    "Series.export": lambda state: muonckpt.Series(f"{HERE}/run").export(2),
 }
 
 
@@ -106,7 +107,9 @@ def slow(rank: int, world: int, path: str) -> tuple[str, str]:
 
     os.fsync = fsync
     try:
-        group = dist.new_group(timeout=timedelta(seconds=1))
+        group = dist.new_group()
+        dist.barrier(group)  # they meet before the time counts
+        group._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=1))
         told = raised(lambda: muonckpt.save(sharded(), f"{path}/short", process_group=group))
         waits.append(rank == 1)
         dist.barrier()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -609,7 +609,9 @@ def _export_model(
     """
     # Only the model, without the root of its keys; one process reads it as the ranks of a reshard do.
     request = Translation(model_only=True, roots={"model": ""}).request("muonckpt")
-    with joined_ranks(process_group) as workers, open(source) as opened:
+    with joined_ranks(process_group) as workers, ExitStack() as stack:
+        workers.refuse_unseen(source)
+        opened = stack.enter_context(open(source))
         container = container_of("safetensors", shard_size)
         check_destination(opened.path, destination)
         try:
