@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from ..names.errors import called_like, warn_on_rank
 from ..names.renaming import WRAPPERS
 from ..names.resumption import in_globs
 from ..names.vocabulary import FUSION, GROUP_OPTIONS, MOMENTUM_DTYPE, STATE_DTYPE
+from ..names.wording import listed
 from .decisions import FAMILIES, Decisions
 from .groups import NO_SPLITS, Heads, Splits, UnsortedError, layers_for, sort_by_layers, sort_parameters
 from .methods.scalar import SCALARS
@@ -33,10 +34,6 @@ class ModelGroups:
     kinds: Mapping[str, Mapping[str, Any]]
     named: bool
 
-    def make_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the groups of the present model."""
-        return self.groups_of(sort_by_layers(model, self.layers))
-
     def groups_of(self, decisions: Decisions) -> list[dict[str, Any]]:
         """Return the groups that decisions make."""
         groups = decisions.groups(adamw=self.adamw, kinds=self.kinds)
@@ -47,24 +44,10 @@ class ModelGroups:
                 group["param_names"] = [names[param] for param in group["params"]]
         return groups
 
-    def lines_to_add(self, model: nn.Module, missing: Mapping[nn.Parameter, str]) -> Iterator[str]:
-        """Yield lines of code that add parameters which no group has, by their names in the model."""
-        try:
-            groups = self.make_groups(model)
-        except ValueError:  # no rule says what they are
-            groups = [{"params": [*missing], "param_names": [*missing.values()], "algorithm": "adamw", **self.adamw}]
-        for group in groups:
-            params = group.pop("params")
-            names = group.pop("param_names", None) if self.named else None
-            # The missing parameters of this group, with names where the others have them.
-            members = []
-            for param, name in zip(params, names or [None] * len(params), strict=True):
-                if param in missing:
-                    member = f"model.get_parameter({missing[param]!r})"
-                    members.append(member if name is None else f"({name!r}, {member})")
-            if members:
-                options = ", ".join(f"{key!r}: {as_numbers(value)!r}" for key, value in group.items())
-                yield f"optimizer.add_param_group({{'params': [{', '.join(members)}], {options}}})"
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter as checkpoints have it, without the parts of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 EXAMPLE_LINE = "Muon.for_model(model, lr=0.02, adamw_lr=3e-4)"
@@ -145,8 +128,7 @@ class ForModel:
             Muon.for_model(model, lr=0.02, adamw_lr=3e-4)
             Muon.for_model(model, lr=3e-4, adjust_lr_fn="match_rms_adamw", head="lm_head", split={"*.qkv_proj": 3})
 
-        Frozen parameters are in no group.  After unfreezing one, call `add_param_group`; a step warns of gradients of
-        parameters in no group.
+        Frozen parameters are in no group; a step warns of gradients of parameters in no group.
 
         Args:
             model: may be sharded, compiled or wrapped.  A DistributedDataParallel gives ``replicas``.
@@ -196,19 +178,19 @@ class ForModel:
         grouped = {*map(id, params_of(self.param_groups))}
         if all(id(param) in grouped or param.grad is None for param in model.parameters()):
             return
-        names = {param: name for name, param in model.named_parameters()}
+        names = {param: plain_name(name) for name, param in model.named_parameters()}
         if grouped.isdisjoint(map(id, names)):
             return  # the model's parameters have changed, and `warn_of_no_gradient` warns of that
-        strangers = (param for param in names if id(param) not in grouped and param.grad is not None)
-        ungrouped = {param: names[param] for param in strangers if names[param] not in self._warned}
-        # Each once, with the lines that would train them.
+        strangers = [param for param in names if id(param) not in grouped and param.grad is not None]
+        ungrouped = [names[param] for param in strangers if names[param] not in self._warned]
+        # Each once.
         if ungrouped:
-            self._warned |= {*ungrouped.values()}
-            shown = in_globs([*ungrouped.values()], {*names.values()} - {*ungrouped.values()})
+            self._warned |= {*ungrouped}
+            shown = in_globs(ungrouped, {*names.values()} - {*ungrouped})
             warn_on_rank(
-                "parameters have gradients and are in no group, so no step changes them (they were frozen when the "
-                f"optimizer was made, or came later): {', '.join(shown)}. To train them, write this on all ranks, and "
-                f"make a scheduler anew: {'; '.join(self._model_groups.lines_to_add(model, ungrouped))}",
+                f"parameters have gradients and are in no group, so no step changes them: {listed(shown, 3)}. They "
+                "were frozen when the optimizer was made, or came later. To train them, save, make the optimizer "
+                f"again, and load into that with fresh={shown!r}",
                 RuntimeWarning,
             )
 
@@ -225,11 +207,10 @@ class ForModel:
         Raises:
             ValueError: a parameter has no name.
         """
-        # Names as checkpoints have them, without the parts of wrappers.
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names: dict[Tensor, str] = {}
         for name, param in inner.named_parameters() if inner is not None else ():
-            names[param] = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            names[param] = plain_name(name)
         groups = []
         for number, group in enumerate(self.param_groups):
             labels = group.get("param_names") or [names.get(param) for param in group["params"]]
