@@ -81,9 +81,9 @@ def clip_grad_norm_(
         peers = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
         raise ValueError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "
-            "have gradients that others have not (experts of their own on a part of the mesh, say), or other values of "
-            "parameters that are on all of them. Put such parameters on a mesh of all the ranks, sharded on the axis "
-            "along which they differ, or reduce the gradients first"
+            "have gradients that others lack, such as experts, or other values of what is on all of them. Put such "
+            "parameters on a mesh of all these ranks, sharded on the axis along which they differ, or reduce the "
+            "gradients first"
         )
     gradients = [local_of(param.grad) for param in params if param.grad is not None]
     return clip_with(gradients, squares, max_norm, error_if_nonfinite)

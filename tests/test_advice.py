@@ -100,6 +100,12 @@ def test_every_argument_in_a_message_is_one_of_the_function_that_it_is_said_of(t
     assert checked > 3
 
 
+def test_a_message_has_at_most_60_words(texts):
+    """Without what it is filled with: each is at least one word."""
+    counts = {f"{place}: {text}": len(text.split()) for place, text in texts}
+    assert 50 < max(counts.values()) <= 60, max(counts, key=counts.__getitem__)
+
+
 @pytest.mark.parametrize("command", [("diff", "--to", "muonckpt"), ("inspect",)])
 def test_a_command_says_where_the_flag_is_that_it_lacks(command, tmp_path, monkeypatch):
     """A momentum of no known convention: convert has the flag for it, and what it writes is understood."""
@@ -225,6 +231,37 @@ def test_state_of_another_program_is_translated_and_all_there(here):
     rules = [[Rule("other", "weight")], MODULE_TYPES]
     state = zeroed(as_dict(*model_and_state(lambda model: ours(model, rules))))
     muonckpt.load(state, run_command(refusal(state, "of_torch")))
+    equal(state, saved)
+
+
+@pytest.mark.parametrize("program", ["torch", "dion"])
+def test_state_that_was_converted_for_another_program_is_translated_back(program, here):
+    saved = as_dict(*model_and_state(ours))
+    muonckpt.save(saved, "ours")
+    assert called("convert", "ours", "OLD", "--to", program).returncode == 0
+    state = zeroed(as_dict(*model_and_state(ours)))
+    told = refusal(state, "OLD")
+    assert "fresh" not in told
+    muonckpt.load(state, run_command(told))
+    momentum, moments = state["optimizer"]["state"]["weight"], state["optimizer"]["state"]["bias"]
+    torch.testing.assert_close(momentum, saved["optimizer"]["state"]["weight"], rtol=1e-6, atol=0)
+    equal({"bias": moments, **state["model"]}, {"bias": saved["optimizer"]["state"]["bias"], **saved["model"]})
+
+
+@pytest.mark.filterwarnings("ignore:.*does not say options")
+def test_state_in_float32_of_weights_in_bfloat16_is_loaded_by_the_options_to_give(here):
+    saved = as_dict(*model_and_state(ours))
+    saved["model"] = {name: weight.bfloat16() for name, weight in saved["model"].items()}
+    muonckpt.save(saved, "mixed")
+    told = refusal(zeroed(as_dict(*model_and_state(ours, torch.bfloat16))), "mixed")
+    (muon, adamw) = re.findall(r"(\w+)='(\w+)'", told)
+
+    def with_options(model: nn.Module) -> Muon:
+        kinds = {"matrix": dict([muon]), "vector": dict([adamw])}
+        return Muon.for_model(model, rules=RULES, lr=0.02, adamw_lr=1e-3, kinds=kinds)
+
+    state = zeroed(as_dict(*model_and_state(with_options, torch.bfloat16)))
+    muonckpt.load(state, "mixed")
     equal(state, saved)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..names.errors import SourceError
 from ..names.renaming import as_toml, find_rules
 from ..names.resumption import (
-    OTHER_CONVENTION,
     UNGROUPED,
     Choices,
     advise_on_state,
@@ -121,8 +120,6 @@ class Refusal:
         if matching.misfits or matching.faults:
             return ""
         # 3. State of parameters whose weights fit.
-        if self.checkpoint and any(OTHER_CONVENTION in reason for reason in matching.differences.values()):
-            return f"Convert it first: muonckpt convert {self.checkpoint.path} NEW --to muonckpt"
         ungrouped = [name for name, reason in matching.differences.items() if reason == UNGROUPED]
         if ungrouped and call in (LOAD, RESTORE, RESUME):
             globs = in_globs(ungrouped, matching.names - {*ungrouped})

@@ -134,8 +134,10 @@ class Stored:
 
     @property
     def translated(self) -> bool:
-        """True for a checkpoint of our optimizer, or converted for it: no other says a momentum convention."""
-        return says_convention(self.entries.values()) or has_our_options(self.entries)
+        """True for a checkpoint of our optimizer, or converted for it: its groups, if it has any, have our options."""
+        if has_our_options(self.entries):
+            return True
+        return says_convention(self.entries.values()) and not any(key.endswith(".lr") for key in self.entries)
 
     def form(self, key: str) -> StateForm | None:
         """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""

@@ -244,10 +244,9 @@ def order_of_cuts(cuts: DimCuts) -> list[tuple[int, int]]:
 def _unordered(cuts: DimCuts) -> LayoutError:
     shown = ", ".join(f"{placement} over {parts} ranks" for placement, parts in cuts)
     return LayoutError(
-        f"placements do not say in which order a dim was cut, and so which elements are here: {shown} is written by "
-        "fully_shard for parts of what a rank held before, and by distribute_tensor for other parts of the same sizes. "
-        "To train the parameter, have fully_shard cut another dim of it (shard_placement_fn); to save it unchanged, "
-        "give the boxes that each rank holds as a muonckpt.BoxedTensor"
+        "placements do not say in which order a dim was cut, and so which elements are here: fully_shard and "
+        f"distribute_tensor write {shown} for different parts. To train the parameter, have fully_shard cut another "
+        "dim of it (shard_placement_fn); to save it as it is, give the boxes of each rank as a muonckpt.BoxedTensor"
     )
 
 
