@@ -14,6 +14,7 @@ from ..converters.look.contents import groups_as_code, groups_as_data, plain_ite
 from ..converters.look.holders import Branch, cut_text, part_as_json
 from ..converters.look.inspection import LOOK_AT, Inspection, inspection_of, overview
 from ..converters.look.run_history import history_of
+from ..names.errors import DamageError
 from ..names.wording import counted, size
 from ..record.record import StateRecord
 from ..store.io.location import Location
@@ -27,6 +28,7 @@ from .printing import (
     or_dash,
     print_buffer_parameters,
     print_buffers,
+    print_damage,
     print_duration,
     print_json,
     print_labelled,
@@ -35,7 +37,7 @@ from .printing import (
     print_table,
     terminal_width,
 )
-from .runs import exit_code, newest_checkpoint, newest_whole, print_run
+from .runs import exit_code, newest_whole, print_run
 
 if TYPE_CHECKING:
     from ..converters.look.fits import Fit
@@ -75,9 +77,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     if len(views) > 1:
         raise click.UsageError(f"{views[0]} and {views[1]} are two views; choose one")
     view = views[0] if views else ""
-    if view == "--fits":
-        return _answer_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
-    if options["shard"] or options["layout"]:
+    if view != "--fits" and (options["shard"] or options["layout"]):
         raise click.UsageError("--shard and --layout have no meaning without --fits")
     # The folder of a run is shown as one only if nothing else is asked; else its newest whole step is meant.
     history = history_of(checkpoint)
@@ -90,9 +90,14 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
                 print_duration()
             return exit_code(history.run)
         [checkpoint] = newest_whole(history.run)
-    with unless_removed(checkpoint), open_damaged(checkpoint) as opened:
-        inspection = inspection_of(opened)
-        result = _SHOW[view](opened, inspection, as_json=as_json, **options)
+    try:
+        if view == "--fits":
+            return _answer_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
+        with unless_removed(checkpoint), open_damaged(checkpoint) as opened:
+            inspection = inspection_of(opened)
+            result = _SHOW[view](opened, inspection, as_json=as_json, **options)
+    except DamageError as error:
+        return print_damage(error, as_json)
     if as_json:
         print_json(result)
     else:
@@ -293,11 +298,11 @@ def _answer_fit(
     """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no.
 
     Raises:
-        SourceError: it cannot be opened, for which the exit code is 3.
+        SourceError: it cannot be opened.
     """
     from ..converters.look.fits import fits  # imports all layouts
 
-    fit = fits(newest_checkpoint(checkpoint), mesh, shard=shard, **({} if layout is None else {"layout": layout}))
+    fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
     if as_json:
         print_json(fit)
     else:

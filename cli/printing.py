@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ..names.errors import DamageError
 from ..names.wording import as_json, printable, size
 from .tables import TextTable, folded
 
@@ -65,6 +66,15 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colour
     for text_row, colour in zip_longest(cells, colours):
         for line in table.form.lines(text_row):
             click.echo(_coloured(line, colour))
+
+
+def print_damage(error: DamageError, as_json: bool) -> int:
+    """Print why a checkpoint cannot be opened, which is what was asked; return the exit code."""
+    if as_json:
+        print_json({"damage": str(error)})
+    else:
+        print_line(str(error), fg="red")
+    return 1
 
 
 def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]], colours: Sequence[str | None] = ()) -> None:

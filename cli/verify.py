@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -60,7 +61,7 @@ def verify_command(
 
     if run is not None:
         return _print_verdicts(run, verdicts_of(run, audit_with_progress, every), as_json)
-    report, unrecorded = verify_recorded(checkpoint, audit_with_progress)
+    report, _, unrecorded = verify_recorded(checkpoint, audit_with_progress)
     if as_json:
         findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
         fields = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
@@ -111,27 +112,35 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         verdicts.append(verdict)
         if not as_json:
             print_line(_line(verdict), fg=None if verdict.is_whole else "red")
-    verified_names = {verdict.step.name for verdict in verdicts}
-    whole_steps = [verdict.step for verdict in verdicts if verdict.is_whole]
-    unread = [verdict.step for verdict in verdicts if verdict.is_unread]
-    newest = max(whole_steps, key=lambda step: (step.step, step.attempt), default=None)
+    # The run as it is known to be now.
+    verified_steps = {verdict.step.name: verdict.step for verdict in verdicts}
+    run = replace(run, steps=tuple(verified_steps.get(step.name, step) for step in run.steps))
+    newest = run.newest_whole
     if as_json:
         steps = list(map(_verdict_json, verdicts))
         not_verified = []
         for step in run.steps:
-            if step.name not in verified_names:
+            if step.name not in verified_steps:
                 not_verified.append({"name": step.name, "state": step.state, "fault": step.fault})
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
-        print_line(f"newest whole  {newest.path if newest else 'unknown' if unread else 'none'}")
-        damaged = [verdict.step for verdict in verdicts if verdict.is_damaged]
+        print_line(f"newest whole  {_newest_whole(run)}")
+        damaged = [step for step in verified_steps.values() if step.state == "damaged"]
         if damaged:
             newest_damaged = max(damaged, key=lambda step: (step.step, step.attempt))
             print_line(f"next: {command('verify', newest_damaged.path)} says what to do about {newest_damaged.name}")
         print_duration()
     if any(verdict.is_damaged for verdict in verdicts):
         return 1
-    return 3 if unread else int(newest is None)
+    return 3 if any(verdict.is_unread for verdict in verdicts) else int(newest is None)
+
+
+def _newest_whole(run: Run) -> str:
+    if newest := run.newest_whole:
+        return f"{newest.path}, which has lost nothing, but: {newest.fault}" if newest.fault else str(newest.path)
+    unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
+    readable = f"; of those that can, {run.whole[-1].path}" if run.unread and run.whole else ""
+    return f"{unknown}{readable}" or "none"
 
 
 def _verdict_json(verdict: StepVerdict) -> dict[str, Any]:
@@ -149,6 +158,7 @@ def _verdict_json(verdict: StepVerdict) -> dict[str, Any]:
 def _line(verdict: StepVerdict) -> str:
     note = f" ({verdict.note})" if verdict.note else ""
     if verdict.report is None:
-        return f"{verdict.step.name}: {verdict.step.state}, not verified: {verdict.sentence}{note}"
+        state = "could not be read" if verdict.is_unread else f"{verdict.step.state}, not verified"
+        return f"{verdict.step.name}: {state}: {verdict.sentence}{note}"
     read = f", {size(verdict.report.payload_bytes)} read" if verdict.report.payload_bytes else ""
     return f"{verdict.step.name}: {verdict.report.verdict}{': ' if verdict.sentence else read}{verdict.sentence}{note}"

@@ -14,8 +14,8 @@ from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box
-from ...names.errors import DamageError, MuonckptError, SourceError
-from ...names.wording import fields_of, listed
+from ...names.errors import MuonckptError, SourceError
+from ...names.wording import fields_of
 from ...programs.model_view import Role
 from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...programs.registry import program
@@ -26,7 +26,7 @@ from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...store.verify.diagnosis import check_files, open
+from ...store.verify.diagnosis import open_whole
 from ...store.verify.verification import unless_removed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, first_look, recorded_step
@@ -145,11 +145,9 @@ def diff(
         with gc_paused():
             for place, from_dialect in ((a, from_a), (b, from_b)):
                 stack.enter_context(unless_removed(location(place, SourceError)))
-                opened = stack.enter_context(open(place))
+                opened = stack.enter_context(open_whole(place))
                 look = cache(partial(first_look, opened))
                 sides.append(_Side.of(opened, look, to_dialect, from_dialect))
-        for side in sides:
-            check_files(side.opened)
         if select:
             # A user may give a key by its name in either program, or in the target's.
             keys: dict[str, None] = {}
@@ -171,8 +169,8 @@ def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
     from ...store.verify.audit import audit  # imports what nothing else of `diff` needs
 
     report = audit(opened, progress, jobs)
-    if faults := [finding.message for finding in report.findings if finding.kind != "nonfinite"]:
-        raise DamageError(f"{opened.path} is damaged: {listed(faults, 1, '; ')}")
+    if report.diagnosis.has_loss:
+        raise report.diagnosis.error
     return report.payload_bytes
 
 

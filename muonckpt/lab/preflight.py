@@ -16,7 +16,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..checkpoint.bits import dtype_name
 from ..checkpoint.loading import LoadCall, rehearse_load
 from ..checkpoint.template import Stored
-from ..names.errors import MuonckptError, SourceError, TargetError, UnavailableError
+from ..names.errors import DamageError, MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
 from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_initialised, as_tuples, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
@@ -136,11 +136,16 @@ def preflight(
     fresh = [*fresh]
     source = make if isinstance(make, str) else getattr(make, "__qualname__", repr(make))
     place = location(checkpoint, SourceError)
-    with unless_removed(place), open(place) as opened, _fake_ranks(math.prod(mesh.values()), rank):
+    with unless_removed(place), ExitStack() as stack:
         # 1. No loader reads lost tensors.
-        diagnosis = diagnosis_by_files(opened)
-        if diagnosis and diagnosis.has_loss and not fresh:
-            return Preflight(str(checkpoint), source, dict(mesh), loader, str(diagnosis), LoadReport(), (), (), ())
+        try:
+            opened = stack.enter_context(open(place))
+            diagnosis = diagnosis_by_files(opened)
+            if diagnosis and diagnosis.has_loss and not fresh:
+                raise diagnosis.error
+        except DamageError as error:
+            return Preflight(str(checkpoint), source, dict(mesh), loader, str(error), LoadReport(), (), (), ())
+        stack.enter_context(_fake_ranks(math.prod(mesh.values()), rank))
         # 2. The state dict that the code would load into, with the keys that the checkpoint has for its parts.
         built = _build_on(maker_of(make) if isinstance(make, str) else make, source, mesh)
         if loader in _POSITIONAL and any(isinstance(optimizer, Muon) for optimizer in built.optimizers):

@@ -17,7 +17,7 @@ from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.run import Run, RunStep, look_at_folder
+from ..store.verify.run import Run, RunStep, State, look_at_folder
 from ..store.verify.verification import Verification, look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
@@ -29,24 +29,28 @@ class StepVerdict:
     """The verification of one step of a run.
 
     Attributes:
+        step: as it is known to be now, by this verification if it was read.
         report: the result; None if the step was not read.
-        sentence: what is wrong; empty if nothing is.
         note: why the verification could not be recorded; empty if it was.
     """
 
     step: RunStep
-    report: AuditReport | None
-    sentence: str
+    report: AuditReport | None = None
     note: str = ""
 
     @property
+    def sentence(self) -> str:
+        """What is wrong; empty if nothing is."""
+        return self.step.fault
+
+    @property
     def is_whole(self) -> bool:
-        return self.report is not None and not self.sentence
+        return self.report is not None and self.step.state == "whole"
 
     @property
     def is_damaged(self) -> bool:
         """True if it is not whole, or is refused although it looked whole: an alarm stays on."""
-        return bool(self.sentence) and (self.report is not None or self.step.state in ("damaged", "whole"))
+        return self.step.state == "damaged"
 
     @property
     def is_unread(self) -> bool:
@@ -54,8 +58,10 @@ class StepVerdict:
         return self.step.state == "unread"
 
 
-def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
-    """Verify a checkpoint and record it; return the report, and why it could not be recorded.
+def verify_recorded(
+    path: Location, auditor: Auditor, folder: Location | None = None
+) -> tuple[AuditReport, Verification, str]:
+    """Verify a checkpoint and record it; return the report, the entry, and why it could not be recorded.
 
     Args:
         folder: the folder of a step in which the checkpoint is, if the record is to name that.
@@ -67,8 +73,6 @@ def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = 
     # The record is of the files as they were before.
     before = look_at_files(place)
     report = auditor(path)
-    if report.damage.disk_files:
-        return report, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
     damage = report.damage
     entry = Verification(
         timestamp=time.time(),
@@ -81,7 +85,9 @@ def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = 
         mixed_up=damage.mixed_up,
         lost_besides=bool(damage.without_misplaced),
     )
-    return report, record_verification(place, entry)
+    if damage.disk_files:
+        return report, entry, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
+    return report, entry, record_verification(place, entry)
 
 
 def verify_run(
@@ -94,9 +100,9 @@ def verify_run(
 ) -> Iterator[StepVerdict]:
     """Verify the checkpoints of a run, as ``muonckpt verify RUN`` does, and yield the verdict of each when it is known.
 
-    Each is recorded, in the folder of the run, when it has been read.  By default the newest is verified, and if it is
-    not whole those before it, until one is; those of which a description or a file is lost are not read.  It ends at
-    one that cannot be read although it is there: that may be whole.
+    Each is recorded, in the folder of the run, when it has been read.  By default the newest is verified, and if
+    something of it is lost those before it, until nothing of one is; those of which a file is lost are not read.  One
+    that cannot be read although it is there may be whole, and nothing is recorded of it.
 
     Args:
         path: the folder of the run: a path, or a URL.
@@ -122,21 +128,23 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
 
     for step in sorted(run.steps, key=order) if every else reversed(run.steps):
         # A step of which a file is lost is not read, unless all are asked for; others cannot be.
-        verdict = StepVerdict(step, None, step.fault)
+        verdict = StepVerdict(step)
         if step.is_complete or (every and step.state == "damaged"):
             verdict = _verdict(step, auditor)
         yield verdict
-        if (verdict.is_whole or verdict.is_unread) and not every:
+        if not (verdict.step.has_loss or every):
             return
 
 
 def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
+    unread = replace(step, is_complete=False)
     try:
-        report, note = verify_recorded(step.path, auditor, step.folder)
+        report, entry, note = verify_recorded(step.path, auditor, step.folder)
     except UnavailableError as error:
-        return StepVerdict(replace(step, state="unread"), None, str(error))
+        return StepVerdict(replace(unread, state="unread", fault=str(error)))
     except SourceError as error:
         if is_there(step.path) and not isinstance(error, RemovedError):
-            return StepVerdict(step, None, str(error))
-        return StepVerdict(replace(step, state="incomplete"), None, "it was removed while it was read")
-    return StepVerdict(step, report, report.diagnosis.sentence, note)
+            return StepVerdict(replace(unread, state="damaged", fault=str(error)))
+        return StepVerdict(replace(unread, state="incomplete", fault="it was removed while it was read"))
+    state: State = "damaged" if entry.sentence else "whole"
+    return StepVerdict(replace(step, state=state, fault=entry.sentence, verified=entry), report, note)

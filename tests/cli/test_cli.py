@@ -95,7 +95,7 @@ SOURCES = {
     ),
     "damaged manifest": (
         lambda path: written(path, "muonckpt.json", b"{}}"),
-        ("inspect", "reshard"),
+        ("reshard",),
         "damaged manifest",
     ),
     "a manifest of the future": (lambda path: written(path, "muonckpt.json", FUTURE), COMMANDS, "version 99"),
@@ -291,7 +291,7 @@ def on_terminal(*arguments: object, **environment: str) -> str:
     except OSError:  # how Linux says that the other side is closed
         pass
     os.close(ours)
-    assert process.wait(60) == 0, shown
+    assert process.wait(600) == 0, shown
     return shown.decode()
 
 

@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from support.damages import flip_last_bit
 
 from muonckpt import Series
 from muonckpt.store.io import publish
+
+NEWEST = "step-00000003"
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "reshard.md"
 
@@ -57,9 +60,53 @@ def saved(tmp_path_factory) -> Path:
     return place
 
 
-def make(state: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bring the newest step of a run into a state."""
-    newest, opened = run / "step-00000003", os.open
+def lose(*names: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Return what removes files of the newest step."""
+
+    def removed(run: Path, patch: pytest.MonkeyPatch) -> None:
+        for name in names:
+            (run / NEWEST / name).unlink()
+
+    return removed
+
+
+def cut(name: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    return lambda run, patch: os.truncate(run / NEWEST / name, 100)
+
+
+def record_damage(run: Path, patch: pytest.MonkeyPatch) -> None:
+    flip_last_bit(run / NEWEST)
+    assert called("verify", run / NEWEST).returncode == 1
+
+
+def refuse(below: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Return what forbids to open a file of the newest step, or to enter it."""
+
+    def refused(run: Path, patch: pytest.MonkeyPatch) -> None:
+        for call in ("open", "stat", "lstat", "listdir", "scandir"):
+            patch.setattr(os, call, refusing(getattr(os, call), f"{run / NEWEST}{below}", call == "stat"))
+
+    return refused
+
+
+def refusing(call: Callable[..., Any], place: str, may_ask_of_itself: bool) -> Callable[..., Any]:
+    def asked(path: object, *arguments: object, **options: object) -> object:
+        is_itself = may_ask_of_itself and str(path) == place
+        if f"{path}/".startswith(f"{place}/") and not is_itself:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return call(path, *arguments, **options)
+
+    return asked
+
+
+def remove_checkpoints(run: Path, patch: pytest.MonkeyPatch) -> None:
+    for step in run.iterdir():
+        shutil.rmtree(step)
+    (run / "notes").mkdir()
+
+
+def remove_meanwhile(run: Path, patch: pytest.MonkeyPatch) -> None:
+    newest, opened = run / NEWEST, os.open
 
     def meanwhile(path: object, *arguments: int, **options: int) -> int:
         handle = opened(path, *arguments, **options)
@@ -67,45 +114,46 @@ def make(state: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             publish.remove(newest, ("muonckpt.json", ".metadata"))
         return handle
 
-    def refused(path: object, *arguments: int, **options: int) -> int:
-        if str(path).endswith(f"{newest.name}/__0_0.distcp"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return opened(path, *arguments, **options)
-
-    if state == "damaged":
-        os.truncate(newest / "__0_0.distcp", 100)
-    elif state == "recorded as damaged":
-        flip_last_bit(newest)
-        assert called("verify", newest).returncode == 1
-    elif state == "no checkpoint":
-        for step in run.iterdir():
-            shutil.rmtree(step)
-        newest.with_name("notes").mkdir()
-    elif state == "unreadable":
-        monkeypatch.setattr(os, "open", refused)
-    elif state == "removed meanwhile":
-        monkeypatch.setattr(os, "open", meanwhile)
+    patch.setattr(os, "open", meanwhile)
 
 
-@pytest.mark.parametrize("state", sorted({state for _, state, _ in table()}))
-def test_every_command_exits_as_the_table_says(state, saved, tmp_path, monkeypatch):
+MAKERS = {
+    "whole": (lambda run, patch: None,),
+    "`.metadata` lost or damaged": (lose(".metadata"), cut(".metadata")),
+    "damaged": (cut("__0_0.distcp"), lose("__0_0.distcp"), cut("muonckpt.json"), lose("muonckpt.json", ".metadata")),
+    "recorded as damaged": (record_damage,),
+    "unreadable": (refuse("/__0_0.distcp"), refuse("/muonckpt.json"), refuse("")),
+    "no checkpoint": (remove_checkpoints,),
+    "removed meanwhile": (remove_meanwhile,),
+}
+"""The states of the table, each with the ways into it."""
+
+WAYS = [(state, number) for state, makers in MAKERS.items() for number in range(len(makers))]
+
+
+@pytest.mark.parametrize(("state", "way"), WAYS)
+def test_every_command_exits_as_the_table_says(state, way, saved, tmp_path, monkeypatch):
     wrong = []
     for number, (command, of_state, code) in enumerate(table()):
         if of_state != state:
             continue
         place = tmp_path / str(number)
         shutil.copytree(saved / "run", place / "run")
-        shutil.copytree(saved / "run" / "step-00000003", place / "copy")
-        places = {"STEP": place / "run" / "step-00000003", "RUN": place / "run", "COPY": place / "copy"}
+        shutil.copytree(saved / "run" / NEWEST, place / "copy")
+        places = {"STEP": place / "run" / NEWEST, "RUN": place / "run", "COPY": place / "copy"}
         places |= {"NEW": place / "new", "PAGE": place / "page.html", "TRAIN": f"{saved / 'train.py'}:make"}
         with monkeypatch.context() as patch:
-            make(state, place / "run", patch)
+            MAKERS[state][way](place / "run", patch)
             done = called(*(places.get(word, word) for word in shlex.split(command)))
         if done.returncode != code:
             wrong.append(
                 f"{command}: expected {code}, found {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
             )
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_has_every_state():
+    assert [*MAKERS] == [*dict.fromkeys(state for _, state, _ in table())]
 
 
 def test_the_table_has_every_command_on_steps_and_runs():

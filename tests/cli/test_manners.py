@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -133,7 +134,9 @@ def test_a_manifest_that_lacks_a_field_is_named_with_it(tmp_path):
     muonckpt.save({"w": torch.ones(3)}, tmp_path / "run")
     (tmp_path / "run" / "muonckpt.json").write_text('{"format": "muonckpt"}')
     done = called("inspect", tmp_path / "run")
-    assert done.returncode == 3 and "muonckpt.json" in done.stderr and "lacks the field 'version'" in done.stderr
+    assert done.returncode == 1 and "muonckpt.json" in done.stdout and "lacks the field 'version'" in done.stdout
+    printed = json.loads(called("inspect", tmp_path / "run", "--json").stdout)
+    assert "lacks the field 'version'" in printed["damage"]
 
 
 def test_ranks_that_get_much_more_than_others_are_warned_of(tmp_path):

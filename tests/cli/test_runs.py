@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
 from pathlib import Path
 
+import pytest
+import torch
 from support.commands import called
 from support.damages import flip_last_bit
 from support.golden import golden
 
 import muonckpt
-from muonckpt import SourceError
+from muonckpt import Series, SourceError
 
 
 def printed(code: int, *arguments: object) -> str:
@@ -91,6 +94,37 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     # The next command says what to do, and exits with 1 as the alarm does.
     following = lines[3].partition("next: muonckpt ")[2].partition(" says")[0].split()
     assert following == ["verify", str(run / "step-00000003")] and "What to do:" in printed(1, *following)
+
+
+def lose_metadata(step: Path) -> None:
+    (step / ".metadata").unlink()
+
+
+def cut_metadata(step: Path) -> None:
+    os.truncate(step / ".metadata", 100)
+
+
+def record_as_not_finite(step: Path) -> None:
+    shutil.rmtree(step)
+    Series(step.parent, keep_last=9).save(3, {"w": torch.full((4,), math.nan)})
+    printed(1, "verify", step)
+
+
+@pytest.mark.parametrize("harm", [lose_metadata, cut_metadata, record_as_not_finite])
+def test_all_name_one_step_as_the_newest_whole_where_nothing_of_a_harmed_one_is_lost(harm, tmp_path):
+    run, newest = tmp_path, tmp_path / "step-00000003"
+    for step in (1, 2, 3):
+        Series(run).save(step, {"w": torch.full((4,), float(step))})
+    harm(newest)
+    for options in ([], ["--all"]):
+        lines = printed(1, "verify", run, *options).splitlines()
+        [fault] = [line.partition(": faulty: ")[2] for line in lines if line.startswith(f"{newest.name}: ")]
+        assert fault and f"newest whole  {newest}, which has lost nothing, but: {fault}" in lines
+        assert json.loads(printed(1, "verify", run, *options, "--json"))["newest_whole"] == newest.name
+    assert "newest whole  step-00000003, which has lost nothing, but: " in printed(1, "inspect", run)
+    assert f"the newest whole: {newest.name}" in called("inspect", run, "--groups").stderr
+    with pytest.warns(RuntimeWarning, match="is taken, as nothing of it is lost, but: "):
+        assert Series(run).restore({"w": torch.zeros(4)}).step == 3
 
 
 def test_a_step_that_cannot_be_read_although_its_files_are_there_is_an_alarm(run):

@@ -34,7 +34,7 @@ from muonckpt.store.verify.verification import (
 def test_what_was_verified_is_known_until_its_files_change(run):
     step = run / "step-00000003"
     assert last_verification(step) is None
-    report, note = verify_recorded(step, verify)
+    report, _, note = verify_recorded(step, verify)
     assert (report.verdict, note) == ("whole", "")
     assert last_verification(step).verdict == "whole"
     assert muonckpt.inspect(step).verified == last_verification(step)
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_recorded(run):
         flip_last_bit(step)
         return report
 
-    _, note = verify_recorded(step, audited)
+    _, _, note = verify_recorded(step, audited)
     assert "changed while they were verified" in note
     assert last_verification(step) is None
 
@@ -131,7 +131,7 @@ def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
     (run / RECORD).write_text(text)
     step = run / "step-00000003"
     assert last_verification(step) is None
-    assert verify_recorded(step, verify)[1] == ""
+    assert verify_recorded(step, verify)[2] == ""
     assert last_verification(step).verdict == "whole"
 
 
@@ -139,7 +139,7 @@ def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
 def test_a_folder_that_cannot_be_written_is_a_note(run):
     run.chmod(0o555)
     try:
-        report, note = verify_recorded(run / "step-00000003", verify)
+        report, _, note = verify_recorded(run / "step-00000003", verify)
     finally:
         run.chmod(0o755)
     assert report.verdict == "whole"
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_is_a_note(run):
 def test_a_record_that_cannot_be_replaced_is_a_note(run):
     (run / RECORD).mkdir()
     (run / RECORD / "in the way").touch()
-    report, note = verify_recorded(run / "step-00000003", verify)
+    report, _, note = verify_recorded(run / "step-00000003", verify)
     assert report.verdict == "whole"
     assert "cannot be recorded" in note
     assert sorted(entry.name for entry in run.iterdir() if entry.name.endswith(".tmp")) == []
@@ -158,7 +158,7 @@ def test_a_record_that_cannot_be_replaced_is_a_note(run):
 def test_a_record_that_would_print_a_command_of_its_own_is_none(run):
     """Names of files become parts of the command that gives them back; a record may be anybody's."""
     flip_last_bit(run / "step-00000003")
-    assert not verify_recorded(run / "step-00000003", verify)[1]
+    assert not verify_recorded(run / "step-00000003", verify)[2]
     entries = json.loads((run / RECORD).read_text())
     for names in ({"__0_0.distcp": "../elsewhere"}, {"a\nb": "c"}, {"__0_0.distcp": 1}, {"": "a"}):
         entries["checkpoints"]["step-00000003"]["misplaced"] = names

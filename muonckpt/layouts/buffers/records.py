@@ -10,7 +10,7 @@ from typing import Any
 
 from ...algebra.box import MAX_ELEMENTS, Index
 from ...algebra.layout import Fragment
-from ...names.errors import LayoutError, SourceError
+from ...names.errors import DamageError, LayoutError
 from .buffer_layout import BufferLayout, PlacedParameter, consecutive_shards, rank_of
 from .parameters import Parameter
 
@@ -68,7 +68,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
     """Read what `to_json` wrote.  Parameters stay where they are, even if a later version of the algorithm differs.
 
     Raises:
-        SourceError: a field is missing, unknown, of another type, or not what the others say.
+        DamageError: a field is missing, unknown, of another type, or not what the others say.
     """
     with _damaged("buffer layout"):
         check_fields(data, LAYOUT)
@@ -81,17 +81,17 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
     # Derived fields, such as owners and padding, have to be those of the layout.
     written = to_json(layout)
     if inconsistent := [key for key in LAYOUT if data[key] != written[key]]:
-        raise SourceError(f"damaged buffer layout: {inconsistent} do not agree with the other fields")
+        raise DamageError(f"damaged buffer layout: {inconsistent} do not agree with the other fields")
     return layout
 
 
 @contextmanager
 def _damaged(noun: str) -> Iterator[None]:
-    """Raise `SourceError` for whatever reading damaged data raises."""
+    """Raise `DamageError` for whatever reading damaged data raises."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise SourceError(f"damaged {noun}: {type(error).__name__}: {error}") from error
+        raise DamageError(f"damaged {noun}: {type(error).__name__}: {error}") from error
 
 
 def _entry(data: Any) -> PlacedParameter:
@@ -172,7 +172,7 @@ class GroupBuffer:
         """Read what `to_json` wrote; other fields belong to the format that has them.
 
         Raises:
-            SourceError: a field is missing, of another type, or not what the others say.
+            DamageError: a field is missing, of another type, or not what the others say.
         """
         with _damaged("record of a flat buffer"):
             check_fields({key: data[key] for key in GROUP}, GROUP)
@@ -184,7 +184,7 @@ def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     """Read the flat buffers of a checkpoint's tensors from its provenance.
 
     Raises:
-        SourceError: the record is not as docs/formats/manifest.md says.
+        DamageError: the record is not as docs/formats/manifest.md says.
     """
     with _damaged("record of flat buffers"):
         return tuple(map(GroupBuffer.from_json, provenance.get("buffers", ())))
@@ -196,7 +196,7 @@ def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     They hold parameters and gradients, by the names of the parameters, so they have no slot.
 
     Raises:
-        SourceError: as `recorded_buffers`.
+        DamageError: as `recorded_buffers`.
     """
     with _damaged("record of flat buffers"):
         run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})

@@ -379,8 +379,15 @@ def absolute_name(name: str | os.PathLike[str]) -> str:
 
 
 def folders_with(path: Location, name: str) -> list[str]:
-    """Return the names of the folders in a folder that have an entry of this name, in order."""
-    return sorted(entry.name for entry in entries_of(path) if is_there(entry / name))
+    """Return the names of the folders in a folder that have an entry of this name, or cannot be entered, in order."""
+
+    def may_have(entry: Location) -> bool:
+        try:
+            return is_there(entry / name)
+        except UnavailableError:  # whoever reads it is told
+            return True
+
+    return sorted(entry.name for entry in entries_of(path) if may_have(entry))
 
 
 def items_beside(checkpoint: Location) -> Location:

@@ -120,7 +120,7 @@ def diagnosis_of(
         damaged_steps: the names of other steps of its run that are known to be damaged.
     """
     if not damage and not findings:
-        return Diagnosis(checkpoint.path, "", damage=damage)
+        return Diagnosis(checkpoint.path, "", damage=damage, has_loss=False)
     findings = unexplained(damage, findings)
     remedies = tuple(_remedies(checkpoint, damage, findings, damaged_steps))
     has_loss = bool(damage) or not {finding.kind for finding in findings} <= HARMLESS
@@ -447,13 +447,3 @@ def open_damaged(place: Location) -> OpenCheckpoint:
         return OpenCheckpoint(place)
     except DamageError as error:
         raise diagnosis_of_unreadable(place, error).error from error
-
-
-def check_files(checkpoint: OpenCheckpoint) -> None:
-    """Check descriptions and sizes of all files, and that the last verification has found no loss.  Reads no data.
-
-    Raises:
-        DamageError: something is lost, or a description is damaged; says what, and what to do.
-    """
-    if diagnosis := diagnosis_by_files(checkpoint):
-        raise diagnosis.error
