@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ...names.errors import DestinationError, SourceError, UnavailableError, UnsyncedError
-from .location import Location, Remote, is_folder, is_there, map_each
+from .location import Location, Remote, is_folder, is_link, is_there, map_each
 from .new_file import write_synced
 from .regular import open_regular
 
@@ -137,7 +137,7 @@ def swap_in(finished: Path, place: Path) -> None:
 
 def remove_any(path: Path) -> None:
     """Remove a file, a link or a directory, if there is one."""
-    if path.is_dir() and not path.is_symlink():
+    if is_folder(path) and not is_link(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
