@@ -19,10 +19,12 @@ from typing import Any
 from ...algebra.box import Index
 from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError, TargetError
-from ...names.vocabulary import HISTORY_OPTIONS, PARAMS
+from ...names.resumption import as_tuples
+from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
 from ..engine.outputs import Action, Findings
+from .matrices import OPTIONS as STRUCTURE, Matrices
 from .parse import NAMES
 
 
@@ -79,6 +81,7 @@ def common_options(
         *method.inert_options,
         *_EXECUTION_OPTIONS,
         *HISTORY_OPTIONS,
+        *structure_options(dialect),
         dialect.method_option,
     }
     common: dict[str, Any] = dict(dialect.constant_options.get(method.name, {}))
@@ -86,9 +89,9 @@ def common_options(
         common |= coding.read({option: options[option] for option in coding.options if option in options}, shape)
         named |= {*coding.options}
     common |= {name: options[option] for name, option in method.options.items() if option in options}
-    if "ns" in common:
+    if "ns_coefficients" in common:
         with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays as it is
-            common["ns"] = plain_coefficients(common["ns"])
+            common["ns_coefficients"] = plain_coefficients(common["ns_coefficients"])
     common |= {option: value for option, value in options.items() if option in HISTORY_OPTIONS}
     # A number with which no update is possible is said, and goes nowhere.
     option_names: dict[str, tuple[str, ...]] = {name: (option,) for name, option in method.options.items()}
@@ -102,6 +105,49 @@ def common_options(
     private = {option: value for option, value in options.items() if option not in named}
     private |= {option: group_options[option] for option in expectations}
     return GroupOptions(common, private, expectations)
+
+
+# Options that say which matrices are in a parameter.
+
+
+def structure_options(dialect: Dialect) -> frozenset[str]:
+    """Return a program's options that say which matrices are in a parameter, and those that name parameters."""
+    names = {NAMES, "name"}
+    for method in dialect.methods:
+        names |= {option for name, option in method.options.items() if name in STRUCTURE}
+        names.update(*(coding.options for coding in method.codings if not {*STRUCTURE}.isdisjoint(coding.common)))
+    return frozenset(names)
+
+
+def common_structure(matrices: Matrices, shape: Index) -> dict[str, object]:
+    """Return the common options that say these matrices of a parameter; if none do, those that say one matrix."""
+    common = matrices.options() or {"pieces": None, "columns": None, "interleaved": 1, FLATTEN: matrices.is_flat}
+    return {name: value for name, value in common.items() if name != FLATTEN or len(shape) > 2}
+
+
+def restructured_options(
+    options: Mapping[str, Any], method: StoredMethod, matrices: Matrices, shape: Index
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """Return a program's options of a group with those for these matrices, and by common name what it cannot say."""
+    common = common_structure(matrices, shape)
+    restructured, losses = dict(options), dict[str, object]()
+    for name in common.keys() & method.options.keys():
+        restructured[method.options[name]] = common[name]
+    for coding in method.codings:
+        meanings = {name: common[name] for name in coding.common if name in common}
+        if not meanings:
+            continue
+        encoded = coding.write(meanings, shape)
+        losses |= meanings if encoded is None else {}
+        for option in coding.options:
+            restructured.pop(option, None)
+            if option in options and option in coding.neutral:
+                restructured[option] = coding.neutral[option]
+        restructured |= encoded or {}
+        common = {name: value for name, value in common.items() if name not in meanings}
+    unsaid = {name: value for name, value in common.items() if name not in method.options}
+    losses |= {name: value for name, value in unsaid.items() if value != _SILENT_VALUES[name]}
+    return restructured, losses
 
 
 def write_options(
@@ -185,7 +231,7 @@ class _OptionWriter:
                     "training would go on altogether differently. Leave out the state of these parameters with "
                     "`select=`"
                 )
-            if name == "scale" and self.method.derived:
+            if name == "adjust_lr_fn" and self.method.derived:
                 subject = f"the lr scale {value} of {groups}"
                 self.findings.check(Action.CARRIED, subject, *self.method.derived, reason="by parameter")
             else:
@@ -267,7 +313,7 @@ class _OptionWriter:
         names: dict[str, str] = {}
         for coding in self.method.codings:
             names |= dict.fromkeys(coding.options, next(iter(coding.common), ""))
-        names |= {option: name for name, option in self.method.options.items()} | {"ns_coefficients": "ns"}
+        names |= {option: name for name, option in self.method.options.items()}
         hint = self.source.hints.get(names.get(option, ""), "")
         return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
 
@@ -306,7 +352,7 @@ class GroupTemplate:
             data = source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))
             groups = []
             for group in data["param_groups"]:
-                groups.append({option: _as_tuples(value) for option, value in group.items()})
+                groups.append({option: as_tuples(value) for option, value in group.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TargetError(
                 f"cannot read the template {source!r} ({type(error).__name__}: {error}); expected JSON as "
@@ -360,7 +406,3 @@ class GroupTemplate:
                 findings.check(Action.SET, f"{option} of group {number}", repr(common[option]), reason=reason)
             arranged.append(ParameterGroup(members, common, (number,)))
         return arranged
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value

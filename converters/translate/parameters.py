@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,8 @@ from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
 from ..engine.outputs import unnamed_state
 from .conventions import Overrides, WeightsFrom, agreed_convention
+from .groups import common_options, structure_options
+from .matrices import UNKNOWN, Matrices
 from .names import NameRules
 from .parse import entries_of, other_items
 from .structure import TranslatedTensor, apply_rules, unflattened
@@ -70,8 +73,18 @@ class TranslatedParameter:
     def tensors(self) -> tuple[TranslatedTensor, ...]:
         return (*self.slots.values(), *((self.weight,) if self.weight else ()))
 
+    @property
+    def shape(self) -> Index:
+        return self.weight.shape if self.weight else max((tensor.shape for tensor in self.tensors), key=math.prod)
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def matrices(self) -> Matrices | None:
+        """The matrices in it, if rules have split or joined it; else its group's options say them."""
+        tensors = (self.weight, self.slots.get("momentum"))
+        return next((tensor.matrices for tensor in tensors if tensor is not None and tensor.regrouped), None)
+
+
+@dataclass(frozen=True)
 class TranslatedModel:
     """A checkpoint's parameters and groups under the target's names, still in the source's words.
 
@@ -81,6 +94,7 @@ class TranslatedModel:
         parameters: by the target's names.
         groups: in the source's order, each with the names of its parameters for the target's groups.
         records: the weights, under None, and the state, by slot, that are written, by the source's name.
+        derived: slots that follow from options, by the source's name and slot, if the own program gets them back.
         tensors, items: what is neither weight nor state nor option, and is copied.
         left_out: the keys of what is left out, and ``private`` those of what only the source's program can use.
     """
@@ -92,6 +106,7 @@ class TranslatedModel:
     parameters: Mapping[str, TranslatedParameter]
     groups: tuple[tuple[ParameterGroup, tuple[str, ...]], ...]
     records: Mapping[tuple[str | None, str], StateRecord]
+    derived: Mapping[tuple[str, str], Entry]
     tensors: tuple[StateRecord, ...]
     items: tuple[Blob, ...]
     left_out: tuple[str, ...]
@@ -109,6 +124,20 @@ class TranslatedModel:
     def stateless(self) -> list[TranslatedParameter]:
         """The parameters that groups list and that have no state, where the method is known."""
         return [parameter for parameter in self.parameters.values() if parameter.is_stateless]
+
+    @cached_property
+    def listed(self) -> Mapping[str, TranslatedParameter]:
+        """The parameters with a method, by the names that groups list."""
+        return {parameter.listed: parameter for parameter in (*self.stateful, *self.stateless)}
+
+    @cached_property
+    def new_names(self) -> Mapping[str, Collection[str]]:
+        """The names that groups list in place of others, by these."""
+        new_names: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        for parameter in self.parameters.values():
+            for alias in parameter.aliases:
+                new_names[alias][parameter.listed] = None
+        return {alias: names for alias, names in new_names.items() if [*names] != [alias]}
 
     @property
     def ungrouped(self) -> list[str]:
@@ -181,6 +210,22 @@ class TranslatedModel:
         return float(stored)
 
 
+def hides_pieces(parameter: StoredParameter, dialect: Dialect, values: Values) -> str:
+    """Say why a parameter is split into matrices of which no option tells; empty if nothing shows that.
+
+    A slot that follows from the options has another value then: XTuner takes the sizes from its constructor.
+    """
+    group, method = parameter.group, parameter.method
+    if group is None or method is None or parameter.items.keys().isdisjoint(dialect.derived):
+        return ""
+    for slot, value_of in method.derived.items():
+        common = common_options(group.options, dialect, method, parameter.shape).common
+        expected, stored = value_of(common, parameter.shape), values.item(parameter.items[slot])
+        if expected is not None and not math.isclose(stored, expected, rel_tol=1e-6):
+            return f"{dialect.name} has {slot}={stored!r} and not {expected!r} of it, so its rows are split"
+    return ""
+
+
 def _option(group: ParameterGroup | None, name: str | None) -> Any:
     return group.options.get(name) if group and name else None
 
@@ -217,8 +262,8 @@ def translate_model(
         drop |= dialect.slots_called("master")
     is_unchanged = dialect is target and not rules.rules
     assembly = _Assembly(view, dialect, values, overrides, drop, is_rewritten=dialect is not target)
-    assembly.choose(entries_of(manifest), drop if is_unchanged else drop | dialect.derived)
-    others = [*view.tensors_of(Role.OTHER), *assembly.derived, *other_items(manifest, dialect)]
+    assembly.choose(entries_of(manifest), drop | dialect.derived if dialect is not target else drop)
+    others: list[Entry] = [*view.tensors_of(Role.OTHER), *other_items(manifest, dialect)]
     for entry in others if dialect.opaque != target.opaque else ():
         if _matches(entry, dialect.opaque):
             raise SourceError(
@@ -236,7 +281,7 @@ def translate_model(
         _refuse_numbers(manifest, view, parameters)
     if not is_unchanged:
         _refuse_vectors(parameters.values(), dialect)
-    groups = _with_members(view.groups, parameters)
+    groups = _with_members(view.groups, parameters, structure_options(dialect))
     return TranslatedModel(
         detected,
         view,
@@ -245,6 +290,7 @@ def translate_model(
         parameters | assembly.stateless(groups, parameters),
         groups,
         assembly.records,
+        assembly.derived,
         tuple(entry for entry in copied if isinstance(entry, StateRecord)),
         tuple(entry for entry in copied if isinstance(entry, Blob)),
         tuple(assembly.left_out),
@@ -268,7 +314,7 @@ class _Assembly:
         is_rewritten: whether another program will read the result.
         records: weights, under None, and state, by slot, each by the name of its parameter.
         counters: where step counters are stored, by name and slot.
-        derived: slots that follow from options, and are copied nevertheless.
+        derived: slots that follow from options, and that the own program gets back, by name and slot.
         left_out: the keys of what is not written.
     """
 
@@ -280,7 +326,7 @@ class _Assembly:
     is_rewritten: bool
     records: dict[tuple[str | None, str], StateRecord] = field(default_factory=dict)
     counters: defaultdict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
-    derived: list[Entry] = field(default_factory=list)
+    derived: dict[tuple[str, str], Entry] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
     def choose(self, entries: Iterable[Entry], left_slots: Collection[str]) -> None:
@@ -303,7 +349,7 @@ class _Assembly:
             elif slot in steps:
                 self.counters[name][slot] = entry
             elif slot in dialect.derived:
-                self.derived.append(entry)
+                self.derived[name, slot] = entry
             elif isinstance(entry, Blob):
                 raise SourceError(f"expected a tensor at {key!r}, found another item; leave {slot} out with `drop=`")
             else:
@@ -324,14 +370,17 @@ class _Assembly:
         # Rules apply to the tensors of each slot by themselves.
         sources_by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
         for (slot, name), record in self.records.items():
+            stored = self.view.parameters[name]
             tensor = TranslatedTensor(record.dtype, record.chunk_layout(), (record.chunks,), name, (name,))
             # Some scripts keep the momentum of a convolution as the matrix; other programs as the parameter.
             if self.is_rewritten and slot in self.dialect.slots_called("momentum"):
-                tensor = unflattened(tensor, self.view.parameters[name].shape)
+                tensor = unflattened(tensor, stored.shape)
+            if rules.rules:
+                tensor = replace(tensor, matrices=self._matrices(stored, tensor.shape))
             sources_by_slot[slot][name] = tensor
         tensors_by_name: defaultdict[str, dict[str | None, TranslatedTensor]] = defaultdict(dict)
-        for slot, stored in sources_by_slot.items():
-            for name, tensor in apply_rules(rules, stored).items():
+        for slot, slot_tensors in sources_by_slot.items():
+            for name, tensor in apply_rules(rules, slot_tensors).items():
                 tensors_by_name[name][slot] = tensor
         self._refuse_unused_rules(rules, tensors_by_name)
         # A parameter is what has one name in the slots, and in the source's groups the names of its parts.
@@ -351,6 +400,15 @@ class _Assembly:
             has_state = bool(slots or counters)
             parameters[name] = self._with_state(parameter, slots, counters) if has_state else parameter
         return parameters
+
+    def _matrices(self, parameter: StoredParameter, shape: Index) -> Matrices:
+        """Return the matrices in a parameter, or in state of this shape, that the options of its group say."""
+        group, method = parameter.group, parameter.method
+        if group is None or method is None or "momentum" not in method.slots:
+            return Matrices.of({}, shape)
+        if hides_pieces(parameter, self.dialect, self.values):
+            return UNKNOWN
+        return Matrices.of(common_options(group.options, self.dialect, method, shape).common, shape)
 
     def _refuse_unused_rules(
         self, rules: NameRules, tensors: Mapping[str, Mapping[str | None, TranslatedTensor]]
@@ -498,9 +556,12 @@ def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str
 
 
 def _with_members(
-    groups: Iterable[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
+    groups: Iterable[ParameterGroup], parameters: Mapping[str, TranslatedParameter], structural: Collection[str]
 ) -> tuple[tuple[ParameterGroup, tuple[str, ...]], ...]:
     """Return groups with their parameters by the target's names; a name is in the first group with a part of it.
+
+    Args:
+        structural: options that say which matrices are in a parameter, or name it: parts may differ in them.
 
     Raises:
         SourceError: parts of a parameter are in groups with other options.
@@ -519,7 +580,7 @@ def _with_members(
             names |= new_names.get(name, {name: None})
         for name in names.keys() & first_groups.keys():
             first_options = first_groups[name].options
-            for option in sorted(first_options.keys() | group.options.keys()):
+            for option in sorted((first_options.keys() | group.options.keys()) - {*structural}):
                 values = first_options.get(option), group.options.get(option)
                 if repr(values[0]) != repr(values[1]):
                     raise SourceError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -19,10 +19,9 @@ from ...names.errors import LayoutError, about
 from ...names.renaming import compiled, filled
 from ...names.wording import listed
 from ...record.chunks import Chunks
+from . import matrices
+from .matrices import Matrices
 from .names import NameRule, NameRules
-
-JoinedRows = tuple[tuple[int, ...], int]
-"""The rows of each part that was joined to a parameter, in one turn, and the number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,9 @@ class TranslatedTensor:
         layout: where its elements lie in the buffers of ``sources``, as `OutputTensor` numbers them.
         group: the name by which the target's parameter groups know its parameter.
         aliases: the names by which the source's parameter groups may know it.
+        matrices: in it.
         restructured: whether it has been split or joined.
-        fused: the parameters of their own that were joined to it.
+        regrouped: whether the parameters that groups list have been split or joined with it.
         flattened: whether the source stores it as a matrix, though its parameter has more dims.
     """
 
@@ -43,8 +43,9 @@ class TranslatedTensor:
     sources: tuple[Chunks, ...]
     group: str
     aliases: tuple[str, ...]
+    matrices: Matrices = matrices.UNKNOWN
     restructured: bool = False
-    fused: JoinedRows | None = None
+    regrouped: bool = False
     flattened: bool = False
 
     @property
@@ -128,9 +129,11 @@ def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
     parts = []
     for boxes in _boxes(whole.shape, rule.dim, rule.shares or (1,) * count, rule.interleaved):
         layout = through(stacked(boxes, rule.dim), whole.layout)
-        parts.append(
-            replace(whole, layout=_without_dim(layout, rule.dim) if rule.stacked else layout, restructured=True)
-        )
+        part = whole.matrices.part(_ranges(boxes, rule.dim), rule.dim)
+        if rule.stacked:
+            layout, part = _without_dim(layout, rule.dim), part.without_dim(rule.dim)
+        is_regrouped = whole.regrouped or not rule.keeps_groups
+        parts.append(replace(whole, layout=layout, matrices=part, restructured=True, regrouped=is_regrouped))
     return parts
 
 
@@ -152,12 +155,20 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     lengths = tuple(layout.shape[rule.dim] for layout in layouts)
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
     layout = _joined(tuple(layouts), shape, rule.dim, rule.shares or lengths, rule.interleaved)
-    # Rows of parameters of their own are orthogonalised by themselves.
-    has_fused_rows = len(parts) > 1 and rule.dim == 0 and len(shape) == 2 and not (rule.stacked or rule.keeps_groups)
-    fused = (tuple(length // rule.interleaved for length in lengths), rule.interleaved) if has_fused_rows else None
+    # Parameters of their own are matrices of their own in the whole.
+    origins = [None if rule.keeps_groups else part.aliases for part in parts]
+    boxes = _boxes(shape, rule.dim, rule.shares or lengths, rule.interleaved)
+    ranges = [_ranges(part_boxes, rule.dim) for part_boxes in boxes]
+    parts_matrices = [part.matrices.with_dim(rule.dim) if rule.stacked else part.matrices for part in parts]
+    whole_matrices = matrices.joined(parts_matrices, origins, ranges, rule.dim)
+    is_regrouped = not rule.keeps_groups or any(part.regrouped for part in parts)
     aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
     sources = tuple(chain.from_iterable(part.sources for part in parts))
-    return TranslatedTensor(parts[0].dtype, layout, sources, "", aliases, True, fused)
+    return TranslatedTensor(parts[0].dtype, layout, sources, "", aliases, whole_matrices, True, is_regrouped)
+
+
+def _ranges(boxes: Iterable[Box], dim: int) -> list[tuple[int, int]]:
+    return [(box.lo[dim], box.hi[dim]) for box in boxes]
 
 
 @lru_cache(maxsize=1024)

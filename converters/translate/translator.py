@@ -6,7 +6,6 @@ data, and reports every difference from the source.  Only the manifest and a few
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections import Counter, defaultdict
@@ -20,7 +19,8 @@ from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
-from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, STEP, KeyPath
+from ...names.resumption import as_tuples
+from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS, STEP, KeyPath
 from ...names.wording import listed
 from ...programs.detection import confirm, detect, locate_dialect, roots_of, target_of
 from ...programs.dialect import Dialect, StoredMethod
@@ -31,18 +31,22 @@ from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, constant, sorted_checks
 from .conventions import Overrides, agreed_convention, momentum_factor
-from .groups import GroupTemplate, common_options, write_options
+from .groups import GroupTemplate, common_options, common_structure, restructured_options, write_options
+from .matrices import UNKNOWN, Matrices
 from .names import NameRules
-from .parameters import TranslatedModel, TranslatedParameter, translate_model
-from .parse import entries_of, merge_equal, parse, stored_groups
+from .parameters import TranslatedModel, TranslatedParameter, hides_pieces, translate_model
+from .parse import NAMES, entries_of, merge_equal, parse, stored_groups
 from .report import report_arguments, report_losses, report_tensors, summary_sentences
-from .structure import JoinedRows, TranslatedTensor
+from .structure import TranslatedTensor
 
 _SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
 """Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
 
 _MAX_COUNTS: Mapping[str, int] = {"bfloat16": 256, "float16": 2048}
 """The number to which a counter of this dtype counts: adding one to it changes nothing."""
+
+_GONE = object()
+"""The value of an option that a group no longer has."""
 
 _FILLED = Action.SET, "state that was missing", "written as zeros; masters, where there are, as the weights"
 _WITHOUT_STATE = (
@@ -103,6 +107,7 @@ def translate(
     findings = Findings()
     renderer = _Renderer(model, target, like, findings)
     tensors, items = renderer.outputs()
+    renderer.report_divided()
     constants = tuple(renderer.constants.values())
     # Report how momentum was read, what is left out, and what the target cannot say.
     momenta: list[str] = []
@@ -139,6 +144,7 @@ class _Renderer:
         findings: gets every difference from the source.
         numbers: what keys of state have in place of names, if the target knows parameters by number.
         constants: tensors of one element that the source does not have, by dtype and bytes.
+        divided: the parameters that have parts of one matrix of the source, by the names of those that it was in.
         other_names: names by which the target may list options, each with its stored names, by the first of these.
     """
 
@@ -149,6 +155,7 @@ class _Renderer:
     numbers: dict[str, str] = field(default_factory=dict)
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
     other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
+    divided: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
     _methods: dict[str, StoredMethod] = field(default_factory=dict)
 
     @property
@@ -180,7 +187,9 @@ class _Renderer:
             tensors += [self._state(parameter, slot) for parameter in stateful if slot in parameter.slots]
         tensors += [*zeros, *group_tensors]
         tensors += [counter for counter in counters if isinstance(counter, OutputTensor)]
-        items: list[OutputItem] = []
+        derived = list(self._own_derived())
+        tensors += [entry for entry in derived if isinstance(entry, OutputTensor)]
+        items = [entry for entry in derived if isinstance(entry, OutputItem)]
         for blob in source.items:
             key = blob.key if self.is_same_dialect else self.target.item(blob.key)
             items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
@@ -347,7 +356,7 @@ class _Renderer:
         if self.is_same_dialect and self.like is None:
             return self._renamed_groups()
         # In other words a group is split by what its options mean for each of its parameters.
-        parameters = {parameter.listed: parameter for parameter in (*source.stateful, *source.stateless)}
+        parameters = source.listed
         shapes, derived, groups = source.shapes(), list[OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
             groups += self._split_by_options(group, members, parameters, shapes, derived)
@@ -388,9 +397,7 @@ class _Renderer:
             method = self.method(parameter)
             # Options depend on the rows that are split or joined, the number of steps and the template.
             template_options = self.like.options_of(name) if self.like is not None else {}
-            is_split = self._has_unknown_pieces(group, parameter, shape)
-            fused = [tensor.fused for tensor in parameter.tensors if tensor.fused]
-            fused_rows = fused[-1] if fused and not is_split else None
+            matrices = self._matrices(parameter)
             step = parameter.step if "step" in method.options else None
             # Matrices do not count steps: an option that does gets the most that another parameter has counted.
             if "step" in method.options and (step is None or parameter.is_stateless):
@@ -399,27 +406,69 @@ class _Renderer:
                 step = max(steps, default=self.source.overrides.step or 0)
             # Most parameters of a group are of one kind, for which options are translated once.
             is_flattened = any(tensor.flattened for tensor in parameter.slots.values())
-            restructuring = is_split, fused_rows, is_flattened
-            kind = parameter.method.name, method.name, step, shape, restructuring, repr(template_options)
+            common_kind = parameter.method.name, method.name, step, shape, is_flattened, repr(template_options)
+            kind = *common_kind, matrices and (repr(matrices.options()), matrices.is_flat)
             if kind not in options_by_kind:
-                options_by_kind[kind] = self._options(group, parameter, step, shape, template_options, *restructuring)
+                options_by_kind[kind] = self._options(
+                    group, parameter, step, shape, template_options, matrices, is_flattened
+                )
             options = options_by_kind[kind]
             key = repr(sorted(options.items()))
             names_by_options[key].append(name)
             options_by_key[key] = options
             # State that follows from options is not copied from the source, unless nothing changes: it is computed.
-            if method.derived and (self.source.left_out or not self.is_same_dialect):
-                common = self._common_options(group, parameter, shape)
-                for slot, value_of in method.derived.items():
-                    if (value := value_of(common, shape)) is not None:
-                        derived.append(_item(self._path(parameter, slot), value))
+            for slot in () if self.is_same_dialect else method.derived:
+                derived += self._computed_slot(parameter, slot, shape)
         for key, names in names_by_options.items():
             yield ParameterGroup(tuple(names), options_by_key[key], group.positions)
 
-    def _common_options(
-        self, group: ParameterGroup, parameter: TranslatedParameter, shape: Index
-    ) -> Mapping[str, object]:
-        return common_options(group.options, self.source.dialect, parameter.method, shape).common
+    def _matrices(self, parameter: TranslatedParameter) -> Matrices | None:
+        """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
+        matrices = parameter.matrices if "momentum" in parameter.method.slots else None
+        if (matrices is None or not matrices.is_known) and parameter.sources:
+            reasons = (hides_pieces(source, self.source.dialect, self.source.values) for source in parameter.sources)
+            if reason := next(filter(None, reasons), ""):
+                reason += ", and no option says how: give pieces where the optimizer is made"
+                self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason)
+                return UNKNOWN
+        if matrices is not None and matrices.options() is None:
+            reason = "no options say which matrices its parts are"
+            self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason)
+        if matrices is not None and matrices.is_divided:
+            self.divided.setdefault(parameter.aliases, []).append(parameter.name)
+        return matrices
+
+    def _computed_slot(self, parameter: TranslatedParameter, slot: str, shape: Index) -> Iterator[OutputItem]:
+        """Yield a slot that follows from a parameter's options and its shape, if they tell it."""
+        group, matrices = parameter.group, self._matrices(parameter)
+        if group is None or (matrices is not None and not matrices.is_known):
+            return
+        common = common_options(group.options, self.source.dialect, parameter.method, shape).common
+        if matrices is not None:
+            common = {**common, **common_structure(matrices, shape)}
+        if (value := self.method(parameter).derived[slot](common, shape)) is not None:
+            yield _item(self._path(parameter, slot), value)
+
+    def _own_derived(self) -> Iterator[OutputTensor | OutputItem]:
+        """Yield the slots that follow from options for the own program: the source's, but where rules change them."""
+        source = self.source
+        parameters_by_alias: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
+        for parameter in source.parameters.values() if source.derived else ():
+            for alias in parameter.aliases:
+                parameters_by_alias[alias].append(parameter)
+        written_paths = set[KeyPath]()
+        for (name, slot), entry in source.derived.items():
+            for parameter in parameters_by_alias[name]:
+                path = self._path(parameter, slot)
+                if path in written_paths:
+                    continue
+                written_paths.add(path)
+                if parameter.matrices is not None:
+                    yield from self._computed_slot(parameter, slot, parameter.shape)
+                elif isinstance(entry, StateRecord):
+                    yield self._moved(entry, path)
+                else:
+                    yield OutputItem(key_of(path), path, entry)
 
     def _options(
         self,
@@ -428,14 +477,10 @@ class _Renderer:
         step: int | None,
         shape: Index,
         template_options: Mapping[str, object],
-        is_split: bool,
-        fused_rows: JoinedRows | None,
+        matrices: Matrices | None,
         is_flattened: bool,
     ) -> Mapping[str, object]:
-        """Return the options of a group in the target's words; the template's count where the source says nothing.
-
-        Where rows are split, the source does not say how; what was fused is orthogonalised in its parts.
-        """
+        """Return the options of a group in the target's words; the template's count where the source says nothing."""
         source, target, method = self.source, self.target, self.method(parameter)
         # Of one program, options keep their words; only what would tell another convention goes.
         if parameter.method.shares_options_with(method):
@@ -448,46 +493,42 @@ class _Renderer:
                     values = ", ".join(f"{option}={value!r}" for option, value in stated.items())
                     reason = f"unknown to {target.name}"
                     self.findings.check(Action.SET, f"{values} of {method.name} groups", reason=reason)
+            if matrices is not None:
+                options = self._restructured(options, method, matrices, shape)
             requested_step, step_option = source.overrides.step, method.options.get("step")
             if requested_step is not None and step_option in options:
                 options[step_option] = requested_step
             return {**template_options, **options}
         stored = common_options(group.options, source.dialect, parameter.method, shape)
         common = dict(stored.common) if step is None else {**stored.common, "step": step}
-        if is_split:
-            common.pop("pieces", None)
+        if matrices is not None:
+            common |= common_structure(matrices, shape)
         # Momentum that is stored as a matrix was flattened, and so was one of more dims than a stack of matrices has.
-        has_kernel_dims = len(shape) > 3 and "flatten" not in common and "momentum" in parameter.method.slots
+        has_kernel_dims = len(shape) > 3 and FLATTEN not in stored.common and "momentum" in parameter.method.slots
         if is_flattened or has_kernel_dims:
-            common["flatten"] = True
+            common[FLATTEN] = True
             evidence = "its momentum is stored as a matrix" if is_flattened else f"the parameter has {len(shape)} dims"
             reason = f"{source.dialect.name} does not say it, but {evidence}"
             self.findings.check(Action.SET, f"flatten of {method.name} groups", "True", reason=reason)
-        if fused_rows is not None and "momentum" in parameter.method.slots and not common.get("pieces"):
-            common["pieces"] = fused_rows[0]
-            if fused_rows[1] > 1:
-                common["interleaved"] = fused_rows[1]
         stored = replace(stored, common=common)
         return write_options(stored, source.dialect, target, method, shape, self.findings, template_options)
 
-    def _has_unknown_pieces(self, group: ParameterGroup, parameter: TranslatedParameter, shape: Index) -> bool:
-        """Return whether a slot that follows from the options has another value: its rows are split, unsaid.
+    def _restructured(
+        self, options: Mapping[str, Any], method: StoredMethod, matrices: Matrices, shape: Index
+    ) -> dict[str, Any]:
+        """Return the own program's options with those for these matrices; tell of what they cannot say."""
+        restructured, losses = restructured_options(options, method, matrices, shape)
+        for name, value in losses.items():
+            reason = f"{self.target.name} has no option for it"
+            self.findings.check(Action.SET, f"{name} of {method.name} groups", repr(value), reason=reason)
+        return restructured
 
-        XTuner takes the sizes as an argument of its constructor.
-        """
-        dialect = self.source.dialect
-        items = next((s.items for s in parameter.sources if s.items.keys() & dialect.derived), {})
-        for slot, value_of in parameter.method.derived.items() if items else ():
-            expected = value_of(self._common_options(group, parameter, shape), shape)
-            stored = self.source.values.item(items[slot])
-            if expected is not None and not math.isclose(stored, expected, rel_tol=1e-6):
-                reason = (
-                    f"{dialect.name} has {slot}={stored!r} and not {expected!r} of it, so its rows are split, "
-                    "and no option says how: give pieces where the optimizer is made"
-                )
-                self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason)
-                return True
-        return False
+    def report_divided(self) -> None:
+        """Report matrices that rules have cut, as their parts are orthogonalised by themselves from now on."""
+        for parts in self.divided.values():
+            names = sorted({*parts})
+            reason = f"the source orthogonalises it as one; each part is a matrix by itself in {self.target.name}"
+            self.findings.check(Action.LEFT, "a matrix that rules cut", *names, reason=reason)
 
     def _number(self, groups: Collection[ParameterGroup]) -> None:
         """Number the parameters of the target's groups, if the target has numbers and the source has not.
@@ -627,31 +668,66 @@ class _Renderer:
         step = self.source.overrides.step
         step_options = self.target.options_called("step") | {STEP} if step is not None else ()
         counted_by_groups = {p.listed for p in self.source.stateful if _is_counted_by_group(p)}
+        num_added: defaultdict[str, int] = defaultdict(int)
         for group, members in self.source.groups:
-            chain_field = {"chain": group.chain} if template.chained else {}
-            # A list of parameters is written anew if their names changed; what is by name is copied for each new name.
-            for option, entry in group.entries.items():
-                paths = [entry.path]
-                if group.positions and option == PARAMS and members != group.parameters:
-                    items.append(_item(entry.path, self._listing(members)))
-                    continue
-                if not group.positions:
-                    names = self._listed_names(members)
-                    paths = [template.write(name=name, option=option, **chain_field) for name in names]
-                if option in step_options:
-                    items += [_item(path, step) for path in paths]
-                elif isinstance(entry, StateRecord):
-                    tensors += [self._moved(entry, path) for path in paths]
-                else:
-                    items += [OutputItem(key_of(path), path, entry) for path in paths]
-            # The user's number of steps goes where AdamW looks for it, if it has no counters.
-            counted_members = [name for name in members if name in counted_by_groups]
-            if step is not None and counted_members and STEP not in group.entries:
-                fields = [{"group": str(n)} for n in group.positions] or [
-                    {"name": name} for name in self._listed_names(counted_members)
-                ]
-                items += [_item(template.write(**field, **chain_field, option=STEP), step) for field in fields]
+            for number, (names, changes) in enumerate(self._split_by_structure(group, members)):
+                # Groups that a list gets in addition move those behind them.
+                num_added[group.chain] += number > 0
+                places = [{"group": str(position + num_added[group.chain])} for position in group.positions]
+                places = places or [{"name": name} for name in self._listed_names(names)]
+                if template.chained:
+                    places = [{**place, "chain": group.chain} for place in places]
+                # What has changed is written again; all else is copied, for each name where it is by name.
+                for option in {**group.entries, **changes}:
+                    paths = [template.write(**place, option=option) for place in places]
+                    entry = group.entries.get(option)
+                    if option in changes:
+                        items += [_item(path, changes[option]) for path in paths if changes[option] is not _GONE]
+                    elif option in step_options:
+                        items += [_item(path, step) for path in paths]
+                    elif isinstance(entry, StateRecord):
+                        tensors += [self._moved(entry, path) for path in paths]
+                    else:
+                        items += [OutputItem(key_of(path), path, entry) for path in paths]
+                # The user's number of steps goes where AdamW looks for it, if it has no counters.
+                counted_names = set(self._listed_names([name for name in names if name in counted_by_groups]))
+                if step is not None and counted_names and STEP not in group.entries:
+                    counted = [place for place in places if place.get("name", "") in {*counted_names, ""}]
+                    items += [_item(template.write(**place, option=STEP), step) for place in counted]
         return tensors, items
+
+    def _split_by_structure(
+        self, group: ParameterGroup, members: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], dict[str, object]]]:
+        """Yield the members of a group that share what rules change in its options, with these changes."""
+        changes_by_text, names_by_text = dict[str, dict[str, object]](), defaultdict[str, list[str]](list)
+        for name in members:
+            parameter, changes = self.source.listed.get(name), dict[str, object]()
+            matrices = self._matrices(parameter) if parameter and parameter.matrices is not None else None
+            if parameter is not None and matrices is not None:
+                options = {option: group.options[option] for option in group.entries if option != PARAMS}
+                restructured = self._restructured(options, parameter.method, matrices, parameter.shape)
+                for option in options.keys() | restructured.keys():
+                    value = restructured.get(option, _GONE)
+                    if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
+                        changes[option] = value
+            text = repr(sorted(changes.items()))
+            changes_by_text[text] = changes
+            names_by_text[text].append(name)
+        for text, names in names_by_text.items() or [("[]", [])]:
+            changes = changes_by_text.get(text, {})
+            if group.positions and tuple(names) != group.parameters:
+                changes = {**changes, PARAMS: self._listing(tuple(names))}
+            if NAMES in group.entries and self.source.new_names:
+                changes = {**changes, NAMES: self._new_names(group, names)}
+            yield tuple(names), changes
+
+    def _new_names(self, group: ParameterGroup, members: Sequence[str]) -> list[str]:
+        """Return the names that a group lists once more, after rules: its members', or all of a group with them."""
+        stored_names, new_names = group.options[NAMES], self.source.new_names
+        if {*stored_names} <= {*group.parameters}:
+            return [*members]
+        return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
 
 
 def _is_counted_by_group(parameter: TranslatedParameter) -> bool:

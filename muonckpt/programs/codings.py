@@ -1,14 +1,14 @@
 """Options of parameter groups that two programs express differently.
 
-Between programs, options have *common* names and values: ``ns`` are Newton-Schulz coefficients as `muonckpt.optimizer`
-has them, ``pieces`` the rows that are orthogonalised together, ``scale`` how the rate grows with the shape.
+Between programs, options have *common* names and values, which are those of `muonckpt.optimizer`: ``ns_coefficients``,
+``pieces``, ``adjust_lr_fn``; betas are one by one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +29,7 @@ class Coding:
         read: returns the common options that the program's mean for a parameter of this shape.
         write: returns the program's options for known common ones; None if it cannot express them.
         optional: whether a group may lack the program's options.
+        neutral: values of options that `write` leaves out, for groups that have them already; others go.
     """
 
     options: tuple[str, ...]
@@ -36,6 +37,7 @@ class Coding:
     read: Callable[[OptionValues, Index], OptionValues]
     write: Callable[[OptionValues, Index], OptionValues | None]
     optional: bool = False
+    neutral: OptionValues = field(default_factory=dict)
 
 
 def betas(option: str) -> Coding:
@@ -60,21 +62,21 @@ def scale(option: str, values: Mapping[str, Sequence[object]]) -> Coding:
         if option not in options:
             return {}
         names = [name for name, spellings in values.items() if options[option] in spellings]
-        return {"scale": names[0] if names else f"{option}={options[option]!r}"}
+        return {"adjust_lr_fn": names[0] if names else f"{option}={options[option]!r}"}
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
         if not common:
             return {}
-        spellings = values.get(common["scale"], ())
+        spellings = values.get(common["adjust_lr_fn"], ())
         return {option: spellings[0]} if spellings else None
 
-    return Coding((option,), ("scale",), read, write)
+    return Coding((option,), ("adjust_lr_fn",), read, write)
 
 
 def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
     """Return the polynomials of all steps, the norm's margin in the first; None if that is not known."""
     try:
-        polynomials = coefficient_set(common["ns"])
+        polynomials = coefficient_set(common["ns_coefficients"])
     except (ValueError, TypeError):
         return None
     if "ns_steps" not in common:
@@ -108,13 +110,13 @@ def coefficients(of_steps: bool) -> Coding:
             # A triple for each step.
             case [[*_], *_]:
                 rows = tuple((float(a), float(b), float(c)) for a, b, c in numbers)
-                return {"ns": _set_name(rows), "ns_steps": len(rows)}
+                return {"ns_coefficients": _set_name(rows), "ns_steps": len(rows)}
             case [a, b, c]:
-                return {"ns": plain_coefficients((a, b, c)), **steps}
-        return {"ns": tuple(numbers), **steps}
+                return {"ns_coefficients": plain_coefficients((a, b, c)), **steps}
+        return {"ns_coefficients": tuple(numbers), **steps}
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
-        if "ns" not in common:
+        if "ns_coefficients" not in common:
             return common
         # A program with one triple for all steps can only write equal ones.
         rows = _schedule(common)
@@ -123,7 +125,7 @@ def coefficients(of_steps: bool) -> Coding:
         steps = {"ns_steps": common["ns_steps"]} if "ns_steps" in common else {}
         return {"ns_coefficients": rows[0] if len(set(rows)) == 1 else rows, **steps}
 
-    return Coding(("ns_coefficients", "ns_steps"), ("ns", "ns_steps"), read, write)
+    return Coding(("ns_coefficients", "ns_steps"), ("ns_coefficients", "ns_steps"), read, write)
 
 
 def _equal_parts(count: object, shape: Index) -> OptionValues:
@@ -154,7 +156,7 @@ def equal_parts(option: str, always: bool) -> Coding:
             return None
         return {option: count} if always or count > 1 else {}
 
-    return Coding((option,), ("pieces",), read, write, optional=True)
+    return Coding((option,), ("pieces",), read, write, optional=True, neutral={option: 1})
 
 
 def _read_splits(options: OptionValues, shape: Index) -> OptionValues:
@@ -169,7 +171,14 @@ def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
     return {"split_sizes": tuple(pieces)} if len(shape) == 2 and sum(pieces) == shape[0] else None
 
 
-SPLITS = Coding(("split_sizes", "num_heads"), ("pieces",), _read_splits, _write_splits, optional=True)
+SPLITS = Coding(
+    ("split_sizes", "num_heads"),
+    ("pieces",),
+    _read_splits,
+    _write_splits,
+    optional=True,
+    neutral={"split_sizes": None, "num_heads": None},
+)
 """The coding of dion's blocks of rows, of any sizes or equal."""
 
 FLATTEN = Coding(
@@ -225,7 +234,7 @@ def _read_algorithm(options: OptionValues, shape: Index) -> OptionValues:
     rows = tuple((float(a), float(b), float(c)) for a, b, c in triples)
     restarts = sorted({step for step in configured.get("gram_ns_reset_iterations") or () if 0 < step < len(rows)})
     longest = max(stop - start for start, stop in pairwise((0, *restarts, len(rows))))
-    common = {"ns": _set_name(rows), "ns_steps": len(rows), "ns_dtype": "float16", "gram": tuple(restarts)}
+    common = {"ns_coefficients": _set_name(rows), "ns_steps": len(rows), "ns_dtype": "float16", "gram": tuple(restarts)}
     # More steps on one Gram matrix are refused here: the plain form has the same polynomials, and other rounding.
     return common if longest <= MAX_STEPS_ON_ONE_GRAM else {**common, "gram": None, STEPS_ON_ONE_GRAM: longest}
 
@@ -263,7 +272,7 @@ FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "none": lambda rows, columns: 1.0,
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
-    "rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """The factor of a matrix's rate, by the common name of the scale."""
 
@@ -273,7 +282,7 @@ def lr_ratio(common: OptionValues, shape: Index) -> float | None:
 
     It scales split rows block by block, and then keeps 1.
     """
-    factor = FACTORS.get(common.get("scale", ""))
+    factor = FACTORS.get(common.get("adjust_lr_fn", ""))
     if factor is None or len(shape) < 2:
         return None
     if common.get("flatten"):

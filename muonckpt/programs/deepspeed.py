@@ -68,7 +68,14 @@ PROGRAM = Dialect(
     ),
     marks=(Mark(options={"use_muon", "ns_method"}),),
     constant_options={
-        "muon": {**PLAIN, "nesterov": True, "scale": "original", "ns": "keller", "ns_steps": 5, "eps": 1e-7},
+        "muon": {
+            **PLAIN,
+            "nesterov": True,
+            "adjust_lr_fn": "original",
+            "ns_coefficients": "keller",
+            "ns_steps": 5,
+            "eps": 1e-7,
+        },
         "adamw": PLAIN,
     },
     format="universal",

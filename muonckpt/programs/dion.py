@@ -30,7 +30,7 @@ def option_table(kinds: Mapping[str, OptionKind]) -> OptionTable:
     return OptionTable(_ALWAYS, {**_KINDS, **kinds}, closed=True)
 
 
-SCALES = {"spectral": ("spectral_norm",), "rms": ("rms_norm",), "none": (None,)}
+SCALES = {"spectral": ("spectral_norm",), "match_rms_adamw": ("rms_norm",), "none": (None,)}
 """The words of ``adjust_lr`` for each common scale."""
 
 _SHARED = {**SHARED, "cautious": "cautious_wd"}
@@ -83,7 +83,7 @@ PROGRAM = Dialect(
     method_option="algorithm",
     constant_options=dict.fromkeys(("muon", "normuon", "adamw", "lion"), UNFUSED),
     hints={
-        "ns": "an argument of dion's constructor: 'polar_express_dion' is its default, 'quintic' with "
+        "ns_coefficients": "an argument of dion's constructor: 'polar_express_dion' is its default, 'quintic' with "
         "use_polar_express=False, 'polar_express_gram' with use_gram_newton_schulz=True",
         "ns_steps": "5 in dion",
     },
@@ -119,7 +119,7 @@ XTUNER = Dialect(
     ),
     derived=frozenset({"lr_ratio"}),
     method_option="algorithm",
-    constant_options={"muon": {**PLAIN, "ns": "quintic", "ns_steps": 5}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, "ns_coefficients": "quintic", "ns_steps": 5}, "adamw": PLAIN},
     hints={"pieces": "muon_split_sizes, an argument of XTuner's constructor"},
 )
 """InternLM/XTuner (``xtuner/v1/optim/muon.py``), which has its optimizer from dion."""

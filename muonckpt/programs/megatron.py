@@ -92,10 +92,10 @@ _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
 
 # Constants of the run that Megatron has on its command line, and not in the checkpoint.
 _HINTS = {
-    "ns": "Megatron's --muon-coefficient-type",
+    "ns_coefficients": "Megatron's --muon-coefficient-type",
     "ns_steps": "Megatron's --muon-num-ns-steps",
     "nesterov": "Megatron's --muon-use-nesterov",
-    "scale": "Megatron's --muon-scale-mode",
+    "adjust_lr_fn": "Megatron's --muon-scale-mode",
     "pieces": "Megatron splits fused qkv unless --muon-no-split-qkv",
 }
 

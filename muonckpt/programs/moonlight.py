@@ -35,6 +35,15 @@ PROGRAM = Dialect(
     ),
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
-    constant_options={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
+    constant_options={
+        "muon": {
+            **PLAIN,
+            "pieces": None,
+            "gram": None,
+            "ns_coefficients": "keller",
+            "adjust_lr_fn": "match_rms_adamw",
+        },
+        "adamw": PLAIN,
+    },
     writable=False,
 )

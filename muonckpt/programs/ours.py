@@ -20,7 +20,7 @@ from ..names.vocabulary import (
     SECOND_MOMENT,
     STEP,
 )
-from .codings import OPTIONAL_FLATTEN, betas, scale
+from .codings import FACTORS, OPTIONAL_FLATTEN, betas, scale
 from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
 
 SLOTS = {
@@ -31,11 +31,7 @@ SLOTS = {
 }
 """The slots of each algorithm, by common names."""
 
-_SCALE = scale(
-    "adjust_lr_fn",
-    {"original": ("original",), "rms": ("match_rms_adamw",), "spectral": ("spectral",), "none": ("none",)},
-)
-_COMMON = {"ns_coefficients": "ns"}
+_SCALE = scale("adjust_lr_fn", {name: (name,) for name in FACTORS})
 _CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
 
 
@@ -47,7 +43,7 @@ def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
     return StoredMethod(
         name,
         {**SLOTS[name], **extra},
-        {_COMMON.get(option, option): option for option in defaults if option not in {*coded_options, *_CONVENTION}},
+        {option: option for option in defaults if option not in {*coded_options, *_CONVENTION}},
         codings,
         _CONVENTION if matrices else {},
         {option: value for option, value in defaults.items() if option not in RUN_OPTIONS | {*_CONVENTION}},

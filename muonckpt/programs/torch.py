@@ -23,7 +23,7 @@ from .dialect import (
 )
 
 KELLER = COEFFICIENTS["keller"].tail
-SCALES = {"original": ("original", None), "rms": ("match_rms_adamw",)}
+SCALES = {"original": ("original", None), "match_rms_adamw": ("match_rms_adamw",)}
 MUON_OPTIONS = {**RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps"}
 MUON_DEFAULTS = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
 PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
