@@ -339,7 +339,7 @@ def test_what_only_one_side_has_is_left_out_by_the_line_to_write(here):
     equal(state_dict, saved)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not say options")
+@pytest.mark.filterwarnings("ignore:.*did not say options")
 def test_a_parameter_in_no_group_is_loaded_with_the_options_of_its_group_here(here):
     saved = as_dict(*model_and_state(ours))
     for group in saved["optimizer"]["param_groups"]:

@@ -8,22 +8,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...algebra.box import Index
 from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError, TargetError
 from ...names.resumption import as_tuples
 from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS
+from ...names.wording import listed
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
-from ..engine.outputs import Action, Findings
+from ..engine.outputs import Action, Check, Findings
 from .matrices import OPTIONS as STRUCTURE, Matrices
 from .parse import NAMES
 
@@ -33,12 +34,14 @@ class GroupOptions:
     """The options of a group for parameters of one shape.
 
     Attributes:
+        options: as the source calls them.
         common: by their common names.
         private: those without a common name, as the source calls them.
         expectations: for private options whose values are of another kind than the source's program has, which kind
             was expected.
     """
 
+    options: Mapping[str, object]
     common: Mapping[str, object]
     private: Mapping[str, object]
     expectations: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +107,245 @@ def common_options(
             del common[name]
     private = {option: value for option, value in options.items() if option not in named}
     private |= {option: group_options[option] for option in expectations}
-    return GroupOptions(common, private, expectations)
+    return GroupOptions(group_options, common, private, expectations)
+
+
+class OptionFinding(NamedTuple):
+    """An entry of the checklist for one option of a group; `checks_of` says whose it is."""
+
+    action: Action
+    option: str
+    values: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenOptions:
+    """The options of a group that are written.
+
+    Attributes:
+        unsaid: those of them that the source does not say.
+        findings: every difference from the source.
+    """
+
+    options: Mapping[str, object]
+    unsaid: frozenset[str] = frozenset()
+    findings: tuple[OptionFinding, ...] = ()
+
+
+def write_options(
+    stored: GroupOptions,
+    source: Dialect,
+    target: Dialect,
+    methods: tuple[StoredMethod, StoredMethod],
+    shape: Index,
+    template_options: Mapping[str, object],
+) -> WrittenOptions:
+    """Translate a group's options to the target's names and values.
+
+    What the source stores counts first, then the template, then a new optimizer of the target's program; what none of
+    them has, the running optimizer keeps.
+
+    Args:
+        methods: how the source and the target store the state.
+        template_options: of the run that the result is for; they count where the source says nothing.
+    """
+    writer = _OptionWriter(source, target, *methods, stored, shape)
+    # What the target can say, and what it cannot: losses without which the update is another one are refused.
+    target_options, losses = writer.translated()
+    writer.report_losses(losses)
+    writer.report_constants()
+    writer.report_private()
+    # What the source does not say.
+    target_options |= writer.template_additions(target_options, template_options)
+    defaults = writer.default_additions(target_options, losses)
+    target_options |= defaults
+    writer.report_missing(target_options)
+    if target.method_option:
+        target_options[target.method_option] = methods[1].name
+    return WrittenOptions(target_options, frozenset(writer.unsaid), tuple(writer.findings))
+
+
+@dataclass(frozen=True, slots=True)
+class _OptionWriter:
+    """Writes the options of groups of one method for the target's program, and reports what is lost and what is added.
+
+    Attributes:
+        source_method, method: how the source and the target store the state.
+        unsaid: gets the options that a new optimizer of the target's program lends.
+        findings: gets every difference.
+    """
+
+    source: Dialect
+    target: Dialect
+    source_method: StoredMethod
+    method: StoredMethod
+    stored: GroupOptions
+    shape: Index
+    unsaid: set[str] = field(default_factory=set)
+    findings: list[OptionFinding] = field(default_factory=list)
+
+    def translated(self) -> tuple[dict[str, object], dict[str, object]]:
+        """Return the common options by the target's names, and by common name the values that it cannot store."""
+        method, common, losses = self.method, self.stored.common, dict[str, object]()
+        target_options = {option: common[name] for name, option in method.options.items() if name in common}
+        translatable_names = {*method.options, *HISTORY_OPTIONS, "step"}
+        # A coding says several options together, or none.
+        for coding in method.codings:
+            meanings = {name: common[name] for name in coding.common if name in common}
+            encoded = coding.write(meanings, self.shape)
+            translatable_names |= {*coding.common}
+            if encoded is None:
+                losses |= meanings
+            else:
+                target_options |= encoded
+        target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
+        # A value without a name is no loss where the target's program always computes with it, or it changes nothing.
+        for name, value in common.items():
+            if name not in translatable_names and value not in (self._constants.get(name), _SILENT_VALUES.get(name)):
+                losses[name] = value
+        for option in self.target.unwritten_options & target_options.keys():
+            del target_options[option]
+        return target_options, losses
+
+    def report_losses(self, losses: Mapping[str, object]) -> None:
+        """Report values that the target cannot store, in the source's words.
+
+        Raises:
+            SourceError: without one of them the update is another one altogether.
+        """
+        groups = f"{self.method.name} groups"
+        for name, value in sorted(losses.items()):
+            if name in _REFUSED:
+                raise SourceError(
+                    f"{groups} have {name}={value!r}: {_REFUSED[name]}; {self.target.name} has no such thing, so "
+                    "training would go on altogether differently. Leave out the state of these parameters with "
+                    "`select=`"
+                )
+            words = self._source_words(name, value)
+            reason, lent = f"{self.target.name} has no option for it", self._lent_options(name)
+            if lent:
+                written = ", ".join(f"{option}={default!r}" for option, default in lent.items())
+                reason = f"{self.target.name} cannot say it; {written} is written, as in a new optimizer"
+            if lent.get(name) == value:
+                continue
+            if name == "adjust_lr_fn" and self.method.derived:
+                self._report(Action.CARRIED, words, f"by {', '.join(self.method.derived)} of each parameter")
+            else:
+                self._report(Action.LEFT if name in _ROUNDING else Action.SET, words, reason)
+
+    def _source_words(self, name: str, value: object) -> Mapping[str, object]:
+        """Return the source's options that say a common one, with their values; else the common one."""
+        method, group_options = self.source_method, {**self.stored.options}
+        if name in method.options:
+            return {method.options[name]: value}
+        for coding in method.codings:
+            if name not in coding.common:
+                continue
+            if name in STRUCTURE:  # rules may have changed it
+                meanings = {other: self.stored.common[other] for other in coding.common if other in self.stored.common}
+                return coding.write(meanings, self.shape) or {name: value}
+            options = coding.options if name not in coding.options else (name,)
+            return {o: group_options[o] for o in options if o in group_options} or {name: value}
+        return {name: value}
+
+    def _lent_options(self, name: str) -> Mapping[str, object]:
+        """Return the options of a new optimizer that stand in for those by which the target would say a common one."""
+        options = [o for coding in self.method.codings if name in coding.common for o in coding.options]
+        return {
+            option: self.method.default_options[option] for option in options if option in self.method.default_options
+        }
+
+    def report_constants(self) -> None:
+        """Report the constants of the target's program, with which it computes whatever the source did and left out."""
+        for name in sorted(self._constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys()):
+            hint = self.source.hints.get(name, "unknown")
+            reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
+            self._report(Action.SET, {name: self._constants[name]}, reason)
+
+    def report_private(self) -> None:
+        """Report options without a common name, which stay behind, as the target may mean something else by them."""
+        target_names: set[str] = set()
+        for method in self.target.methods:
+            target_names |= {*method.options.values()}.union(*(coding.options for coding in method.codings))
+        for option, value in sorted(self.stored.private.items()):
+            reason = f"no counterpart in {self.target.name}"
+            if option in self.stored.expectations:
+                reason = f"expected {self.stored.expectations[option]}, so what it means is unknown"
+            elif option in target_names:
+                reason = f"nothing says that it means what {self.target.name}'s option of this name does"
+            self._report(Action.LEFT, {option: value}, reason)
+
+    def template_additions(
+        self, target_options: Mapping[str, object], template_options: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Return the template's options that the source does not say; those that change no update are not reported."""
+        source_options = {*target_options, self.target.method_option}
+        additions = {option: value for option, value in template_options.items() if option not in source_options}
+        for option in sorted(additions.keys() - self.method.inert_options.keys() - _EXECUTION_OPTIONS):
+            reason = f"{self.source.name} does not say it; taken from the template"
+            self._report(Action.CARRIED, {option: additions[option]}, reason)
+        return additions
+
+    def default_additions(
+        self, target_options: Mapping[str, object], losses: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Return options of a new optimizer of the target's program, which cannot run without them."""
+        additions: dict[str, object] = {}
+        lost_options = {option for name in losses for option in self._lent_options(name)}
+        for option, value in self.method.default_options.items():
+            if option in {*target_options, *self.target.unwritten_options}:
+                continue
+            additions[option] = value
+            if option not in lost_options:
+                self.unsaid.add(option)
+                reason = f"{self._silence(option)}; the value is a new optimizer's, recorded as unsaid"
+                self._report(Action.SET, {option: value}, reason)
+        for option, value in self.method.inert_options.items():
+            if option not in target_options:
+                additions.setdefault(option, value)
+        return additions
+
+    def report_missing(self, target_options: Mapping[str, object]) -> None:
+        """Report options that the target's program needs and nobody says: the running optimizer decides them."""
+        required = {*self.method.options.values()}
+        for coding in self.method.codings:
+            required |= set() if coding.optional else {*coding.options}
+        stated = {*target_options, *self.target.unwritten_options, self.method.options.get("step")}
+        for option in sorted(required - stated):
+            reason = f"{self._silence(option)}; the running optimizer's stays"
+            self.findings.append(OptionFinding(Action.SET, option, (), reason))
+
+    @property
+    def _constants(self) -> Mapping[str, object]:
+        return self.target.constant_options.get(self.method.name, {})
+
+    def _report(self, action: Action, options: Mapping[str, object], reason: str) -> None:
+        values = tuple(map(repr, options.values()))
+        self.findings.append(OptionFinding(action, " and ".join(options), values, reason))
+
+    def _silence(self, option: str) -> str:
+        """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
+        names = {option: name for name, option in self.method.options.items()}
+        for coding in self.method.codings:
+            names |= {o: o if o in coding.common else next(iter(coding.common), "") for o in coding.options}
+        hint = self.source.hints.get(names.get(option, ""), "")
+        return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
+
+
+def checks_of(
+    findings: Mapping[tuple[str, OptionFinding], Collection[str]], num_parameters: Mapping[str, int]
+) -> Iterator[Check]:
+    """Yield the checklist of options, whose findings have the method and the parameters of their groups.
+
+    Parameters are named where others of the method have another value, or none to tell of.
+
+    Args:
+        num_parameters: by method.
+    """
+    for (method, (action, option, values, reason)), names in findings.items():
+        owners = f"{method} groups" if len(names) == num_parameters[method] else listed(sorted(names), 3)
+        yield Check(action, f"{option} of {owners}", values, reason)
 
 
 # Options that say which matrices are in a parameter.
@@ -120,16 +361,16 @@ def structure_options(dialect: Dialect) -> frozenset[str]:
 
 
 def common_structure(matrices: Matrices, shape: Index) -> dict[str, object]:
-    """Return the common options that say these matrices of a parameter; if none do, those that say one matrix."""
-    common = matrices.options() or {"pieces": None, "columns": None, "interleaved": 1, FLATTEN: matrices.is_flat}
+    """Return the common options that say these matrices of a parameter; without pieces if none do."""
+    common = matrices.options() or {"columns": None, "interleaved": 1, FLATTEN: matrices.is_flat}
     return {name: value for name, value in common.items() if name != FLATTEN or len(shape) > 2}
 
 
 def restructured_options(
-    options: Mapping[str, Any], method: StoredMethod, matrices: Matrices, shape: Index
-) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return a program's options of a group with those for these matrices, and by common name what it cannot say."""
-    common = common_structure(matrices, shape)
+    options: Mapping[str, Any], target: Dialect, method: StoredMethod, matrices: Matrices, shape: Index
+) -> WrittenOptions:
+    """Return a program's own options of a group with those for these matrices."""
+    common = {"pieces": None, **common_structure(matrices, shape)}
     restructured, losses = dict(options), dict[str, object]()
     for name in common.keys() & method.options.keys():
         restructured[method.options[name]] = common[name]
@@ -147,175 +388,9 @@ def restructured_options(
         common = {name: value for name, value in common.items() if name not in meanings}
     unsaid = {name: value for name, value in common.items() if name not in method.options}
     losses |= {name: value for name, value in unsaid.items() if value != _SILENT_VALUES[name]}
-    return restructured, losses
-
-
-def write_options(
-    options: GroupOptions,
-    source: Dialect,
-    target: Dialect,
-    method: StoredMethod,
-    shape: Index,
-    findings: Findings,
-    template_options: Mapping[str, object],
-) -> dict[str, object]:
-    """Translate a group's options to the target's names and values; ``findings`` gets every difference.
-
-    What the source stores counts first, then the template, then a new optimizer of the target's program; what none of
-    them has, the running optimizer keeps.
-
-    Args:
-        method: how the target stores the state.
-        template_options: of the run that the result is for; they count where the source says nothing.
-    """
-    writer = _OptionWriter(source, target, method, findings)
-    # What the target can say, and what it cannot: losses without which the update is another one are refused.
-    target_options, losses = writer.translated(options.common, shape)
-    writer.report_losses(losses)
-    writer.report_constants(options.common)
-    writer.report_private(options)
-    # What the source does not say.
-    target_options |= writer.template_additions(target_options, template_options)
-    target_options |= writer.default_additions(target_options, losses)
-    writer.report_missing(target_options)
-    return target_options | ({target.method_option: method.name} if target.method_option else {})
-
-
-@dataclass(frozen=True, slots=True)
-class _OptionWriter:
-    """Writes the options of groups of one method for the target's program, and reports what is lost and what is added.
-
-    Attributes:
-        method: how the target stores the state.
-    """
-
-    source: Dialect
-    target: Dialect
-    method: StoredMethod
-    findings: Findings
-
-    def translated(self, common: Mapping[str, Any], shape: Index) -> tuple[dict[str, object], dict[str, object]]:
-        """Return the common options by the target's names, and by common name the values that it cannot store."""
-        method, losses = self.method, dict[str, object]()
-        target_options = {option: common[name] for name, option in method.options.items() if name in common}
-        translatable_names = {*method.options, *HISTORY_OPTIONS, "step"}
-        # A coding says several options together, or none.
-        for coding in method.codings:
-            meanings = {name: common[name] for name in coding.common if name in common}
-            encoded = coding.write(meanings, shape)
-            translatable_names |= {*coding.common}
-            if encoded is None:
-                losses |= meanings
-            else:
-                target_options |= encoded
-        target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
-        # A value without a name is no loss where the target's program always computes with it, or it changes nothing.
-        for name, value in common.items():
-            if name not in translatable_names and value not in (self._constants.get(name), _SILENT_VALUES.get(name)):
-                losses[name] = value
-        for option in self.target.unwritten_options & target_options.keys():
-            del target_options[option]
-        return target_options, losses
-
-    def report_losses(self, losses: Mapping[str, object]) -> None:
-        """Report values that the target cannot store.
-
-        Raises:
-            SourceError: without one of them the update is another one altogether.
-        """
-        groups = f"{self.method.name} groups"
-        for name, value in sorted(losses.items()):
-            if name in _REFUSED:
-                raise SourceError(
-                    f"{groups} have {name}={value!r}: {_REFUSED[name]}; {self.target.name} has no such thing, so "
-                    "training would go on altogether differently. Leave out the state of these parameters with "
-                    "`select=`"
-                )
-            if name == "adjust_lr_fn" and self.method.derived:
-                subject = f"the lr scale {value} of {groups}"
-                self.findings.check(Action.CARRIED, subject, *self.method.derived, reason="by parameter")
-            else:
-                action = Action.LEFT if name in _ROUNDING else Action.SET
-                self._report(action, name, f"{self.target.name} has no option for it", value)
-
-    def report_constants(self, common: Mapping[str, object]) -> None:
-        """Report the constants of the target's program, with which it computes whatever the source did and left out."""
-        for name in sorted(self._constants.keys() - common.keys() - _SILENT_VALUES.keys()):
-            hint = self.source.hints.get(name, "unknown")
-            reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
-            self._report(Action.SET, name, reason, self._constants[name])
-
-    def report_private(self, options: GroupOptions) -> None:
-        """Report options without a common name, which stay behind, as the target may mean something else by them."""
-        target_names: set[str] = set()
-        for method in self.target.methods:
-            target_names |= {*method.options.values()}.union(*(coding.options for coding in method.codings))
-        for option, value in sorted(options.private.items()):
-            reason = f"no counterpart in {self.target.name}"
-            if option in options.expectations:
-                reason = f"expected {options.expectations[option]}, so what it means is unknown"
-            elif option in target_names:
-                reason = f"nothing says that it means what {self.target.name}'s option of this name does"
-            self._report(Action.LEFT, option, reason, value)
-
-    def template_additions(
-        self, target_options: Mapping[str, object], template_options: Mapping[str, object]
-    ) -> dict[str, object]:
-        """Return the template's options that the source does not say; those that change no update are not reported."""
-        source_options = {*target_options, self.target.method_option}
-        additions = {option: value for option, value in template_options.items() if option not in source_options}
-        for option in sorted(additions.keys() - self.method.inert_options.keys() - _EXECUTION_OPTIONS):
-            reason = f"{self.source.name} does not say it; taken from the template"
-            self._report(Action.CARRIED, option, reason, additions[option])
-        return additions
-
-    def default_additions(
-        self, target_options: Mapping[str, object], losses: Mapping[str, object]
-    ) -> dict[str, object]:
-        """Return options of a new optimizer of the target's program, which cannot run without them."""
-        additions: dict[str, object] = {}
-        lost_options = {
-            option for coding in self.method.codings if losses.keys() & coding.common for option in coding.options
-        }
-        for option, value in self.method.default_options.items():
-            if option not in {*target_options, *self.target.unwritten_options}:
-                reason = (
-                    f"{self.target.name} cannot say the value above"
-                    if option in lost_options
-                    else self._silence(option)
-                )
-                reason += f"; written as in a new optimizer of {self.target.name}"
-                self._report(Action.SET, option, reason, value)
-                additions[option] = value
-        for option, value in self.method.inert_options.items():
-            if option not in target_options:
-                additions.setdefault(option, value)
-        return additions
-
-    def report_missing(self, target_options: Mapping[str, object]) -> None:
-        """Report options that the target's program needs and nobody says: the running optimizer decides them."""
-        required = {*self.method.options.values()}
-        for coding in self.method.codings:
-            required |= set() if coding.optional else {*coding.options}
-        stated = {*target_options, *self.target.unwritten_options, self.method.options.get("step")}
-        for option in sorted(required - stated):
-            self._report(Action.SET, option, f"{self._silence(option)}; the running optimizer's stays")
-
-    @property
-    def _constants(self) -> Mapping[str, object]:
-        return self.target.constant_options.get(self.method.name, {})
-
-    def _report(self, action: Action, option: str, reason: str, *values: object) -> None:
-        self.findings.check(action, f"{option} of {self.method.name} groups", *map(repr, values), reason=reason)
-
-    def _silence(self, option: str) -> str:
-        """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
-        names: dict[str, str] = {}
-        for coding in self.method.codings:
-            names |= dict.fromkeys(coding.options, next(iter(coding.common), ""))
-        names |= {option: name for name, option in self.method.options.items()}
-        hint = self.source.hints.get(names.get(option, ""), "")
-        return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
+    reason = f"{target.name} has no option for it"
+    findings = tuple(OptionFinding(Action.SET, name, (repr(value),), reason) for name, value in losses.items())
+    return WrittenOptions(restructured, findings=findings)
 
 
 # A template.

@@ -21,6 +21,7 @@ from ...names.wording import listed
 from ...programs.detection import Detected
 from ...programs.dialect import FOREIGN, Dialect, StoredMethod
 from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, StoredParameter
+from ...programs.signs import unsaid_by_name
 from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
 from ..engine.outputs import unnamed_state
@@ -90,7 +91,7 @@ class TranslatedModel:
 
     Attributes:
         detected: the source's dialect, and why it is this one.
-        view: of the whole source.
+        view: of the whole source, and its ``provenance``.
         parameters: by the target's names.
         groups: in the source's order, each with the names of its parameters for the target's groups.
         records: the weights, under None, and the state, by slot, that are written, by the source's name.
@@ -101,6 +102,7 @@ class TranslatedModel:
 
     detected: Detected
     view: ModelView
+    provenance: Mapping[str, Any]
     values: Values
     overrides: Overrides
     parameters: Mapping[str, TranslatedParameter]
@@ -129,6 +131,14 @@ class TranslatedModel:
     def listed(self) -> Mapping[str, TranslatedParameter]:
         """The parameters with a method, by the names that groups list."""
         return {parameter.listed: parameter for parameter in (*self.stateful, *self.stateless)}
+
+    @cached_property
+    def _unsaid(self) -> Mapping[str, frozenset[str]]:
+        return unsaid_by_name(self.provenance)
+
+    def unsaid_options(self, parameter: TranslatedParameter) -> frozenset[str]:
+        """Return the options of a parameter's group that the source has from no run, but from a new optimizer."""
+        return frozenset().union(*(self._unsaid.get(alias, frozenset()) for alias in parameter.aliases))
 
     @cached_property
     def new_names(self) -> Mapping[str, Collection[str]]:
@@ -285,6 +295,7 @@ def translate_model(
     return TranslatedModel(
         detected,
         view,
+        manifest.provenance,
         values,
         overrides,
         parameters | assembly.stateless(groups, parameters),

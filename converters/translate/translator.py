@@ -25,14 +25,23 @@ from ...names.wording import listed
 from ...programs.detection import confirm, detect, locate_dialect, roots_of, target_of
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
-from ...programs.signs import SOURCE_ROOTS
+from ...programs.signs import SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, constant, sorted_checks
 from .conventions import Overrides, agreed_convention, momentum_factor
-from .groups import GroupTemplate, common_options, common_structure, restructured_options, write_options
-from .matrices import UNKNOWN, Matrices
+from .groups import (
+    GroupTemplate,
+    OptionFinding,
+    WrittenOptions,
+    checks_of,
+    common_options,
+    common_structure,
+    restructured_options,
+    write_options,
+)
+from .matrices import OPTIONS as STRUCTURE, UNKNOWN, Matrices
 from .names import NameRules
 from .parameters import TranslatedModel, TranslatedParameter, hides_pieces, translate_model
 from .parse import NAMES, entries_of, merge_equal, parse, stored_groups
@@ -108,6 +117,8 @@ def translate(
     renderer = _Renderer(model, target, like, findings)
     tensors, items = renderer.outputs()
     renderer.report_divided()
+    num_parameters = Counter(renderer.method(parameter).name for parameter in model.listed.values())
+    findings.checks.update(checks_of(renderer.option_findings, num_parameters))
     constants = tuple(renderer.constants.values())
     # Report how momentum was read, what is left out, and what the target cannot say.
     momenta: list[str] = []
@@ -131,7 +142,9 @@ def translate(
     notes = (*programs, *momenta, *sentences, *(f"note: {note}" for note in sorted(findings.notes)))
     left_out = (*model.left_out, *model.private)
     roots = roots_of(detected.dialect) if target.name != detected.dialect.name else {}
-    provenance = {SOURCE_ROOTS: roots} if roots else {}
+    provenance: dict[str, object] = {SOURCE_ROOTS: roots} if roots else {}
+    if renderer.unsaid or UNSAID in manifest.provenance:
+        provenance[UNSAID] = unsaid_record(renderer.unsaid)
     return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks), constants, provenance)
 
 
@@ -144,6 +157,8 @@ class _Renderer:
         findings: gets every difference from the source.
         numbers: what keys of state have in place of names, if the target knows parameters by number.
         constants: tensors of one element that the source does not have, by dtype and bytes.
+        option_findings: what the report says of options, by method, each with the parameters whose they are.
+        unsaid: options that are written and that the source does not say, by the parameters that groups list.
         divided: the parameters that have parts of one matrix of the source, by the names of those that it was in.
         other_names: names by which the target may list options, each with its stored names, by the first of these.
     """
@@ -155,6 +170,8 @@ class _Renderer:
     numbers: dict[str, str] = field(default_factory=dict)
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
     other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
+    option_findings: dict[tuple[str, OptionFinding], list[str]] = field(default_factory=lambda: defaultdict(list))
+    unsaid: dict[str, frozenset[str]] = field(default_factory=dict)
     divided: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
     _methods: dict[str, StoredMethod] = field(default_factory=dict)
 
@@ -382,7 +399,7 @@ class _Renderer:
 
         Adds to ``derived`` the items of state that follow from a parameter's options and its shape.
         """
-        options_by_kind: dict[object, Mapping[str, object]] = {}
+        options_by_kind: dict[object, WrittenOptions] = {}
         names_by_options: defaultdict[str, list[str]] = defaultdict(list)
         options_by_key: dict[str, Mapping[str, object]] = {}
         # The steps that the group's parameters have counted, or else those of all.
@@ -407,12 +424,13 @@ class _Renderer:
             # Most parameters of a group are of one kind, for which options are translated once.
             is_flattened = any(tensor.flattened for tensor in parameter.slots.values())
             common_kind = parameter.method.name, method.name, step, shape, is_flattened, repr(template_options)
-            kind = *common_kind, matrices and (repr(matrices.options()), matrices.is_flat)
+            unsaid = self.source.unsaid_options(parameter)
+            kind = *common_kind, unsaid, matrices and (repr(matrices.options()), matrices.is_flat)
             if kind not in options_by_kind:
                 options_by_kind[kind] = self._options(
                     group, parameter, step, shape, template_options, matrices, is_flattened
                 )
-            options = options_by_kind[kind]
+            options = self._noted(parameter, options_by_kind[kind])
             key = repr(sorted(options.items()))
             names_by_options[key].append(name)
             options_by_key[key] = options
@@ -428,7 +446,8 @@ class _Renderer:
         if (matrices is None or not matrices.is_known) and parameter.sources:
             reasons = (hides_pieces(source, self.source.dialect, self.source.values) for source in parameter.sources)
             if reason := next(filter(None, reasons), ""):
-                reason += ", and no option says how: give pieces where the optimizer is made"
+                hint = self.source.dialect.hints.get("pieces", "give pieces where the optimizer is made")
+                reason += f", and no option says how: {hint}"
                 self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason)
                 return UNKNOWN
         if matrices is not None and matrices.options() is None:
@@ -479,7 +498,7 @@ class _Renderer:
         template_options: Mapping[str, object],
         matrices: Matrices | None,
         is_flattened: bool,
-    ) -> Mapping[str, object]:
+    ) -> WrittenOptions:
         """Return the options of a group in the target's words; the template's count where the source says nothing."""
         source, target, method = self.source, self.target, self.method(parameter)
         # Of one program, options keep their words; only what would tell another convention goes.
@@ -487,41 +506,47 @@ class _Renderer:
             is_rescaled = source.overrides.target not in (None, source.dialect.convention)
             omitted = target.unwritten_options if is_rescaled else ()
             options = {option: group.options[option] for option in group.options if option not in omitted}
+            findings, unsaid = list[OptionFinding](), source.unsaid_options(parameter)
+            if matrices is not None:
+                restructured = restructured_options(options, target, method, matrices, shape)
+                options, findings = dict(restructured.options), [*restructured.findings]
             for coding in method.codings:
                 stated = {option: options[option] for option in coding.options if option in options}
                 if coding.write(coding.read(stated, shape), shape) is None:
                     values = ", ".join(f"{option}={value!r}" for option, value in stated.items())
                     reason = f"unknown to {target.name}"
-                    self.findings.check(Action.SET, f"{values} of {method.name} groups", reason=reason)
-            if matrices is not None:
-                options = self._restructured(options, method, matrices, shape)
+                    findings.append(OptionFinding(Action.SET, values, (), reason))
             requested_step, step_option = source.overrides.step, method.options.get("step")
             if requested_step is not None and step_option in options:
                 options[step_option] = requested_step
-            return {**template_options, **options}
-        stored = common_options(group.options, source.dialect, parameter.method, shape)
+            return WrittenOptions({**template_options, **options}, unsaid & options.keys(), tuple(findings))
+        unsaid = source.unsaid_options(parameter)
+        said_options = {option: group.options[option] for option in group.options if option not in unsaid}
+        stored = common_options(said_options, source.dialect, parameter.method, shape)
         common = dict(stored.common) if step is None else {**stored.common, "step": step}
         if matrices is not None:
+            common = {name: value for name, value in common.items() if name not in STRUCTURE}
             common |= common_structure(matrices, shape)
         # Momentum that is stored as a matrix was flattened, and so was one of more dims than a stack of matrices has.
         has_kernel_dims = len(shape) > 3 and FLATTEN not in stored.common and "momentum" in parameter.method.slots
         if is_flattened or has_kernel_dims:
             common[FLATTEN] = True
-            evidence = "its momentum is stored as a matrix" if is_flattened else f"the parameter has {len(shape)} dims"
-            reason = f"{source.dialect.name} does not say it, but {evidence}"
-            self.findings.check(Action.SET, f"flatten of {method.name} groups", "True", reason=reason)
-        stored = replace(stored, common=common)
-        return write_options(stored, source.dialect, target, method, shape, self.findings, template_options)
+        stored, methods = replace(stored, common=common), (parameter.method, method)
+        written = write_options(stored, source.dialect, target, methods, shape, template_options)
+        if not (is_flattened or has_kernel_dims):
+            return written
+        evidence = "its momentum is stored as a matrix" if is_flattened else f"the parameter has {len(shape)} dims"
+        reason = f"{source.dialect.name} does not say it, but {evidence}"
+        flattened = OptionFinding(Action.SET, FLATTEN, ("True",), reason)
+        return replace(written, findings=(*written.findings, flattened))
 
-    def _restructured(
-        self, options: Mapping[str, Any], method: StoredMethod, matrices: Matrices, shape: Index
-    ) -> dict[str, Any]:
-        """Return the own program's options with those for these matrices; tell of what they cannot say."""
-        restructured, losses = restructured_options(options, method, matrices, shape)
-        for name, value in losses.items():
-            reason = f"{self.target.name} has no option for it"
-            self.findings.check(Action.SET, f"{name} of {method.name} groups", repr(value), reason=reason)
-        return restructured
+    def _noted(self, parameter: TranslatedParameter, written: WrittenOptions) -> Mapping[str, object]:
+        """Return the options of a parameter's group; note what the report and the manifest say of them."""
+        for finding in written.findings:
+            self.option_findings[self.method(parameter).name, finding].append(parameter.listed)
+        if written.unsaid:
+            self.unsaid[parameter.listed] = written.unsaid
+        return written.options
 
     def report_divided(self) -> None:
         """Report matrices that rules have cut, as their parts are orthogonalised by themselves from now on."""
@@ -703,10 +728,13 @@ class _Renderer:
         changes_by_text, names_by_text = dict[str, dict[str, object]](), defaultdict[str, list[str]](list)
         for name in members:
             parameter, changes = self.source.listed.get(name), dict[str, object]()
+            if parameter is not None and (unsaid := self.source.unsaid_options(parameter)):
+                self.unsaid[name] = unsaid & group.options.keys()
             matrices = self._matrices(parameter) if parameter and parameter.matrices is not None else None
             if parameter is not None and matrices is not None:
                 options = {option: group.options[option] for option in group.entries if option != PARAMS}
-                restructured = self._restructured(options, parameter.method, matrices, parameter.shape)
+                written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
+                restructured = self._noted(parameter, written)
                 for option in options.keys() | restructured.keys():
                     value = restructured.get(option, _GONE)
                     if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):

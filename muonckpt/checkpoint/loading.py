@@ -261,7 +261,9 @@ def run_load(call: LoadCall) -> Loaded:
     matching = loaded.asked.matching
     if matching.own_options:
         kept_options = "; ".join(matching.own_options)
-        warn_on_rank(f"{call.path} does not say options, which stay as the running optimizer's: {kept_options}")
+        warn_on_rank(
+            f"{call.path}: the source did not say options, which stay as the running optimizer's: {kept_options}"
+        )
     for doubt in matching.doubts:
         warn_on_rank(f"{call.path}: {doubt}")
     if dropped_options := dropped_by_torch(matching.added):

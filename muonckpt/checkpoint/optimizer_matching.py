@@ -55,6 +55,13 @@ class _OptimizerMatch:
     def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
         self.optimizer, self.template, self.stored, self.choices = optimizer, template, stored, choices
         self._growing_keys = set[str]()
+        self._unsaid_keys = set[str]()
+
+    def _said_options(self, keys: _Keys, names: Iterable[str]) -> _Keys:
+        """Return the saved options of these parameters without those that no run said: the running optimizer's stay."""
+        unsaid = frozenset[str]().union(*(self.stored.unsaid.get(name, ()) for name in names)) & keys.keys()
+        self._unsaid_keys.update(map(keys.__getitem__, unsaid))
+        return {option: key for option, key in keys.items() if option not in unsaid} if unsaid else keys
 
     def saved_groups_of(self, name: str) -> Sequence[int] | None:
         """Return the numbers of a parameter's groups in the checkpoint; None if options are by parameter."""
@@ -103,7 +110,8 @@ class _OptimizerMatch:
             differences=differences,
             faults=(*faults, *unknown_rows),
         )
-        return Matching.joined([state, self.match_options(report, origins)])
+        unsaid = Matching(covered_keys=frozenset(self._unsaid_keys))
+        return Matching.joined([state, self.match_options(report, origins), unsaid])
 
     def _states(self) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
         """Return the state of parameters on both sides, with the options on which its meaning depends."""
@@ -193,7 +201,10 @@ class _GroupedMatch(_OptimizerMatch):
     def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
         super().__init__(optimizer, template, stored, choices)
         self.groups = optimizer.options_of_groups(template.values)
-        self.saved_groups = optimizer.options_of_groups(stored.entries)
+        self.saved_groups = {}
+        saved_names = dict(enumerate(stored.groups(optimizer)))
+        for number, keys in optimizer.options_of_groups(stored.entries).items():
+            self.saved_groups[number] = self._said_options(keys, saved_names.get(number, ()))
         # Parameters are in the groups that list them, on both sides.
         self.homes: defaultdict[str, list[int]] = defaultdict(list)
         for number, names in enumerate(stored.groups(optimizer)):
@@ -318,7 +329,9 @@ class _UngroupedMatch(_OptimizerMatch):
     def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
         super().__init__(optimizer, template, stored, choices)
         self.options = optimizer.options_of_names(template.values)
-        self.saved_options = optimizer.options_of_names(stored.entries)
+        self.saved_options = {}
+        for name, keys in optimizer.options_of_names(stored.entries).items():
+            self.saved_options[name] = self._said_options(keys, (name,))
 
     def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Give each parameter its own options; a fresh one gets those of its group, which has equal options now."""

@@ -189,7 +189,7 @@ def redistribute(
         decide_on_first(group, TargetError, finish, lambda shares: _compare(ranks, moves, shares))
     if rank_matching.own_options:
         options = "; ".join(rank_matching.own_options)
-        warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {options}")
+        warn_on_rank(f"the source did not say options, which stay as the running optimizer's: {options}")
     num_tensors = len({move.target for move in moves})
     return Redistribution(
         report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.wire_bytes

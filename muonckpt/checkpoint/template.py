@@ -16,6 +16,7 @@ from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
 from ..names.resumption import as_tuples, option_difference
 from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
+from ..programs.signs import unsaid_by_name
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
@@ -104,13 +105,18 @@ class Stored:
     Attributes:
         place: this rank's among those that load, and how many these are.
         by_rank: for items that differ from rank to rank, the key of each rank's value by the rank's place at the save.
+        unsaid: the options that a conversion has written and that no run said, by the names of parameters.
     """
 
     def __init__(
-        self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any], place: tuple[int, int]
+        self,
+        entries: Iterable[StateRecord | Blob],
+        read: Callable[[StateRecord | Blob], Any],
+        place: tuple[int, int],
+        unsaid: Mapping[str, frozenset[str]] = _NONE,
     ) -> None:
         self.entries = {entry.key: entry for entry in entries}
-        self.place = place
+        self.place, self.unsaid = place, unsaid
         self.by_rank: defaultdict[str, dict[tuple[int, int], str]] = defaultdict(dict)
         self._read = read
         self._options: dict[str, Any] = {}
@@ -122,7 +128,10 @@ class Stored:
 
     @classmethod
     def of(cls, checkpoint: OpenCheckpoint, place: tuple[int, int]) -> Stored:
-        return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read, place)
+        outline = checkpoint.outline
+        return cls(
+            (*outline.tensors, *outline.blobs), checkpoint.values.read, place, unsaid_by_name(outline.provenance)
+        )
 
     @property
     def tensors(self) -> Iterator[StateRecord]:

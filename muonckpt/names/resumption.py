@@ -175,7 +175,9 @@ class LoadReport:
             if names:
                 lines.append(f"{title}: {len(names)} ({', '.join(in_globs(names, parameters - {*names}))})")
         if self.own_options:
-            lines.append(f"options of the running optimizer, not in the checkpoint: {'; '.join(self.own_options)}")
+            lines.append(
+                f"options of the running optimizer, which the source did not say: {'; '.join(self.own_options)}"
+            )
         return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 METADATA_FILE = ".metadata"
@@ -48,6 +48,9 @@ NUMBERED = "numbered_parameters"
 SOURCE_ROOTS = "source_roots"
 """The key in the provenance of the roots that a source of Megatron-FSDP had, by its program: it gets them back."""
 
+UNSAID = "unsaid"
+"""The key in the provenance of options that stock DCP needs and no run said: they are a new optimizer's."""
+
 NOT_READ = "not_read"
 """The key in the provenance that lists the files of a folder that were left alone."""
 
@@ -78,3 +81,23 @@ UNREAD: Mapping[str, str] = MappingProxyType(
 def item_key(key: str) -> str:
     """Return Megatron's key of an item, which ends with its shard's number and the number of shards."""
     return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
+
+
+def unsaid_record(unsaid: Mapping[str, Collection[str]]) -> list[dict[str, list[str]]]:
+    """Return what the provenance says of unsaid options, by the names of parameters."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, options in unsaid.items():
+        names.setdefault(tuple(sorted(options)), []).append(name)
+    return [{"options": [*options], "params": members} for options, members in names.items() if options]
+
+
+def unsaid_by_name(provenance: Mapping[str, object]) -> dict[str, frozenset[str]]:
+    """Return the options that a checkpoint has and no run said, by the names of parameters."""
+    unsaid: dict[str, frozenset[str]] = {}
+    match provenance.get(UNSAID):
+        case [*records]:
+            for record in records:
+                match record:
+                    case {"options": [*options], "params": [*names]}:
+                        unsaid |= dict.fromkeys(map(str, names), frozenset(map(str, options)))
+    return unsaid

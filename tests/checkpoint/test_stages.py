@@ -284,7 +284,7 @@ def test_a_parameter_that_is_in_no_saved_group_is_refused(tmp_path):
     assert ungrouped == ["b.weight", "head.weight"]
     part = Part(whole(kind), kind, rates=9.0)
     state_dict = part.state()
-    with pytest.warns(UserWarning, match="does not say options, .*: all of b.weight, which has those of group"):
+    with pytest.warns(UserWarning, match="did not say options, .*: all of b.weight, which has those of group"):
         report = muonckpt.load(state_dict, tmp_path / "c", ungrouped=ungrouped)
     assert len(report.loaded) == 4 and not report.fresh
     part.set(state_dict)

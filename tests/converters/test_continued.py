@@ -63,7 +63,7 @@ def ours(model: Model, **options) -> Muon:
 @pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.filterwarnings("ignore:.*schedulers know groups by their numbers")
 @pytest.mark.filterwarnings("ignore:group . keeps the code's")
-@pytest.mark.filterwarnings("ignore:.*does not say options")
+@pytest.mark.filterwarnings("ignore:.*did not say options")
 def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_path, monkeypatch):
     model = Model()
     optimizers = torchs(model)

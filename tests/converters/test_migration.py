@@ -218,7 +218,7 @@ CASES = [(name, form) for name, peer in PEERS.items() for form in peer.forms]
 
 
 @pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*does not say options", "ignore:group ")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*did not say options", "ignore:group ")
 @pytest.mark.parametrize(("package", "name", "keys"), [(n, n, k) for n, k in CASES], indirect=["package"])
 def test_a_run_goes_on_in_ours_on_other_meshes_and_back(package, name, keys, tmp_path):
     peer, model = PEERS[name], Model()

@@ -72,8 +72,8 @@ def test_every_option_that_cannot_be_said_is_reported_with_its_value(tmp_path):
     manifest, path = saved(tmp_path, nested({"momentum_buffer": W.clone()}, **group))
     result = translate(manifest, opened(path).values, DIALECTS["torch"], source=DIALECTS["muonckpt"])
     told = {check.subject.removesuffix(" of muon groups"): check.values for check in result.checklist}
-    lost = {"ns": ("'quintic'",), "ns_steps": ("7",), "pieces": ("(1, 1)",), "cautious": ("True",)}
-    lost["scale"] = ("'spectral'",)
+    lost = {"ns_coefficients": ("'quintic'",), "ns_steps": ("7",), "pieces": ("(1, 1)",), "cautious": ("True",)}
+    lost["adjust_lr_fn"] = ("'spectral'",)
     assert lost.items() <= told.items()
     assert options(result)["optimizer.param_groups.0.initial_lr"] == 0.4
     flat = translate(manifest, opened(path).values, DIALECTS["veomni"], source=DIALECTS["muonckpt"])
