@@ -84,7 +84,8 @@ def reshard(
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)
             job = make_job(opened, target, select, request.outputs, container)
-            momentum = () if request.translates else momentum_note(with_slots(opened.outline))
+            has_state = any(tensor.slot is not None for tensor in job.tensors)
+            momentum = momentum_note(with_slots(opened.outline)) if has_state and not request.translates else ()
             # Report arguments that the format has no use for.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()

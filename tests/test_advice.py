@@ -225,6 +225,7 @@ def test_state_that_the_checkpoint_never_had_begins_anew(here):
     assert state["optimizer"]["state"]["weight"]["exp_avg"].any() and state["model"]["bias"].any()
 
 
+@pytest.mark.filterwarnings("ignore:.*did not say options")
 def test_state_of_another_program_is_translated_and_all_there(here):
     saved = as_dict(*model_and_state(stock))
     muonckpt.save(saved, "of_torch")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from ...algebra.box import Box, Index
 from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
 from ...names.errors import SourceError
+from ...names.vocabulary import MASTER
+from ...names.wording import counted
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
 from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
@@ -73,23 +75,35 @@ class Check:
         return f"{self.action}: {self.subject}{values}{f' ({self.reason})' if self.reason else ''}"
 
 
+class Topic(StrEnum):
+    """What a `Check` is about: it counts only where some of that is written."""
+
+    ALL = "all"
+    STATE = "state"
+    OPTIONS = "options"
+
+
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Collects what a translation has to report: sentences, each once, and entries of the checklist."""
+    """What a translation has to report.
 
+    Attributes:
+        programs: sentences about source and target.
+        momenta: sentences that say what the momentum is, and why, each with the slot that it is in.
+        notes: other sentences, each once.
+        checks: entries of the checklist, with their topics.
+    """
+
+    programs: list[str] = field(default_factory=list)
+    momenta: list[tuple[str, str]] = field(default_factory=list)
     notes: set[str] = field(default_factory=set)
-    checks: set[Check] = field(default_factory=set)
+    checks: set[tuple[Topic, Check]] = field(default_factory=set)
 
     def add(self, note: str) -> None:
         self.notes.add(note)
 
-    def check(self, action: Action, subject: str, *values: str, reason: str = "") -> None:
-        self.checks.add(Check(action, subject, values, reason))
-
-
-def sorted_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
-    order = list(Action)
-    return tuple(sorted(checks, key=lambda c: (order.index(c.action), c.subject, c.values, c.reason)))
+    def check(self, action: Action, subject: str, *values: str, reason: str = "", topic: Topic = Topic.STATE) -> None:
+        self.checks.add((topic, Check(action, subject, values, reason)))
 
 
 Words = NDArray[Any]
@@ -299,13 +313,14 @@ def constant(payloads: Payloads, name: str, element: bytes = b"") -> StateRecord
 class OutputItem:
     """A non-tensor item: a copy of an item of the source, or if ``source`` is None the bytes ``data``.
 
-    ``length`` is in bytes.
+    ``length`` is in bytes; ``is_option`` says that it is one of parameter groups.
     """
 
     key: str
     path: tuple[str | int, ...]
     source: Blob | None = None
     data: bytes = b""
+    is_option: bool = False
 
     @property
     def length(self) -> int:
@@ -316,8 +331,8 @@ class OutputItem:
 class Outputs:
     """Everything that a destination holds, and the keys of the source that it does not hold (``left_out``).
 
-    ``notes`` are sentences about decisions, ``checklist`` says what became of each thing; ``constants`` are tensors of
-    which outputs are made, and which the source's files do not have; ``provenance`` is added to that of the source.
+    ``findings`` are those of a translation, and ``losses`` say what has been left out since; ``constants`` are tensors
+    of which outputs are made, and which the source's files do not have; ``provenance`` is added to that of the source.
 
     Raises:
         SourceError: two tensors or items have the same key.
@@ -326,8 +341,8 @@ class Outputs:
     tensors: Sequence[OutputTensor]
     items: Sequence[OutputItem] = ()
     left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    checklist: tuple[Check, ...] = ()
+    findings: Findings = field(default_factory=Findings)
+    losses: tuple[Check, ...] = ()
     constants: tuple[StateRecord, ...] = ()
     provenance: Mapping[str, object] = field(default_factory=dict)
 
@@ -340,6 +355,96 @@ class Outputs:
     def keys(self) -> list[str]:
         return entry_keys(self.tensors) + entry_keys(self.items)
 
+    # What the report says of them.
+
+    @property
+    def _topics(self) -> set[Topic]:
+        has_state = any(tensor.record.slot is not None for tensor in self.tensors)
+        has_options = any(item.is_option for item in self.items)
+        return {Topic.ALL, *([Topic.STATE] if has_state else []), *([Topic.OPTIONS] if has_options else [])}
+
+    @property
+    def _momenta(self) -> list[str]:
+        slots = {tensor.record.slot for tensor in self.tensors}
+        return [*dict.fromkeys(sentence for slot, sentence in self.findings.momenta if slot in slots)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what a translation has decided."""
+        if not self.findings.programs:
+            return ()
+        remarks = sorted(f"note: {note}" for note in self.findings.notes)
+        return (*self.findings.programs, *self._momenta, *self._summary(), *remarks)
+
+    @property
+    def checklist(self) -> tuple[Check, ...]:
+        """What became of each thing, where something was translated or left out."""
+        if not (self.findings.programs or self.losses):
+            return ()
+        topics = self._topics
+        checks = {check for topic, check in self.findings.checks if topic in topics}
+        order = list(Action)
+        return tuple(
+            sorted(
+                checks.union(self.losses, self._moved()),
+                key=lambda check: (order.index(check.action), check.subject, check.values, check.reason),
+            )
+        )
+
+    def _moved(self) -> Iterator[Check]:
+        """Yield what became of tensors and items that are written, once for each slot."""
+        intact = Counter(_slot(tensor) for tensor in self.tensors if not tensor.computed)
+        for slot, count in intact.items():
+            yield Check(Action.CARRIED, slot, (counted(count, "tensor"),))
+        kinds = Counter((_slot(t), t.scale, t.source_dtype, t.record.dtype) for t in self.tensors)
+        for (slot, scale, source_dtype, target_dtype), count in kinds.items():
+            tensors = counted(count, "tensor")
+            if scale is not None:
+                yield Check(Action.RESCALED, slot, (tensors, f"times {scale!r}"), "; ".join(self._momenta))
+            if source_dtype is not None:
+                reason = "" if slot == MASTER else "`state_dtype=`"
+                yield Check(Action.RESCALED, slot, (tensors, f"from {source_dtype} to {target_dtype}"), reason)
+        if copied := sum(item.source is not None for item in self.items):
+            yield Check(Action.CARRIED, "items that are no tensors", (f"{copied}",), "byte for byte")
+
+    def _summary(self) -> Iterator[str]:
+        """Yield sentences that say how many tensors, items and options are written, and how."""
+        places = {constant.chunks.place for constant in self.constants}
+        # Tensors made of a constant are not the source's.
+        new = [tensor.key for tensor in self.tensors if not places.isdisjoint(c.place for c in tensor.sources)]
+        scales = Counter(tensor.scale for tensor in self.tensors if tensor.scale is not None)
+        num_moved, copied = len(self.tensors) - len(new), sum(item.source is not None for item in self.items)
+        exact = num_moved - sum(tensor.computed for tensor in self.tensors)
+        share = f"{exact} of them " if exact < num_moved else ""
+        yield counted(num_moved, "tensor") + (f", {share}bit for bit" if exact else "")
+        for scale, count in scales.items():
+            noun = "momentum is" if count == 1 else "momenta are"
+            yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
+        if new:
+            yield f"{counted(len(new), 'tensor')} not in the source, such as {new[0]}"
+        if copied:
+            yield f"{counted(copied, 'item')} other than tensors, byte for byte"
+        if options := len(self.items) - copied:
+            yield f"{counted(options, 'option')} of parameter groups, written in the words of the target"
+
+    # A part of them.
+
+    def reduced_to(
+        self, tensors: Sequence[OutputTensor], items: Sequence[OutputItem], keys: Collection[str], argument: str
+    ) -> Outputs:
+        """Return only these tensors and items; the checklist names the others as left out by an argument.
+
+        Args:
+            keys: those of ``self`` that stay.
+        """
+        lost = Counter(_slot(tensor) for tensor in self.tensors if tensor.key not in keys)
+        losses = [Check(Action.LEFT, slot, (counted(count, "tensor"),), argument) for slot, count in lost.items()]
+        for is_option, subject in ((True, "options of parameter groups"), (False, "other items that are no tensors")):
+            lost_items = [item for item in self.items if item.is_option == is_option and item.key not in keys]
+            if lost_items:
+                losses.append(Check(Action.LEFT, subject, (f"{len(lost_items)}",), argument))
+        return dataclasses.replace(self, tensors=tensors, items=items, losses=(*self.losses, *losses))
+
     def selected(self, globs: Sequence[str]) -> Outputs:
         """Return the tensors and items that the keys or shell patterns match; everything if there are none.
 
@@ -350,15 +455,17 @@ class Outputs:
             return self
         names = names_of(tensor.record for tensor in self.tensors)
         selected_keys = match_keys(globs, self.keys, names, "key", " of the checkpoint")
-        return dataclasses.replace(
-            self,
-            tensors=[tensor for tensor in self.tensors if tensor.key in selected_keys],
-            items=[item for item in self.items if item.key in selected_keys],
+        return self.reduced_to(
+            [tensor for tensor in self.tensors if tensor.key in selected_keys],
+            [item for item in self.items if item.key in selected_keys],
+            selected_keys,
+            "`select=`",
         )
 
     def tensors_only(self) -> Outputs:
         """Return these outputs without items."""
-        return dataclasses.replace(self, items=(), left_out=(*self.left_out, *entry_keys(self.items)))
+        reduced = self.reduced_to(self.tensors, (), {*entry_keys(self.tensors)}, "`tensors_only=True`")
+        return dataclasses.replace(reduced, left_out=(*self.left_out, *entry_keys(self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:
         """Return the part of the source's manifest that these outputs are made from, and their constants."""
@@ -372,3 +479,7 @@ class Outputs:
             tensors=tuple(tensor for tensor in tensors if len(tensor.chunks) and tensor.chunks.place in places),
             blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
         )
+
+
+def _slot(tensor: OutputTensor) -> str:
+    return tensor.record.slot or "weights and others"

@@ -24,7 +24,7 @@ from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS
 from ...names.wording import listed
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
-from ..engine.outputs import Action, Check, Findings
+from ..engine.outputs import Action, Check, Findings, Topic
 from .matrices import OPTIONS as STRUCTURE, Matrices
 from .parse import NAMES
 
@@ -478,6 +478,7 @@ class GroupTemplate:
                         f"{members[0]!r} is of {common[option]!r}: leave it out with `select=` and start it fresh"
                     )
                 reason = f"the template has {template[option]!r}; the source's was written"
-                findings.check(Action.SET, f"{option} of group {number}", repr(common[option]), reason=reason)
+                subject, value = f"{option} of group {number}", repr(common[option])
+                findings.check(Action.SET, subject, value, reason=reason, topic=Topic.OPTIONS)
             arranged.append(ParameterGroup(members, common, (number,)))
         return arranged

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
-
-from ...names.vocabulary import MASTER
 from ...names.wording import counted
 from ...programs.dialect import Dialect
-from ...record.record import Manifest, StateRecord
+from ...record.record import Manifest
 from ...store.formats.torch_save.inert_pickle import Record
 from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, Findings, OutputItem, OutputTensor
+from ..engine.outputs import Action, Findings, Topic
 from .parameters import TranslatedModel
 
 _MASTERS = (
@@ -50,7 +45,7 @@ def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -
     source = model.dialect
     if model.private:
         reason = f"{target.name} has no use for them"
-        findings.check(Action.LEFT, "items of the program", *model.private, reason=reason)
+        findings.check(Action.LEFT, "items of the program", *model.private, reason=reason, topic=Topic.ALL)
     if model.overrides.step is not None:
         reason = "`step=` says so; what the source has is not read"
         findings.check(Action.SET, "the number of steps", str(model.overrides.step), reason=reason)
@@ -69,43 +64,3 @@ def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -
     if model.tensors:
         count, example = len(model.tensors), model.tensors[0].key
         findings.add(f"{count} tensors are neither weights nor state and keep their keys, such as {example!r}")
-
-
-def report_tensors(tensors: list[OutputTensor], items: list[OutputItem], momenta: str, findings: Findings) -> None:
-    """Add to the checklist what became of tensors and items; ``momenta`` says what the momentum is, and why."""
-    # What moved bit for bit, and what was computed, once for each slot.
-    intact = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
-    for slot, count in intact.items():
-        findings.check(Action.CARRIED, slot, counted(count, "tensor"))
-    kinds = Counter((t.record.slot or "weights and others", t.scale, t.source_dtype, t.record.dtype) for t in tensors)
-    for (slot, scale, source_dtype, dtype), count in kinds.items():
-        rescaled = partial(findings.check, Action.RESCALED, slot, counted(count, "tensor"))
-        if scale is not None:
-            rescaled(f"times {scale!r}", reason=momenta)
-        if source_dtype is not None:
-            rescaled(f"from {source_dtype} to {dtype}", reason="" if slot == MASTER else "`state_dtype=`")
-    if copied := sum(item.source is not None for item in items):
-        findings.check(Action.CARRIED, "items that are no tensors", f"{copied}", reason="byte for byte")
-
-
-def summary_sentences(
-    tensors: list[OutputTensor], items: list[OutputItem], constants: Sequence[StateRecord]
-) -> Iterator[str]:
-    """Yield sentences that say how many tensors, items and options were written, and how."""
-    places = {constant.chunks.place for constant in constants}
-    # Tensors made of a constant are not the source's.
-    new = [tensor.key for tensor in tensors if not places.isdisjoint(chunks.place for chunks in tensor.sources)]
-    scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
-    num_moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
-    exact = num_moved - sum(tensor.computed for tensor in tensors)
-    share = f"{exact} of them " if exact < num_moved else ""
-    yield counted(num_moved, "tensor") + (f", {share}bit for bit" if exact else "")
-    for scale, count in scales.items():
-        noun = "momentum is" if count == 1 else "momenta are"
-        yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
-    if new:
-        yield f"{counted(len(new), 'tensor')} not in the source, such as {new[0]}"
-    if copied:
-        yield f"{counted(copied, 'item')} other than tensors, byte for byte"
-    if options := len(items) - copied:
-        yield f"{counted(options, 'option')} of parameter groups, written in the words of the target"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ...names.errors import SourceError
-from ...names.keys import key_of
+from ...names.keys import PARAM_GROUPS, key_of
 from ...programs.detection import detect, locate_dialect, target_of, with_slots
 from ...programs.dialect import AnyTemplate, Dialect
 from ...store.open_checkpoint import OpenCheckpoint
@@ -90,7 +90,9 @@ class Request:
                 del left_keys[tensor.key]
         if not tensors:
             raise SourceError(f"{source.path}: expected weights of a model under {model}, found none")
-        return replace(outputs, tensors=tensors, items=(), left_out=(*outputs.left_out, *left_keys))
+        kept_keys = {*outputs.keys} - left_keys.keys()
+        reduced = outputs.reduced_to(tensors, (), kept_keys, "`model_only=True`")
+        return replace(reduced, left_out=(*outputs.left_out, *left_keys))
 
 
 def unchanged(source: OpenCheckpoint) -> Outputs:
@@ -104,5 +106,5 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     manifest = source.manifest
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
     tensors = (manifest if recorded else with_slots(manifest)).tensors
-    items = [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs]
+    items = [OutputItem(b.key, b.path, b, is_option=PARAM_GROUPS in key_of(b.path).split(".")) for b in manifest.blobs]
     return Outputs(list(map(OutputTensor.copy_of, tensors)), items)

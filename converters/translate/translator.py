@@ -29,7 +29,7 @@ from ...programs.signs import SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, constant, sorted_checks
+from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, Topic, constant
 from .conventions import Overrides, agreed_convention, momentum_factor
 from .groups import (
     GroupTemplate,
@@ -45,7 +45,7 @@ from .matrices import OPTIONS as STRUCTURE, UNKNOWN, Matrices
 from .names import NameRules
 from .parameters import TranslatedModel, TranslatedParameter, hides_pieces, translate_model
 from .parse import NAMES, entries_of, merge_equal, parse, stored_groups
-from .report import report_arguments, report_losses, report_tensors, summary_sentences
+from .report import report_arguments, report_losses
 from .structure import TranslatedTensor
 
 _SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
@@ -118,14 +118,17 @@ def translate(
     tensors, items = renderer.outputs()
     renderer.report_divided()
     num_parameters = Counter(renderer.method(parameter).name for parameter in model.listed.values())
-    findings.checks.update(checks_of(renderer.option_findings, num_parameters))
+    for check in checks_of(renderer.option_findings, num_parameters):
+        findings.checks.add((Topic.OPTIONS, check))
     constants = tuple(renderer.constants.values())
     # Report how momentum was read, what is left out, and what the target cannot say.
-    momenta: list[str] = []
-    counts = Counter(model.convention(parameter) for parameter in model.stateful if "momentum" in parameter.slots)
+    with_momentum = [parameter for parameter in model.stateful if "momentum" in parameter.slots]
+    counts = Counter(map(model.convention, with_momentum))
+    slots = {model.convention(parameter): renderer.method(parameter).slots["momentum"] for parameter in with_momentum}
     for (convention, reason), count in counts.items():
         subject = f"momentum of {count} parameters" if len(counts) > 1 else "momentum"
-        momenta.append(f"{subject}: {convention or 'unknown'}, because {reason}")
+        sentence = f"{subject}: {convention or 'unknown'}, because {reason}"
+        findings.momenta.append((slots[convention, reason], sentence))
     left_out_keys = {*model.left_out}
     left_out_slots: Counter[str] = Counter()
     for entry in entries_of(manifest):
@@ -133,19 +136,16 @@ def translate(
             fields = model.dialect.state.read(entry.path)
             left_out_slots[fields["slot"] if fields else "weights"] += 1
     for slot, count in left_out_slots.items():
-        findings.check(Action.LEFT, slot, f"{count} tensors or items")
+        findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
     report_losses(model, target, findings)
     report_arguments(manifest, values, detected.dialect, target, findings)
-    report_tensors(tensors, items, "; ".join(momenta), findings)
-    programs = f"source: {detected}", f"target: {target.name} ({target.who})"
-    sentences = summary_sentences(tensors, items, constants)
-    notes = (*programs, *momenta, *sentences, *(f"note: {note}" for note in sorted(findings.notes)))
+    findings.programs.extend((f"source: {detected}", f"target: {target.name} ({target.who})"))
     left_out = (*model.left_out, *model.private)
     roots = roots_of(detected.dialect) if target.name != detected.dialect.name else {}
     provenance: dict[str, object] = {SOURCE_ROOTS: roots} if roots else {}
     if renderer.unsaid or UNSAID in manifest.provenance:
         provenance[UNSAID] = unsaid_record(renderer.unsaid)
-    return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks), constants, provenance)
+    return Outputs(tensors, items, left_out, findings, (), constants, provenance)
 
 
 @dataclass(slots=True)
@@ -211,7 +211,9 @@ class _Renderer:
             key = blob.key if self.is_same_dialect else self.target.item(blob.key)
             items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
         items += [counter for counter in counters if isinstance(counter, OutputItem)]
-        return tensors, items + group_items
+        for item in group_items:
+            items.append(replace(item, is_option=self.target.state.read(item.path) is None))
+        return tensors, items
 
     def method(self, parameter: TranslatedParameter) -> StoredMethod:
         """Return how the target stores the state of a parameter."""
@@ -448,7 +450,7 @@ class _Renderer:
             if reason := next(filter(None, reasons), ""):
                 hint = self.source.dialect.hints.get("pieces", "give pieces where the optimizer is made")
                 reason += f", and no option says how: {hint}"
-                self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason)
+                self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
                 return UNKNOWN
         if matrices is not None and matrices.options() is None:
             reason = "no options say which matrices its parts are"
@@ -601,7 +603,9 @@ class _Renderer:
         for option in sorted(HISTORY_OPTIONS):
             values = {repr(group.options[option]) for group in groups if option in group.options}
             if values:
-                self.findings.check(Action.SET, f"{option} of groups", *sorted(values), reason=reason)
+                self.findings.check(
+                    Action.SET, f"{option} of groups", *sorted(values), reason=reason, topic=Topic.OPTIONS
+                )
 
     def _option_items(
         self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]

@@ -176,7 +176,7 @@ class LoadReport:
                 lines.append(f"{title}: {len(names)} ({', '.join(in_globs(names, parameters - {*names}))})")
         if self.own_options:
             lines.append(
-                f"options of the running optimizer, which the source did not say: {'; '.join(self.own_options)}"
+                f"options that the source did not say, as the optimizer has them: {'; '.join(self.own_options)}"
             )
         return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 from muonckpt.programs.detection import detect
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*did not say options")
 
 LAYERS = [f"layers.{layer}." for layer in range(4)]
 MATRICES = ("qkv.weight", "fc1.weight", "fc2.weight")

@@ -35,7 +35,7 @@ from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.names.vocabulary import GROUP_OPTIONS
 from muonckpt.optimizer import Muon
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*did not say options")
 
 
 def falling(step: int) -> float:
@@ -63,7 +63,6 @@ def ours(model: Model, **options) -> Muon:
 @pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
 @pytest.mark.filterwarnings("ignore:.*schedulers know groups by their numbers")
 @pytest.mark.filterwarnings("ignore:group . keeps the code's")
-@pytest.mark.filterwarnings("ignore:.*did not say options")
 def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_path, monkeypatch):
     model = Model()
     optimizers = torchs(model)
@@ -91,7 +90,7 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_pa
         load_ours(twin, optimizer, tmp_path / "ours")
     assert "muonckpt convert" not in str(refusal.value)
     loaded = load_ours(twin, optimizer, tmp_path / "ours", allow_extra=["loader.*", "lr_scheduler.*"])
-    assert not loaded.own_options
+    assert loaded.own_options == ("group 1: ns_dtype='float32'", "group 2: ns_dtype='float32'")
     assert [group["ns_dtype"] for group in optimizer.param_groups[1:]] == ["float32"] * 2
     assert [group["initial_lr"] for group in optimizer.param_groups] == [0.01, 0.02, 0.02]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.1, 0.3]
@@ -176,7 +175,7 @@ def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_pat
         load_ours(twin, ours(twin), tmp_path / "lacking")
     muonckpt.convert(tmp_path / "torch", tmp_path / "filled", **grouped(to_dialect="muonckpt", fill_missing=True))
     optimizer = ours(twin)
-    with pytest.warns(UserWarning, match=r"keeps the code's ns_dtype='float32' \(saved 'bfloat16'\)"):
+    with pytest.warns(UserWarning, match="the source did not say options, .*: group 1: ns_dtype='float32'"):
         load_ours(twin, optimizer, tmp_path / "filled")
     train(twin, [optimizer], range(3, 6))
     assert furthest(model, twin, start) < 1e-5

@@ -19,7 +19,7 @@ from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.programs.signs import COMMON_STATE
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*did not say options")
 
 
 def megatron(name: str) -> tuple:
@@ -185,7 +185,7 @@ def continued(path: str, dtype: torch.dtype, layer_wise: bool) -> dict[str, torc
 
 
 @pytest.mark.filterwarnings("ignore:hyper-parameters are those of the saved run")
-@pytest.mark.filterwarnings("ignore:.*did not say options", "ignore:group 0 keeps")
+@pytest.mark.filterwarnings("ignore:group 0 keeps")
 def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype(tmp_path):
     """Masters as they are, as weights, or left out: the same update, of the same point or of the rounded one."""
     source = golden("megatron/layer_wise/ws4_padded") / "torch_dist"

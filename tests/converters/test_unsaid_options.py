@@ -42,7 +42,7 @@ def resumed(path, flat: bool, names=SHAPES, **options) -> tuple[Muon, list[str]]
         warnings.simplefilter("always")
         muonckpt.load({"model": weights, "optimizer": state}, path)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=form)
-    return optimizer, [str(warning.message) for warning in caught if "muonckpt" in str(warning.filename) or 1]
+    return optimizer, [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("keys", ["nested", "flat"])
@@ -54,7 +54,7 @@ def test_a_load_says_what_the_source_did_not_say_whatever_the_code_has(keys, cod
     (group,) = optimizer.param_groups
     assert group["lr"] == 0.02 and code.items() <= group.items()
     (line,) = [line for line in told if "the source did not say" in line]
-    assert {option for option in group if f"{option}=" in line} == UNSAID
+    assert {word.partition("=")[0] for word in line.replace("(", " ").split() if "=" in word} == UNSAID
     assert not [line for line in told if "saved" in line and "ns_" in line]
 
 

@@ -13,7 +13,7 @@ from muonckpt.converters.look.contents import groups_as_data
 from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*did not say options")
 
 SHAPES = {"wq": (8, 4), "norm": (8,), "bias": (8,), "scale": ()}
 VECTORS = sorted(name for name, shape in SHAPES.items() if len(shape) < 2)

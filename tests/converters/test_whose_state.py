@@ -22,7 +22,8 @@ from muonckpt.names.vocabulary import Convention
 from muonckpt.optimizer import Muon
 from muonckpt.programs.registry import DIALECTS
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:hyper-parameters are those")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:hyper-parameters are those",
+                                        "ignore:.*did not say options")  # fmt: skip
 
 NAMES = ("2.weight", "0.weight", "1.weight", "2.bias", "0.bias")
 """Matrices of one shape, in another order than the model's: a wrong number would fit."""
