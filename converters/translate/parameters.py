@@ -21,7 +21,7 @@ from ...names.wording import listed
 from ...programs.detection import Detected
 from ...programs.dialect import FOREIGN, Dialect, StoredMethod
 from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, StoredParameter
-from ...programs.signs import unsaid_by_name
+from ...programs.signs import GROUP_MEMBERS, unsaid_by_name
 from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
 from ..engine.outputs import unnamed_state
@@ -148,6 +148,16 @@ class TranslatedModel:
             for alias in parameter.aliases:
                 new_names[alias][parameter.listed] = None
         return {alias: names for alias, names in new_names.items() if [*names] != [alias]}
+
+    def renamed_members(self) -> dict[str, list[list[str]]]:
+        """Return what the provenance says of the members of Megatron's groups, under the target's names."""
+        members: dict[str, list[list[str]]] = {}
+        for chain_name, groups in self.provenance.get(GROUP_MEMBERS, {}).items():
+            members[chain_name] = []
+            for names in groups:
+                new_names = chain.from_iterable(self.new_names.get(name, (name,)) for name in names)
+                members[chain_name].append([*dict.fromkeys(new_names)])
+        return members
 
     @property
     def ungrouped(self) -> list[str]:
@@ -495,6 +505,7 @@ class _Assembly:
         counts = [self.values.read(entries[slot]) for entries in counters if slot in entries]
         if not counts and group is not None and option in group.options:
             counts = [group.options[option]]
+        counts = counts or [self.view.counts[alias] for alias in parameter.aliases if alias in self.view.counts]
         for count in counts:
             if not (isinstance(count, int | float) and count == count // 1):
                 raise SourceError(

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...names.errors import SourceError, UnknownOptimizerError
+from ...names.keys import STATE
 from ...names.vocabulary import PARAMS
 from ...programs.detection import looks_like_state
 from ...programs.dialect import Dialect
 from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, model_view
+from ...programs.signs import GROUP_MEMBERS
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Items, Values
 
@@ -54,7 +56,8 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect) -> ModelView:
             keys_by_state[name, slot] = tensor.key
             tensor = replace(tensor, name=name, slot=slot)
         tensors.append(tensor)
-    view = model_view(replace(manifest, tensors=tuple(tensors)), dialect, groups, names)
+    counts = _common_counts(manifest, dialect, values)
+    view = replace(model_view(replace(manifest, tensors=tuple(tensors)), dialect, groups, names), counts=counts)
     # Other state would keep its keys and its convention silently.
     if not view.parameters:
         examples = ", ".join(repr(entry.key) for entry in entries_of(manifest)[:3])
@@ -202,28 +205,67 @@ def _recorded_names(manifest: Manifest, dialect: Dialect) -> dict[str, str]:
 
 
 def _groups_in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[ParameterGroup]:
-    """Yield the groups in Megatron's common state that are alone in their optimizer; others name no parameters."""
-    # Keys of state say to which optimizer a parameter belongs, and the item has each optimizer's groups.
+    """Yield the groups in Megatron's common state, as far as their parameters are known.
+
+    It does not name them: those of groups that an optimizer has all alike, or one of, are the optimizer's; those of
+    others are in the provenance if a conversion wrote them.
+    """
+    names, number = _names_by_chain(manifest, dialect), 0
+    for blob, chain, groups, _ in _common_optimizers(manifest, dialect, values):
+        stated = [{o: v for o, v in group.items() if o != PARAMS and _is_plain(v)} for group in groups]
+        members = _members(manifest, chain, len(groups))
+        if not members and all(group == stated[0] for group in stated):
+            members, stated = [names[chain]] if chain in names else [], stated[:1]
+        for group_names, options in zip(members, stated, strict=False):
+            entries = {option: values.part(blob, f"{chain}{number}.{option}", v) for option, v in options.items()}
+            yield _group(group_names, entries, values, (number,), "")
+            number += 1
+
+
+def _common_counts(manifest: Manifest, dialect: Dialect, values: Values) -> dict[str, int]:
+    """Return the number of updates that an optimizer in Megatron's common state counts for all its parameters."""
+    names, counts = _names_by_chain(manifest, dialect) if dialect.common else {}, dict[str, int]()
+    for _, chain, _, count in _common_optimizers(manifest, dialect, values) if names else ():
+        if isinstance(count, int):
+            counts |= dict.fromkeys(names.get(chain, ()), count)
+    return counts
+
+
+def _names_by_chain(manifest: Manifest, dialect: Dialect) -> dict[str, tuple[str, ...]]:
+    """Return the names of parameters by the optimizer to which keys of state say that they belong."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for tensor in manifest.tensors:
         if fields := dialect.state.read(tensor.path):
             names[fields["chain"]][fields["name"]] = None
+    return {chain: tuple(members) for chain, members in names.items()}
+
+
+_CommonOptimizer = tuple[Blob, str, Sequence[dict[str, Any]], object]
+"""The item that an optimizer is in, the prefix of its keys, its groups, and its number of updates if it counts them."""
+
+
+def _common_optimizers(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[_CommonOptimizer]:
     for blob in manifest.blobs:
         if dialect.holds_groups(blob.path):
             state = values.parts(blob)
-            optimizers = _optimizers("", state[0] if isinstance(state, list) and state else state)
-            for number, (chain, groups) in enumerate(optimizers):
-                if len(groups) == 1 and chain in names:
-                    options = {option: value for option, value in groups[0].items() if _is_plain(value)}
-                    entries = {option: values.part(blob, f"{chain}{option}", v) for option, v in options.items()}
-                    yield _group(tuple(names[chain]), entries, values, (number,), "")
+            for chain, groups, count in _optimizers("", state[0] if isinstance(state, list) and state else state):
+                yield blob, chain, groups, count
 
 
-def _optimizers(chain: str, node: object) -> Iterator[tuple[str, Sequence[dict[str, Any]]]]:
+def _members(manifest: Manifest, chain: str, count: int) -> list[tuple[str, ...]]:
+    """Return the recorded names of parameters in each group of an optimizer; none if they are not recorded."""
+    match manifest.provenance.get(GROUP_MEMBERS):
+        case {**optimizers} if isinstance(groups := optimizers.get(chain), list) and len(groups) == count:
+            return [tuple(map(str, names)) for names in groups]
+    return []
+
+
+def _optimizers(chain: str, node: Any) -> Iterator[tuple[str, Sequence[dict[str, Any]], object]]:
     """Yield the groups of each optimizer, with the prefix of its keys; :mod:`.translator` writes the same nesting."""
     match node:
         case {"param_groups": [*groups]} if all(isinstance(group, dict) for group in groups):
-            yield chain, groups
+            state = node.get(STATE)
+            yield chain, groups, state.get("common_step") if isinstance(state, dict) else None
         case {"optimizer": inner}:
             yield from _optimizers(chain, inner)
         case dict():

@@ -20,12 +20,12 @@ from ...algebra.layout import Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
 from ...names.resumption import as_tuples
-from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS, STEP, KeyPath
+from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
 from ...names.wording import listed
 from ...programs.detection import confirm, detect, locate_dialect, roots_of, target_of
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
-from ...programs.signs import SOURCE_ROOTS, UNSAID, unsaid_record
+from ...programs.signs import GROUP_MEMBERS, SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
@@ -145,6 +145,8 @@ def translate(
     provenance: dict[str, object] = {SOURCE_ROOTS: roots} if roots else {}
     if renderer.unsaid or UNSAID in manifest.provenance:
         provenance[UNSAID] = unsaid_record(renderer.unsaid)
+    if renderer.members or GROUP_MEMBERS in manifest.provenance:
+        provenance[GROUP_MEMBERS] = renderer.members
     return Outputs(tensors, items, left_out, findings, (), constants, provenance)
 
 
@@ -158,6 +160,7 @@ class _Renderer:
         numbers: what keys of state have in place of names, if the target knows parameters by number.
         constants: tensors of one element that the source does not have, by dtype and bytes.
         option_findings: what the report says of options, by method, each with the parameters whose they are.
+        members: the parameters of groups that Megatron's common state has without names, by optimizer.
         unsaid: options that are written and that the source does not say, by the parameters that groups list.
         divided: the parameters that have parts of one matrix of the source, by the names of those that it was in.
         other_names: names by which the target may list options, each with its stored names, by the first of these.
@@ -171,6 +174,7 @@ class _Renderer:
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
     other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
     option_findings: dict[tuple[str, OptionFinding], list[str]] = field(default_factory=lambda: defaultdict(list))
+    members: dict[str, list[list[str]]] = field(default_factory=dict)
     unsaid: dict[str, frozenset[str]] = field(default_factory=dict)
     divided: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
     _methods: dict[str, StoredMethod] = field(default_factory=dict)
@@ -279,6 +283,7 @@ class _Renderer:
         statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
         target_convention = agreed_convention(about, "`target_convention=`", statements) or convention
         scale = momentum_factor(convention, target_convention, self.source.mu(parameter), about)
+        self._report_convention(target_convention)
         if scale is not None and record.dtype == "float16":
             raise SourceError(
                 f"{about}: its momentum is float16, in which a {convention} multiplied by {scale:.4g} may overflow or "
@@ -287,6 +292,19 @@ class _Renderer:
         fingerprint = record.fingerprint if scale is None else None
         record = replace(record, convention=target_convention, fingerprint=fingerprint)
         return _computed(record, tensor, scale, source_dtype)
+
+    def _report_convention(self, convention: Convention | None) -> None:
+        """Report a momentum that is written as it is, and that runs of the target's program take for another."""
+        runs_keep = self.target.runs_keep
+        if runs_keep in (None, convention, self.source.dialect.runs_keep):
+            return
+        factor = "1 / (1 - μ)" if runs_keep is Convention.EMA else "1 - μ"
+        reason = f"runs of {self.target.name} keep {runs_keep}, and take it for that: "
+        if convention is None:
+            reason += f"if it is another, it is {factor} times what they expect; say it with `convention=`"
+        else:
+            reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
+        self.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
 
     def _step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
@@ -366,6 +384,7 @@ class _Renderer:
             if target.chains:
                 raise SourceError(f"the groups in {target.common} cannot be rewritten for {target.name}")
             self.findings.add("the common state is copied unchanged, with its groups")
+            self.members = source.renamed_members()
             return [], []
         if not source.groups:
             self._number(())
@@ -668,6 +687,7 @@ class _Renderer:
             optimizer = optimizers[tuple(map(int, numbers))]
             methods_by_chain[self._chain(members[0])["chain"]] |= {self.method(member).name for member in members}
             optimizer.setdefault(PARAM_GROUPS, []).append(dict(group.options))
+            self.members.setdefault(self._chain(members[0])["chain"], []).append([*group.parameters])
             adamw = (parameter for parameter in members if "first" in parameter.method.slots)
             for step in {parameter.step for parameter in adamw if parameter.step is not None}:
                 if optimizer.setdefault("state", {"common_step": step}) != {"common_step": step}:

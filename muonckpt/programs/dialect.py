@@ -422,6 +422,7 @@ class Dialect:
         arguments: reads the stored arguments of the run, and yields what must be set in code because of them, with the
             values and the reason; None if the program stores none.
         format: the format that the program needs; None if any that DCP reads will do.
+        runs_keep: the convention that the program's runs keep, where its checkpoints do not prove it.
     """
 
     name: str
@@ -450,6 +451,7 @@ class Dialect:
     opaque: frozenset[str] = frozenset()
     arguments: Callable[[Mapping[str, object]], Iterable[tuple[str, tuple[str, ...], str]]] | None = None
     format: str | None = None
+    runs_keep: Convention | None = None
 
     @property
     def numbered(self) -> bool:
@@ -577,6 +579,12 @@ class Dialect:
         if len({method.name for method in candidates}) == 1:
             exact_methods = [method for method in candidates if {*method.slots.values()} == stored]
             return exact_methods[0] if exact_methods else candidates[0].counted_by_groups()
+        if dropped_slots and not candidates:
+            raise SourceError(
+                f"parameter {parameter!r} has {', '.join(sorted(stored)) or 'nothing'} without the slots that `drop=` "
+                f"leaves out, and no method of {self.name} keeps just that: leave out all of its state, by `select=`, "
+                "and let it start with fresh=[…] of muonckpt.load"
+            )
         available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
         state = f"{', '.join(sorted(stored))}" + (f" in a group of {name!r}" if name else "")
         count = "more than one method" if candidates else "no method"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..algebra.box import Index
-from ..names.vocabulary import MASTER
+from ..names.vocabulary import MASTER, Convention
 from .codings import Coding, OptionValues, betas
 from .dialect import PARAMETER_GROUPS, WRAPPED, Dialect, Kinds, OptionName, OptionTable, StoredMethod, Template
 from .signs import COMMON_FILE, COMMON_STATE, item_key
@@ -146,6 +146,7 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
         arguments=_code_settings,
         opaque=_BUCKETS,
         format="torch_dist",
+        runs_keep=Convention.EMA,
     )
 
 
@@ -164,6 +165,7 @@ FSDP_DTENSOR = Dialect(
     chains={"muon": "0", "adamw": "1", "lion": "1"},
     private=_ITEMS,
     arguments=_code_settings,
+    runs_keep=Convention.EMA,
 )
 TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
 TORCH_DIST_CHAINED = _torch_dist(

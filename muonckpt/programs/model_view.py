@@ -157,6 +157,7 @@ class ModelView:
         groups: with their options, as far as these were read.
         owners: the names of the parameters to which weights and state belong, by key.
         names: of parameters that keys number, by number, as far as the checkpoint records them.
+        counts: of the updates that an optimizer counts for all of its parameters, by their names.
     """
 
     dialect: Dialect | None
@@ -165,6 +166,7 @@ class ModelView:
     groups: Sequence[ParameterGroup] = ()
     owners: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def tensors_of(self, *roles: Role) -> tuple[StateRecord, ...]:
         return tuple(chain.from_iterable(self.tensors.get(role, ()) for role in roles))

@@ -51,6 +51,10 @@ SOURCE_ROOTS = "source_roots"
 UNSAID = "unsaid"
 """The key in the provenance of options that stock DCP needs and no run said: they are a new optimizer's."""
 
+GROUP_MEMBERS = "group_members"
+"""The key in the provenance of the names of parameters in Megatron's groups, by the prefix of each optimizer's keys:
+its common state does not name them."""
+
 NOT_READ = "not_read"
 """The key in the provenance that lists the files of a folder that were left alone."""
 

@@ -10,8 +10,8 @@ DeepSpeed's universal folders ``zero/{parameter}`` have a file for each slot, an
 by the other files of a parameter, and by other parameters: ``fp32.pt`` is the weight, under
 ``model``; ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt`` are AdamW's state.  From ZeRO 1 and 2 a file holds a dict
 with the tensor under ``param``; from ZeRO 3 a flat tensor, whose shape is in ``param_shapes`` of a
-``*_model_states.pt`` beside ``zero``.  The groups of ``zero/optimizer_state.pt`` are not read: they number flattened
-partitions of unknown parameters.
+``*_model_states.pt`` beside ``zero``.  It lists the parameters of each group of ``zero/optimizer_state.pt``, which
+numbers flattened partitions; where there are not as many lists as groups, the groups are not read.
 
 Sources: ``save_accelerator_state`` and ``save_fsdp_model`` of accelerate (1.15), ``_save_optimizer_and_scheduler`` of
 transformers' Trainer, ``ds_to_universal.py`` of DeepSpeed (0.19).
@@ -29,8 +29,8 @@ from itertools import chain
 
 from ....algebra.box import Box, Index
 from ....names.errors import DamageError, SourceError, UnlistedError, about
-from ....names.keys import is_optimizer, key_of
-from ....names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, KeyPath
+from ....names.keys import PARAM_GROUPS, is_optimizer, key_of
+from ....names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP, KeyPath
 from ....names.wording import counted, listed as listed_names
 from ....programs import signs
 from ....record.record import Extent, StateRecord
@@ -261,6 +261,7 @@ def _read(
 _ZERO = "zero"
 _WEIGHT = "fp32"
 _PARAM = "param"
+_GROUPS = f"{_ZERO}/optimizer_state.pt"
 
 
 _COMPLETE = ({EXP_AVG}, {MOMENTUM}, {MOMENTUM, STEP}, {EXP_AVG, EXP_AVG_SQ}, {EXP_AVG, EXP_AVG_SQ, STEP})
@@ -285,6 +286,7 @@ def universal_reader(path: Location) -> Reader:
         else:
             loose.append(f"{_ZERO}/{name}")
     items, tensors, shapes = ItemsInMemory(), list[StateRecord](), cache(partial(_param_shapes, path, listed))
+    not_read = {*listed, *loose} - {_ZERO}
     with about(path):
         if not files:
             raise DamageError(f"expected folders of parameters in {_ZERO}, found none")
@@ -294,6 +296,8 @@ def universal_reader(path: Location) -> Reader:
             # A parameter is its weight, and a file for each slot of its state.
             for file in names:
                 tensors += _universal_tensor(path, name, file, items, shapes)
+        if _GROUPS in loose and _add_groups(path, [list(group) for group in shapes()], items):
+            not_read.remove(_GROUPS)
     # Nothing lists the files: their shapes, and the files of other parameters, show the faults.
     slots: dict[str, set[str]] = {}
     for name, names in files.items():
@@ -301,7 +305,7 @@ def universal_reader(path: Location) -> Reader:
     faults = dict([*_misplaced(tensors), *_lost_slots(slots)])
     keys = list(chain.from_iterable(faults.values()))
     fault = [UnlistedError(listed_names([*faults], 3, "; "))] if faults else []
-    provenance = {signs.NOT_READ: sorted({*listed, *loose} - {_ZERO})}
+    provenance = {signs.NOT_READ: sorted(not_read)}
     return trainer_reader(path, (t for t in tensors if t.key not in keys), items, {}, provenance, fault)
 
 
@@ -342,7 +346,7 @@ def _lost_slots(slots_by_name: Mapping[str, AbstractSet[str]]) -> Iterator[tuple
 
 
 def _universal_tensor(
-    path: Location, name: str, file: str, items: ItemsInMemory, shapes: Callable[[], Mapping[str, Index]]
+    path: Location, name: str, file: str, items: ItemsInMemory, shapes: Callable[[], Sequence[Mapping[str, Index]]]
 ) -> Iterator[StateRecord]:
     """Yield the tensor in a file; a number becomes an item."""
     slot, suffix, _ = file.partition(".pt")
@@ -363,7 +367,7 @@ def _universal_tensor(
             raise SourceError("expected a storage of just the tensor, found a view of it")
         # ZeRO 3 stores tensors flat, alone in their files.
         if not is_mapping(content) and chunk.box.shape and slot != "step":
-            if (shape := shapes().get(name)) is None:
+            if (shape := next((group[name] for group in shapes() if name in group), None)) is None:
                 raise SourceError(
                     "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
                     "tensors are flat, and DeepSpeed copies these files there"
@@ -376,14 +380,36 @@ def _universal_tensor(
         yield whole_record(key, dtype, chunk)
 
 
-def _param_shapes(path: Location, listed: Sequence[str]) -> dict[str, Index]:
-    """Return the shapes of parameters by name, from the model states beside ``zero``, if any."""
-    shapes: dict[str, Index] = {}
+def _add_groups(path: Location, names_of_groups: Sequence[Sequence[str]], items: ItemsInMemory) -> bool:
+    """Add the options of parameter groups; return False where nothing says whose they are.
+
+    The file has a partition for each group; ``names_of_groups`` are those of the parameters in it.
+    """
+    opened = read_torch_file(path, _GROUPS)
+    with about(opened.name):
+        groups = mapping(opened.content).get(PARAM_GROUPS) if is_mapping(opened.content) else None
+        if type(groups) is not list or len(groups) != len(names_of_groups) or not all(map(is_mapping, groups)):
+            return False
+        options: list[tuple[KeyPath, object]] = []
+        for number, (group, names) in enumerate(zip(groups, names_of_groups, strict=True)):
+            root = "optimizer", PARAM_GROUPS, number
+            options += [pair for pair in decoded(opened, group, root) if pair[0] != (*root, PARAMS)]
+            options.append(((*root, PARAMS), names))
+        if any(isinstance(value, PlainTensor | Undecoded) for _, value in options):
+            return False
+        for option_path, value in options:
+            items.add(option_path, value)
+    return True
+
+
+def _param_shapes(path: Location, listed: Sequence[str]) -> list[dict[str, Index]]:
+    """Return the shapes of parameters by name, for each group, from the model states beside ``zero``, if any."""
+    shapes: list[dict[str, Index]] = []
     for file in [name for name in listed if name.endswith("_model_states.pt")][:1]:
         content = read_torch_file(path, file).content
         with about(path / file):
             recorded = mapping(content).get("param_shapes") if is_mapping(content) else None
             for group in recorded if type(recorded) is list else [recorded]:
-                for name, shape in mapping(group).items() if is_mapping(group) else ():
-                    shapes[expect(str, name)] = sizes_of(shape)
+                sizes = mapping(group).items() if is_mapping(group) else ()
+                shapes.append({expect(str, name): sizes_of(shape) for name, shape in sizes})
     return shapes
