@@ -20,12 +20,12 @@ from ...algebra.box import Index
 from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError, TargetError
 from ...names.resumption import as_tuples
-from ...names.vocabulary import FLATTEN, HISTORY_OPTIONS, PARAMS
+from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS
 from ...names.wording import listed
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
 from ..engine.outputs import Action, Check, Findings, Topic
-from .matrices import OPTIONS as STRUCTURE, Matrices
+from .matrices import Matrices
 from .parse import NAMES
 
 
@@ -242,7 +242,7 @@ class _OptionWriter:
         for coding in method.codings:
             if name not in coding.common:
                 continue
-            if name in STRUCTURE:  # rules may have changed it
+            if name in FUSION:  # rules may have changed it
                 meanings = {other: self.stored.common[other] for other in coding.common if other in self.stored.common}
                 return coding.write(meanings, self.shape) or {name: value}
             options = coding.options if name not in coding.options else (name,)
@@ -355,8 +355,8 @@ def structure_options(dialect: Dialect) -> frozenset[str]:
     """Return a program's options that say which matrices are in a parameter, and those that name parameters."""
     names = {NAMES, "name"}
     for method in dialect.methods:
-        names |= {option for name, option in method.options.items() if name in STRUCTURE}
-        names.update(*(coding.options for coding in method.codings if not {*STRUCTURE}.isdisjoint(coding.common)))
+        names |= {option for name, option in method.options.items() if name in FUSION}
+        names.update(*(coding.options for coding in method.codings if not {*FUSION}.isdisjoint(coding.common)))
     return frozenset(names)
 
 

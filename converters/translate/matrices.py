@@ -26,9 +26,6 @@ class Label(NamedTuple):
 Runs = tuple[tuple[Label, int], ...]
 """Labels along a dim, each with the number of elements that have it; neighbours have different ones."""
 
-OPTIONS = ("pieces", "columns", "interleaved", FLATTEN)
-"""The common names of options that say which matrices are in a parameter."""
-
 
 @dataclass(frozen=True, slots=True)
 class Matrices:

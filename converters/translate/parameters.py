@@ -16,7 +16,7 @@ from typing import Any
 
 from ...algebra.box import Index
 from ...names.errors import SourceError, TargetError, UnknownOptimizerError
-from ...names.vocabulary import STEP, Convention
+from ...names.vocabulary import FLATTEN, STEP, Convention
 from ...names.wording import listed
 from ...programs.detection import Detected
 from ...programs.dialect import FOREIGN, Dialect, StoredMethod
@@ -429,7 +429,12 @@ class _Assembly:
             return Matrices.of({}, shape)
         if hides_pieces(parameter, self.dialect, self.values):
             return UNKNOWN
-        return Matrices.of(common_options(group.options, self.dialect, method, shape).common, shape)
+        common = dict(common_options(group.options, self.dialect, method, shape).common)
+        # Momentum that is stored as the matrix was flattened.
+        matrix = (shape[0], math.prod(shape[1:])) if len(shape) > 2 else None
+        if any(tensor.shape == matrix for tensor in parameter.state.values()):
+            common[FLATTEN] = True
+        return Matrices.of(common, shape)
 
     def _refuse_unused_rules(
         self, rules: NameRules, tensors: Mapping[str, Mapping[str | None, TranslatedTensor]]

@@ -261,7 +261,7 @@ def _members(manifest: Manifest, chain: str, count: int) -> list[tuple[str, ...]
 
 
 def _optimizers(chain: str, node: Any) -> Iterator[tuple[str, Sequence[dict[str, Any]], object]]:
-    """Yield the groups of each optimizer, with the prefix of its keys; :mod:`.translator` writes the same nesting."""
+    """Yield the groups of each optimizer, with the prefix of its keys; :mod:`.group_writer` writes the same nesting."""
     match node:
         case {"param_groups": [*groups]} if all(isinstance(group, dict) for group in groups):
             state = node.get(STATE)

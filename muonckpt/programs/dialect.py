@@ -12,7 +12,7 @@ from typing import Any
 from ..algebra.box import Index
 from ..names.errors import SourceError, UnknownOptimizerError
 from ..names.keys import PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, key_of
-from ..names.vocabulary import EIGHT_BIT_SLOTS, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
+from ..names.vocabulary import EIGHT_BIT_SLOTS, FUSION, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
 from .codings import Coding
 from .signs import COMMON_FILE
 
@@ -533,7 +533,12 @@ class Dialect:
         common_names: dict[str, str] = {}
         for method in self.methods:
             common_names |= {slot: common for common, slot in method.slots.items() if common in _SHARED_SLOTS}
-        return StoredMethod(name, {common_names.get(s, f"own {s}"): s for s in sorted(slots)}, family=self.name)
+        # Whatever it does, its matrices are said as those of any other method.
+        usual = self.methods[0]
+        options = {common: option for common, option in usual.options.items() if common in FUSION}
+        codings = tuple(coding for coding in usual.codings if {*coding.common} <= {*FUSION})
+        stored_slots = {common_names.get(slot, f"own {slot}"): slot for slot in sorted(slots)}
+        return StoredMethod(name, stored_slots, options, codings, family=self.name)
 
     def _methods_with(self, slots: frozenset[str]) -> list[StoredMethod]:
         """Return the methods that keep these slots, perhaps besides one for the number of steps."""

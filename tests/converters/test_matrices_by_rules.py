@@ -104,6 +104,8 @@ CUT_ROWS = NameRule(("ab",), ("a", "b"), shares=(1, 2))
 PIECES = {"pieces": (4, 8), "columns": (2, 6)}
 
 CASES = {
+    "a method of one's own": ([{"params": QKV, "algorithm": "hyperball"}], [SPLIT_QKV.inverse()]),
+    "stacked in a flattened group": ([{"params": {f"x.{e}": (8, 6) for e in range(3)}, "flatten": True}], [STACK]),
     "parts of one group": ([{"params": {**QKV, "o": (12, 16)}}], [SPLIT_QKV.inverse()]),
     "parts of several groups": ([{"params": {n: QKV[n]}} for n in QKV], [SPLIT_QKV.inverse()]),
     "parts with heads": ([{"params": {"a": (8, 12)}, "pieces": (4, 4)}, {"params": {"b": (6, 12)}}], [ONE_ABOVE]),
@@ -137,14 +139,18 @@ def test_each_matrix_of_ours_stays_one(case, to, tmp_path):
     assert not [check for check in report.checklist if "pieces" in check.subject or "matri" in check.subject]
 
 
-@pytest.mark.parametrize("case", [case for case, (groups, _) in CASES.items()
-                                  if not any({*g} - {"params", "flatten"} for g in groups)])  # fmt: skip
-@pytest.mark.parametrize("source", ["torch", "dion"])
-def test_matrices_of_other_programs_stay_ours(case, source, tmp_path):
+OF_OTHERS = [
+    (source, case)
+    for source, own in (("torch", set()), ("dion", {"flatten"}))
+    for case, (groups, _) in CASES.items()
+    if all({*group} - {"params"} <= own for group in groups)
+]
+
+
+@pytest.mark.parametrize(("source", "case"), OF_OTHERS)
+def test_matrices_of_other_programs_stay_ours(source, case, tmp_path):
     """One program's parameters are a matrix each, or a stack; ours have the options after rules."""
     groups, rules = CASES[case]
-    if source == "torch" and "kernels" in case:
-        pytest.skip("torch.optim.Muon takes matrices only")
     saved(tmp_path / "source", source, groups)
     options = grouped(to_dialect="muonckpt", rules=NameRules(tuple(rules)), from_dialect=source)
     muonckpt.convert(tmp_path / "source", tmp_path / "made", **options)
@@ -195,6 +201,17 @@ def test_renamed_parameters_of_xtuner_keep_their_rates(tmp_path):
     _, _, items = converted(tmp_path, "xtuner", [{"params": {"x": (24, 6)}}], rename)
     assert items["optimizer.state.y.lr_ratio"] == ratio((24, 6), XTUNER)
     assert "optimizer.state.x.lr_ratio" not in items
+
+
+def test_kernels_whose_momentum_is_stored_as_a_matrix_stay_matrices(tmp_path):
+    kernels = {name: torch.ones(rows, 3, 5) for name, rows in (("a", 4), ("b", 8))}
+    state = {name: {"momentum_buffer": kernel.flatten(1)} for name, kernel in kernels.items()}
+    groups = [{"params": [*kernels], "lr": 0.1, "momentum": 0.9, "use_muon": True}]
+    muonckpt.save({"model": kernels, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "source")
+    options = grouped(to_dialect="muonckpt", convention="ema", rules=NameRules((ONE_ABOVE,)))
+    muonckpt.convert(tmp_path / "source", tmp_path / "made", **options)
+    (group,) = muonckpt.open(tmp_path / "made").groups.values()
+    assert (group["pieces"], group["flatten"]) == ((4, 8), True)
 
 
 def test_what_the_program_cannot_say_is_told(tmp_path):

@@ -1,0 +1,482 @@
+"""Writes the parameter groups of a translated model: split by what their options mean, or copied with new names."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from ...algebra.box import Index
+from ...names.errors import SourceError
+from ...names.keys import PARAM_GROUPS, key_of
+from ...names.resumption import as_tuples
+from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, STEP, KeyPath
+from ...names.wording import listed
+from ...programs.dialect import Dialect
+from ...programs.model_view import ParameterGroup
+from ...record.record import StateRecord
+from ...store.formats.torch_save.plain_item import plain_item
+from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, Topic
+from .groups import (
+    GroupTemplate,
+    OptionFinding,
+    WrittenOptions,
+    common_options,
+    common_structure,
+    restructured_options,
+    write_options,
+)
+from .matrices import UNKNOWN, Matrices
+from .parameters import TranslatedModel, TranslatedParameter, hides_pieces
+from .parse import NAMES, merge_equal
+from .state_writer import StateWriter, moved
+
+_GONE = object()
+"""The value of an option that a group no longer has."""
+
+
+@dataclass(slots=True)
+class GroupWriter:
+    """Writes the parameter groups of a translated model in the words of a program.
+
+    Attributes:
+        like: the groups of the run that the result is for, if they are given.
+        findings: gets every difference from the source.
+        state: writes the state of their parameters, and so has its keys.
+        other_names: names by which the target may list options, each with its stored names, by the first of these.
+        option_findings: what the report says of options, by method, each with the parameters whose they are.
+        members: the parameters of groups that Megatron's common state has without names, by optimizer.
+        unsaid: options that are written and that the source does not say, by the parameters that groups list.
+        divided: the parameters that have parts of one matrix of the source, by the names of those that it was in.
+    """
+
+    source: TranslatedModel
+    target: Dialect
+    like: GroupTemplate | None
+    findings: Findings
+    state: StateWriter
+    other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
+    option_findings: dict[tuple[str, OptionFinding], list[str]] = field(default_factory=lambda: defaultdict(list))
+    members: dict[str, list[list[str]]] = field(default_factory=dict)
+    unsaid: dict[str, frozenset[str]] = field(default_factory=dict)
+    divided: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
+
+    def outputs(self) -> tuple[list[OutputTensor], list[OutputItem]]:
+        """Return the groups, and state that follows from their options."""
+        source, target = self.source, self.target
+        # Megatron's groups are in one item, which is copied whole or written whole.
+        if any(target.holds_groups(item.path) for item in source.items):
+            if target.chains:
+                raise SourceError(f"the groups in {target.common} cannot be rewritten for {target.name}")
+            self.findings.add("the common state is copied unchanged, with its groups")
+            self.members = source.renamed_members()
+            return [], []
+        if not source.groups:
+            self._number(())
+            self.findings.add("the source does not say which parameters are in which group; no groups are written")
+            return [], []
+        # In the same words nothing is read: options are copied, and names in them replaced.
+        if self.state.is_same_dialect and self.like is None:
+            return self._renamed_groups()
+        # In other words a group is split by what its options mean for each of its parameters.
+        parameters = source.listed
+        shapes, derived, groups = source.shapes(), list[OutputItem](), list[ParameterGroup]()
+        for group, members in source.groups:
+            groups += self._split_by_options(group, members, parameters, shapes, derived)
+        groups = merge_equal(groups)
+        if self.like is not None:
+            groups = self.like.arrange(groups, target, self.findings)
+        if target.common is not None:
+            return [], [_item(target.common, [self._common_state(groups, parameters)])]
+        self._number(groups)
+        if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
+            self._report_schedules(groups)
+        return [], [*self._option_items(groups, parameters), *derived]
+
+    def _split_by_options(
+        self,
+        group: ParameterGroup,
+        members: Collection[str],
+        parameters: Mapping[str, TranslatedParameter],
+        shapes: Mapping[str, Index],
+        derived: list[OutputItem],
+    ) -> Iterator[ParameterGroup]:
+        """Yield the target's groups for a group of the source, one for each set of options.
+
+        Adds to ``derived`` the items of state that follow from a parameter's options and its shape.
+        """
+        options_by_kind: dict[object, WrittenOptions] = {}
+        names_by_options: defaultdict[str, list[str]] = defaultdict(list)
+        options_by_key: dict[str, Mapping[str, object]] = {}
+        # The steps that the group's parameters have counted, or else those of all.
+        steps = _steps(parameters[name] for name in members if name in parameters) or _steps(parameters.values())
+        for name in members:
+            if name not in parameters:
+                self.findings.add(
+                    f"{name} has no state, and no option says by which method; it is in no group of the target"
+                )
+                continue
+            parameter, shape = parameters[name], shapes.get(name, ())
+            method = self.state.method(parameter)
+            # Options depend on the rows that are split or joined, the number of steps and the template.
+            template_options = self.like.options_of(name) if self.like is not None else {}
+            matrices = self._matrices(parameter)
+            step = parameter.step if "step" in method.options else None
+            # Matrices do not count steps: an option that does gets the most that another parameter has counted.
+            if "step" in method.options and (step is None or parameter.is_stateless):
+                if {"first", "second"} <= method.slots.keys() and not steps:
+                    raise self.state.unknown_steps(parameter)
+                step = max(steps, default=self.source.overrides.step or 0)
+            # Most parameters of a group are of one kind, for which options are translated once.
+            is_flattened = any(tensor.flattened for tensor in parameter.slots.values())
+            common_kind = parameter.method.name, method.name, step, shape, is_flattened, repr(template_options)
+            unsaid = self.source.unsaid_options(parameter)
+            kind = *common_kind, unsaid, matrices and (repr(matrices.options()), matrices.is_flat)
+            if kind not in options_by_kind:
+                options_by_kind[kind] = self._options(
+                    group, parameter, step, shape, template_options, matrices, is_flattened
+                )
+            options = self._noted(parameter, options_by_kind[kind])
+            key = repr(sorted(options.items()))
+            names_by_options[key].append(name)
+            options_by_key[key] = options
+            # State that follows from options is not copied from the source, unless nothing changes: it is computed.
+            for slot in () if self.state.is_same_dialect else method.derived:
+                derived += self._computed_slot(parameter, slot, shape)
+        for key, names in names_by_options.items():
+            yield ParameterGroup(tuple(names), options_by_key[key], group.positions)
+
+    def _matrices(self, parameter: TranslatedParameter) -> Matrices | None:
+        """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
+        matrices = parameter.matrices if "momentum" in parameter.method.slots else None
+        if (matrices is None or not matrices.is_known) and parameter.sources:
+            reasons = (hides_pieces(source, self.source.dialect, self.source.values) for source in parameter.sources)
+            if reason := next(filter(None, reasons), ""):
+                hint = self.source.dialect.hints.get("pieces", "give pieces where the optimizer is made")
+                reason += f", and no option says how: {hint}"
+                self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
+                return UNKNOWN
+        if matrices is not None and matrices.options() is None:
+            reason = "its parts are cut into matrices in several ways, and no options say that"
+            self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
+        if matrices is not None and matrices.is_divided:
+            self.divided.setdefault(parameter.aliases, []).append(parameter.name)
+        return matrices
+
+    def _computed_slot(self, parameter: TranslatedParameter, slot: str, shape: Index) -> Iterator[OutputItem]:
+        """Yield a slot that follows from a parameter's options and its shape, if they tell it."""
+        group, matrices = parameter.group, self._matrices(parameter)
+        if group is None or (matrices is not None and not matrices.is_known):
+            return
+        common = common_options(group.options, self.source.dialect, parameter.method, shape).common
+        if matrices is not None:
+            common = {**common, **common_structure(matrices, shape)}
+        if (value := self.state.method(parameter).derived[slot](common, shape)) is not None:
+            yield _item(self.state.path(parameter, slot), value)
+
+    def own_derived(self) -> Iterator[OutputTensor | OutputItem]:
+        """Yield the slots that follow from options, for the source's own program; computed where rules change them."""
+        source = self.source
+        parameters_by_alias: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
+        for parameter in source.parameters.values() if source.derived else ():
+            for alias in parameter.aliases:
+                parameters_by_alias[alias].append(parameter)
+        written_paths = set[KeyPath]()
+        for (name, slot), entry in source.derived.items():
+            for parameter in parameters_by_alias[name]:
+                path = self.state.path(parameter, slot)
+                if path in written_paths:
+                    continue
+                written_paths.add(path)
+                if parameter.matrices is not None:
+                    yield from self._computed_slot(parameter, slot, parameter.shape)
+                elif isinstance(entry, StateRecord):
+                    yield moved(entry, path)
+                else:
+                    yield OutputItem(key_of(path), path, entry)
+
+    def _options(
+        self,
+        group: ParameterGroup,
+        parameter: TranslatedParameter,
+        step: int | None,
+        shape: Index,
+        template_options: Mapping[str, object],
+        matrices: Matrices | None,
+        is_flattened: bool,
+    ) -> WrittenOptions:
+        """Return the options of a group in the target's words; the template's count where the source says nothing."""
+        source, target, method = self.source, self.target, self.state.method(parameter)
+        # Of one program, options keep their words; only what would tell another convention goes.
+        if parameter.method.shares_options_with(method):
+            is_rescaled = source.overrides.target not in (None, source.dialect.convention)
+            omitted = target.unwritten_options if is_rescaled else ()
+            options = {option: group.options[option] for option in group.options if option not in omitted}
+            findings, unsaid = list[OptionFinding](), source.unsaid_options(parameter)
+            if matrices is not None and parameter.matrices is not None:
+                restructured = restructured_options(options, target, method, matrices, shape)
+                options, findings = dict(restructured.options), [*restructured.findings]
+            for coding in method.codings:
+                stated = {option: options[option] for option in coding.options if option in options}
+                if coding.write(coding.read(stated, shape), shape) is None:
+                    values = ", ".join(f"{option}={value!r}" for option, value in stated.items())
+                    reason = f"unknown to {target.name}"
+                    findings.append(OptionFinding(Action.SET, values, (), reason))
+            requested_step, step_option = source.overrides.step, method.options.get("step")
+            if requested_step is not None and step_option in options:
+                options[step_option] = requested_step
+            return WrittenOptions({**template_options, **options}, unsaid & options.keys(), tuple(findings))
+        unsaid = source.unsaid_options(parameter)
+        said_options = {option: group.options[option] for option in group.options if option not in unsaid}
+        stored = common_options(said_options, source.dialect, parameter.method, shape)
+        common = dict(stored.common) if step is None else {**stored.common, "step": step}
+        if matrices is not None:
+            common = {name: value for name, value in common.items() if name not in FUSION}
+            common |= common_structure(matrices, shape)
+        # Momentum that is stored as a matrix was flattened, and so was one of more dims than a stack of matrices has.
+        has_kernel_dims = len(shape) > 3 and FLATTEN not in stored.common and "momentum" in parameter.method.slots
+        if is_flattened or has_kernel_dims:
+            common[FLATTEN] = True
+        stored, methods = replace(stored, common=common), (parameter.method, method)
+        written = write_options(stored, source.dialect, target, methods, shape, template_options)
+        if not (is_flattened or has_kernel_dims):
+            return written
+        evidence = "its momentum is stored as a matrix" if is_flattened else f"the parameter has {len(shape)} dims"
+        reason = f"{source.dialect.name} does not say it, but {evidence}"
+        flattened = OptionFinding(Action.SET, FLATTEN, ("True",), reason)
+        return replace(written, findings=(*written.findings, flattened))
+
+    def _noted(self, parameter: TranslatedParameter, written: WrittenOptions) -> Mapping[str, object]:
+        """Return the options of a parameter's group; note what the report and the manifest say of them."""
+        for finding in written.findings:
+            self.option_findings[self.state.method(parameter).name, finding].append(parameter.listed)
+        if written.unsaid:
+            self.unsaid[parameter.listed] = written.unsaid
+        return written.options
+
+    def report_divided(self) -> None:
+        """Report matrices that rules have cut, as their parts are orthogonalised by themselves from now on."""
+        for parts in self.divided.values():
+            names = sorted({*parts})
+            reason = f"the source orthogonalises it as one; each part is a matrix by itself in {self.target.name}"
+            self.findings.check(Action.LEFT, "a matrix that rules cut", *names, reason=reason)
+
+    def _number(self, groups: Collection[ParameterGroup]) -> None:
+        """Number the parameters of the target's groups, if the target has numbers and the source has not.
+
+        torch numbers them in the order of the run's groups, which the source's list or a template has.  Otherwise a
+        number would be a guess, by which momentum would silently go to another parameter of the same shape.
+        """
+        source, target = self.source, self.target
+        if not target.numbered or source.dialect.numbered:
+            return
+        # The order of the run's groups has to be known.
+        if self.like is None and not (source.groups and all(group.positions for group, _ in source.groups)):
+            state = (
+                "keeps options by parameter, without an order" if source.groups else "does not say what its groups are"
+            )
+            raise SourceError(
+                f"{target.name} numbers parameters in the order of the run's groups, and {source.dialect.name} "
+                f"{state}; give that order with `like=`"
+            )
+        names = list(chain.from_iterable(group.parameters for group in groups))
+        if self.like is not None and not source.groups:
+            names = list(chain.from_iterable(template[PARAMS] for template in self.like.groups))
+        members = set[str]().union(*(members for _, members in source.groups))
+        if ungrouped := sorted(members - set(names)):
+            raise SourceError(
+                f"nothing says by which method these members of the source's groups are updated: "
+                f"{listed(map(repr, ungrouped), 1)}; so they are in no group of {target.name}, and all numbers after "
+                "them would be wrong"
+            )
+        # From here on keys of state have numbers.
+        self.state.numbers = {name: str(number) for number, name in enumerate(names)}
+        self.findings.check(
+            Action.SET,
+            "the order of parameters in the optimizer",
+            *(f"{number} {name}" for name, number in self.state.numbers.items()),
+            reason=f"{target.name} knows them by number; the run's groups must list them so",
+        )
+
+    def _report_schedules(self, groups: Iterable[ParameterGroup]) -> None:
+        """Report what schedulers have put into groups, which torch drops when it loads a flat state dict."""
+        reason = (
+            "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set any "
+            "value, before loading"
+        )
+        for option in sorted(HISTORY_OPTIONS):
+            values = {repr(group.options[option]) for group in groups if option in group.options}
+            if values:
+                self.findings.check(
+                    Action.SET, f"{option} of groups", *sorted(values), reason=reason, topic=Topic.OPTIONS
+                )
+
+    def _option_items(
+        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
+    ) -> list[OutputItem]:
+        target, items = self.target, list[OutputItem]()
+        assert target.option is not None
+        is_list = target.option.listed
+        # Of flat keys, torch takes groups with equal values for one.
+        names_by_values: defaultdict[str, list[str]] = defaultdict(list)
+        for group in groups:
+            names_by_values[repr(sorted(group.options.items()))] += group.parameters
+        for number, group in enumerate(groups):
+            options = dict(group.options)
+            if is_list:
+                options[PARAMS] = self._listing(group.parameters)
+            if target.names_option:
+                same_names = names_by_values[repr(sorted(group.options.items()))]
+                options[target.names_option] = list(group.parameters) if is_list else same_names
+            places: list[dict[str, str]] = [{"group": str(number)}] if is_list else []
+            # What is listed by name stands in the optimizer of each parameter.
+            names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
+            for name in () if is_list else group.parameters:
+                names_by_chain[self.state.chain(parameters[name]).get("chain", "")].append(name)
+            for chain_name, names in names_by_chain.items():
+                chain_field = {"chain": chain_name} if target.chained else {}
+                places += [{"name": name, **chain_field} for name in self._listed_names(names)]
+            for place in places:
+                for option, value in options.items():
+                    items.append(_item(target.option.write(**place, option=option), value))
+        return items
+
+    def _listed_names(self, members: Sequence[str]) -> list[str]:
+        """Return the names under which the target may look up the options of a group's members; it reads them all."""
+        if self.other_names is None:
+            self.other_names = defaultdict(list)
+            names_in_groups = (parameter.listed for parameter in self.source.parameters.values())
+            for name, parts in self.target.listed_names((*self.source.parameters, *names_in_groups)).items():
+                self.other_names[parts[0]].append((name, parts))
+        names = [*members]
+        for member in members:
+            names += [name for name, parts in self.other_names.get(member, ()) if {*parts} <= {*members}]
+        return names
+
+    def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
+        return [int(self.state.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
+
+    def _common_state(
+        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
+    ) -> dict[str, object]:
+        """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
+
+        The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
+        """
+        # The optimizer of each chain, with its groups, and the step that AdamW counts for all parameters.
+        optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
+        methods_by_chain: defaultdict[str, set[str]] = defaultdict(set)
+        for group in groups:
+            members = [parameters[name] for name in group.parameters if name in parameters]
+            chain_prefix = self.state.chain(members[0])["chain"]
+            optimizer = optimizers[tuple(map(int, re.findall("[0-9]+", chain_prefix)))]
+            methods_by_chain[chain_prefix] |= {self.state.method(member).name for member in members}
+            optimizer.setdefault(PARAM_GROUPS, []).append(dict(group.options))
+            self.members.setdefault(chain_prefix, []).append([*group.parameters])
+            adamw = (parameter for parameter in members if "first" in parameter.method.slots)
+            for step in {parameter.step for parameter in adamw if parameter.step is not None}:
+                if optimizer.setdefault("state", {"common_step": step}) != {"common_step": step}:
+                    raise SourceError(
+                        f"Megatron stores one step for an optimizer, but found {optimizer['state']} and {step}"
+                    )
+        for chain_prefix, methods in methods_by_chain.items():
+            if chain_prefix and len(methods) > 1:
+                raise SourceError(
+                    f"{' and '.join(sorted(methods))} would both be {chain_prefix[:-1]} of {self.target.name}, and "
+                    "Megatron steps all of one optimizer by one method; convert a copy without the state of one of "
+                    "them, by `select=`"
+                )
+        # Nested as Megatron nests optimizers in each other.
+        state: dict[Any, Any] = {}
+        for numbers_of_chain, optimizer in optimizers.items():
+            node = state.setdefault("optimizer", {})
+            for number in numbers_of_chain:
+                node = node.setdefault(number, {})
+            node["optimizer"] = optimizer
+        return state
+
+    def _renamed_groups(self) -> tuple[list[OutputTensor], list[OutputItem]]:
+        """Return the groups in the same dialect: all options unchanged, with the new names of their parameters."""
+        items, tensors, template = list[OutputItem](), list[OutputTensor](), self.target.option
+        assert template is not None
+        step = self.source.overrides.step
+        step_options = self.target.options_called("step") | {STEP} if step is not None else ()
+        counted_by_groups = {p.listed for p in self.source.stateful if _is_counted_by_group(p)}
+        num_added: defaultdict[str, int] = defaultdict(int)
+        for group, members in self.source.groups:
+            for number, (names, changes) in enumerate(self._split_by_structure(group, members)):
+                # Groups that a list gets in addition move those behind them.
+                num_added[group.chain] += number > 0
+                places = [{"group": str(position + num_added[group.chain])} for position in group.positions]
+                places = places or [{"name": name} for name in self._listed_names(names)]
+                if template.chained:
+                    places = [{**place, "chain": group.chain} for place in places]
+                # What has changed is written again; all else is copied, for each name where it is by name.
+                for option in {**group.entries, **changes}:
+                    paths = [template.write(**place, option=option) for place in places]
+                    entry = group.entries.get(option)
+                    if option in changes:
+                        items += [_item(path, changes[option]) for path in paths if changes[option] is not _GONE]
+                    elif option in step_options:
+                        items += [_item(path, step) for path in paths]
+                    elif isinstance(entry, StateRecord):
+                        tensors += [moved(entry, path) for path in paths]
+                    else:
+                        items += [OutputItem(key_of(path), path, entry) for path in paths]
+                # The user's number of steps goes where AdamW looks for it, if it has no counters.
+                counted_names = set(self._listed_names([name for name in names if name in counted_by_groups]))
+                if step is not None and counted_names and STEP not in group.entries:
+                    counted = [place for place in places if place.get("name", "") in {*counted_names, ""}]
+                    items += [_item(template.write(**place, option=STEP), step) for place in counted]
+        return tensors, items
+
+    def _split_by_structure(
+        self, group: ParameterGroup, members: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], dict[str, object]]]:
+        """Yield the members of a group that share what rules change in its options, with these changes."""
+        changes_by_text, names_by_text = dict[str, dict[str, object]](), defaultdict[str, list[str]](list)
+        for name in members:
+            parameter, changes = self.source.listed.get(name), dict[str, object]()
+            if parameter is not None and (unsaid := self.source.unsaid_options(parameter)):
+                self.unsaid[name] = unsaid & group.options.keys()
+            matrices = self._matrices(parameter) if parameter and parameter.matrices is not None else None
+            if parameter is not None and matrices is not None:
+                options = {option: group.options[option] for option in group.entries if option != PARAMS}
+                written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
+                restructured = self._noted(parameter, written)
+                for option in options.keys() | restructured.keys():
+                    value = restructured.get(option, _GONE)
+                    if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
+                        changes[option] = value
+            text = repr(sorted(changes.items()))
+            changes_by_text[text] = changes
+            names_by_text[text].append(name)
+        for text, names in names_by_text.items() or [("[]", [])]:
+            changes = changes_by_text.get(text, {})
+            if group.positions and tuple(names) != group.parameters:
+                changes = {**changes, PARAMS: self._listing(tuple(names))}
+            if NAMES in group.entries and self.source.new_names:
+                changes = {**changes, NAMES: self._new_names(group, names)}
+            yield tuple(names), changes
+
+    def _new_names(self, group: ParameterGroup, members: Sequence[str]) -> list[str]:
+        """Return the names that a group lists once more, after rules: its members', or all of a group with them."""
+        stored_names, new_names = group.options[NAMES], self.source.new_names
+        if {*stored_names} <= {*group.parameters}:
+            return [*members]
+        return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
+
+
+def _is_counted_by_group(parameter: TranslatedParameter) -> bool:
+    return {"first", "second"} <= parameter.slots.keys() and STEP not in parameter.method.slots
+
+
+def _steps(parameters: Iterable[TranslatedParameter]) -> set[int]:
+    return {p.step for p in parameters if p.step is not None and not p.is_stateless}
+
+
+def _item(path: KeyPath, value: object) -> OutputItem:
+    return OutputItem(key_of(path), path, data=plain_item(value))

@@ -1,0 +1,225 @@
+"""Writes weights and state of a translated model: which tensors they are made of, in the target's keys."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment, Place, TensorLayout
+from ...names.errors import SourceError
+from ...names.keys import key_of
+from ...names.vocabulary import Convention, KeyPath
+from ...programs.dialect import Dialect, StoredMethod
+from ...record.record import StateRecord, no_chunks
+from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, constant
+from .conventions import agreed_convention, momentum_factor
+from .parameters import TranslatedModel, TranslatedParameter
+from .structure import TranslatedTensor
+
+_SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
+"""Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
+
+_MAX_COUNTS: Mapping[str, int] = {"bfloat16": 256, "float16": 2048}
+"""The number to which a counter of this dtype counts: adding one to it changes nothing."""
+
+
+@dataclass(slots=True)
+class StateWriter:
+    """Writes the weights and the state of a translated model in the keys of a program.
+
+    Attributes:
+        findings: gets every difference from the source.
+        numbers: what keys of state have in place of names, if the target knows parameters by number.
+        constants: tensors of one element that the source does not have, by dtype and bytes.
+    """
+
+    source: TranslatedModel
+    target: Dialect
+    findings: Findings
+    numbers: dict[str, str] = field(default_factory=dict)
+    constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
+    _methods: dict[str, StoredMethod] = field(default_factory=dict)
+
+    @property
+    def is_same_dialect(self) -> bool:
+        return self.target is self.source.dialect
+
+    def method(self, parameter: TranslatedParameter) -> StoredMethod:
+        """Return how the target stores the state of a parameter."""
+        if parameter.name not in self._methods:
+            method = parameter.method if self.is_same_dialect else self.target.writes(parameter.method)
+            self._methods[parameter.name] = method
+        return self._methods[parameter.name]
+
+    # Keys.
+
+    def chain(self, parameter: TranslatedParameter) -> dict[str, str]:
+        """Return the chain of a parameter, as a field of the target's keys if they have that field."""
+        if not self.target.chained:
+            return {}
+        if len(parameter.chains) > 1:
+            chains = sorted(parameter.chains)
+            raise SourceError(f"parameter {parameter.name!r} is made of state of more than one optimizer: {chains}")
+        has_same_keys = self.target.state == self.source.dialect.state
+        source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
+        return {"chain": source_chain or self.target.chains.get(self.method(parameter).name, "")}
+
+    def path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
+        name = parameter.name
+        if self.numbers and name not in self.numbers and not self.source.dialect.numbered:
+            raise SourceError(
+                f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
+            )
+        return self.target.state.write(name=self.numbers.get(name, name), slot=slot, **self.chain(parameter))
+
+    def weight_path(self, name: str, weight: TranslatedTensor) -> KeyPath:
+        """Return the path of a weight, which stays in its chunk where the target has the source's."""
+        source_path = self.source.records[None, weight.aliases[0]].path
+        fields = self.source.dialect.model.read(source_path) or {}
+        chain_field = {"chain": fields["chain"]} if self.target.model.chained else {}
+        return self.target.model.write(name=name, **chain_field)
+
+    # Tensors.
+
+    def record(self, slot: str | None, tensor: TranslatedTensor, path: KeyPath) -> StateRecord:
+        """Return a record that keeps the source's fingerprint, pieces and names unless the tensor was restructured."""
+        if tensor.restructured:
+            return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, no_chunks(len(tensor.shape)))
+        return _record_at(self.source.records[slot, tensor.aliases[0]], path)
+
+    def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
+        """Return the tensor of a slot; momentum is in the convention of the target."""
+        tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
+        record = self.record(parameter.method.slots[common], tensor, self.path(parameter, slot))
+        record = replace(record, name=parameter.name, slot=slot)
+        # The user may round averages; counters and rows of variances keep their dtype.
+        target_dtype = (common in _SHAPED_SLOTS and self.source.overrides.state_dtype) or tensor.dtype
+        source_dtype = tensor.dtype if target_dtype != tensor.dtype else None
+        if source_dtype is not None:
+            record = replace(record, dtype=target_dtype, fingerprint=None)
+        if common != "momentum":
+            return computed(record, tensor, source_dtype=source_dtype)
+        # Only momentum has a convention: between two of them all its elements are scaled.
+        about, requested = f"parameter {parameter.name!r}", self.source.overrides.target
+        convention, _ = self.source.convention(parameter)
+        statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
+        target_convention = agreed_convention(about, "`target_convention=`", statements) or convention
+        scale = momentum_factor(convention, target_convention, self.source.mu(parameter), about)
+        self._report_convention(target_convention)
+        if scale is not None and record.dtype == "float16":
+            raise SourceError(
+                f"{about}: its momentum is float16, in which a {convention} multiplied by {scale:.4g} may overflow or "
+                'vanish; keep the convention, or give `state_dtype="float32"`'
+            )
+        fingerprint = record.fingerprint if scale is None else None
+        record = replace(record, convention=target_convention, fingerprint=fingerprint)
+        return computed(record, tensor, scale, source_dtype)
+
+    def _report_convention(self, convention: Convention | None) -> None:
+        """Report a momentum that is written as it is, and that runs of the target's program take for another."""
+        runs_keep = self.target.runs_keep
+        if runs_keep in (None, convention, self.source.dialect.runs_keep):
+            return
+        factor = "1 / (1 - μ)" if runs_keep is Convention.EMA else "1 - μ"
+        reason = f"runs of {self.target.name} keep {runs_keep}, and take it for that: "
+        if convention is None:
+            reason += f"if it is another, it is {factor} times what they expect; say it with `convention=`"
+        else:
+            reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
+        self.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
+
+    def step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
+        """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
+        slot = self.method(parameter).slots["step"]
+        path = self.path(parameter, slot)
+        # The source's own counter moves as it is, where it can count on; else the number is written anew.
+        counter = None if self.source.overrides.step is not None else parameter.counter
+        if isinstance(counter, StateRecord):
+            if counter.dtype == "float32" or (self.is_same_dialect and counter.dtype not in _MAX_COUNTS):
+                tensor = moved(counter, path)
+                return replace(tensor, record=replace(tensor.record, name=parameter.name, slot=slot))
+            reason, max_count = "written in float32", _MAX_COUNTS.get(counter.dtype)
+            if max_count is not None and parameter.step is not None and parameter.step >= max_count:
+                reason += (
+                    f"; in {counter.dtype} one more than {max_count} is {max_count} again, so the run may have taken "
+                    "more: if it did, give `step=`"
+                )
+            self.findings.check(Action.SET, f"step counters in {counter.dtype}", str(parameter.step), reason=reason)
+        elif counter is not None and self.is_same_dialect:
+            return OutputItem(key_of(path), path, counter)
+        if parameter.step is None:
+            raise self.unknown_steps(parameter)
+        record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=parameter.name, slot=slot)
+        return self._filled(record, struct.pack("<f", parameter.step))
+
+    def _filled(self, record: StateRecord, element: bytes = b"") -> OutputTensor:
+        """Return a tensor of which every element has these bytes, or is zero if none are given."""
+        content = record.dtype, element
+        if content not in self.constants:
+            self.constants[content] = constant(self.source.values.payloads, *content)
+        return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
+
+    def unknown_steps(self, parameter: TranslatedParameter) -> SourceError:
+        return SourceError(
+            f"parameter {parameter.name!r}: {self.target.name} stores the number of steps, which neither its "
+            "state nor its group says; give `step=`"
+        )
+
+    # Parameters without state.
+
+    def zero_state(self, parameter: TranslatedParameter) -> Iterator[OutputTensor]:
+        """Yield the first state of a parameter: zeros, and a master that is the weight."""
+        weight = parameter.weight
+        slots = {common: slot for common, slot in self.method(parameter).slots.items() if common != "step"}
+        unknown = [slot for common, slot in slots.items() if common not in (*_SHAPED_SLOTS, "dion_rows", "master")]
+        if weight is None or unknown:
+            reason = f"not known how {', '.join(unknown)} begins" if weight else "no weight tells the shape"
+            raise SourceError(
+                f"parameter {parameter.name!r} has no state, and `fill_missing=True` cannot write it: {reason}; leave "
+                "that out, and let the parameter start with fresh=[…] of muonckpt.load, or leave the slot out with "
+                "`drop=`"
+            )
+        overrides = self.source.overrides
+        for common, slot in slots.items():
+            path, chunks = self.path(parameter, slot), no_chunks(len(weight.shape))
+            record = StateRecord(key_of(path), path, weight.shape, "float32", chunks, name=parameter.name, slot=slot)
+            if common == "master":
+                yield computed(record, weight, source_dtype=None if weight.dtype == "float32" else weight.dtype)
+                continue
+            # Zeros are like the state of the others: of their dtype, and in their convention, whichever that is.
+            source_slot = parameter.method.slots[common]
+            dtypes = (tensor.dtype for (other, _), tensor in self.source.records.items() if other == source_slot)
+            requested_dtype = overrides.state_dtype if common in _SHAPED_SLOTS else None
+            shape = (*weight.shape[:-1], 1) if common == "dion_rows" else weight.shape
+            record = replace(record, shape=shape, dtype=requested_dtype or next(dtypes, weight.dtype))
+            if common == "momentum":
+                conventions = self.target.convention, overrides.target, self.source.dialect.convention
+                record = replace(record, convention=next(filter(None, conventions), None))
+            yield self._filled(record)
+
+
+def moved(tensor: StateRecord, path: KeyPath) -> OutputTensor:
+    """Return a tensor of the source under another path."""
+    return OutputTensor(_record_at(tensor, path), tensor.chunk_layout(), (tensor.chunks,))
+
+
+@lru_cache(maxsize=1024)
+def _repeated(shape: Index) -> TensorLayout:
+    """Return the layout of a tensor whose elements are all the one of buffer 0."""
+    box = Box.of(shape)
+    fragments = (Fragment(box, Place(0, 0, (0,) * box.ndim)),) if box.numel else ()
+    return TensorLayout.of(shape, fragments)
+
+
+def _record_at(record: StateRecord, path: KeyPath) -> StateRecord:
+    return replace(record, key=key_of(path), path=path, chunks=no_chunks(len(record.shape)), layout=None)
+
+
+def computed(
+    record: StateRecord, tensor: TranslatedTensor, scale: float | None = None, source_dtype: str | None = None
+) -> OutputTensor:
+    """Return the output of a tensor's elements, which are stored as ``source_dtype`` if that is another dtype."""
+    return OutputTensor(record, tensor.layout, tensor.sources, scale, source_dtype)
