@@ -73,10 +73,12 @@ class GroupWriter:
                 raise SourceError(f"the groups in {target.common} cannot be rewritten for {target.name}")
             self.findings.add("the common state is copied unchanged, with its groups")
             self.members = source.renamed_members()
+            self._report_matrices()
             return [], []
         if not source.groups:
             self._number(())
             self.findings.add("the source does not say which parameters are in which group; no groups are written")
+            self._report_matrices()
             return [], []
         # In the same words nothing is read: options are copied, and names in them replaced.
         if self.state.is_same_dialect and self.like is None:
@@ -165,6 +167,16 @@ class GroupWriter:
         if matrices is not None and matrices.is_divided:
             self.divided.setdefault(parameter.aliases, []).append(parameter.name)
         return matrices
+
+    def _report_matrices(self) -> None:
+        """Report which matrices rules have made, where no groups are written that could say it."""
+        for parameter in self.source.stateful:
+            if (matrices := self._matrices(parameter)) is None or (common := matrices.options()) is None:
+                continue
+            told = {name: value for name, value in common.items() if value not in (None, 1, False)}
+            for name, value in told.items() if common["pieces"] or common["columns"] else ():
+                reason = f"rules have joined it, and no groups of {self.target.name} are written that say it"
+                self.findings.check(Action.SET, f"{name} of {parameter.name}", repr(value), reason=reason)
 
     def _computed_slot(self, parameter: TranslatedParameter, slot: str, shape: Index) -> Iterator[OutputItem]:
         """Yield a slot that follows from a parameter's options and its shape, if they tell it."""

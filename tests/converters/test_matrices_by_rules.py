@@ -224,6 +224,23 @@ def test_what_the_program_cannot_say_is_told(tmp_path):
     assert "pieces of ab" in {check.subject for check in report.checklist}
 
 
+@pytest.mark.parametrize("to", [None, "muonckpt", "dion"])
+def test_where_no_groups_are_written_the_matrices_are_told(to, tmp_path):
+    weights = {name: torch.ones(shape) for name, shape in QKV.items()}
+    state = {name: {"momentum_buffer": weight} for name, weight in weights.items()}
+    muonckpt.save({"model": weights, "optimizer": {"state": state}}, tmp_path / "source")
+    options = grouped(to_dialect=to, convention="ema", mu=0.9, rules=NameRules((SPLIT_QKV.inverse(),)))
+    report = muonckpt.convert(tmp_path / "source", tmp_path / "made", **options)
+    assert ("pieces of qkv_proj.weight", ("(16, 8, 8)",)) in {(c.subject, c.values) for c in report.checklist}
+
+
+def test_megatrons_common_state_is_copied_and_the_matrices_are_told(tmp_path):
+    saved(tmp_path / "source", "torch", [{"params": QKV}])
+    muonckpt.convert(tmp_path / "source", tmp_path / "there", to_dialect="torch_dist")
+    report = muonckpt.convert(tmp_path / "there", tmp_path / "made", **grouped(rules=NameRules((SPLIT_QKV.inverse(),))))
+    assert ("pieces of qkv_proj.weight", ("(16, 8, 8)",)) in {(c.subject, c.values) for c in report.checklist}
+
+
 def test_a_matrix_that_rules_cut_is_told(tmp_path):
     groups = [{"params": {"qkv_proj.weight": (32, 12)}}]
     _, report, _ = converted(tmp_path / "cut", "torch", groups, NameRules((SPLIT_QKV,)), "muonckpt")
