@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..checkpoint.all_ranks import broadcast_from_first, decide_on_first, group_ranks
+from ..checkpoint.attestation import Fingerprints, fingerprints
+from ..checkpoint.live_parts import LiveParts, frozen_parameters
+from ..checkpoint.live_state import LiveState
+from ..checkpoint.resume_check import compare
+from ..checkpoint.resume_proof import LoadedState
 from ..checkpoint.signals import On, Signals
-from ..names.errors import warn_on_rank
+from ..checkpoint.training import Training
+from ..names.errors import MuonckptError, SourceError, warn_on_rank
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
 from .saved import check_saved
@@ -84,42 +95,161 @@ class Factory:
         return optimizer
 
 
-class VerifySaved(TrainerCallback):  # type: ignore[misc]
-    """Checks every checkpoint as soon as it is saved, as far as its files can be judged (`saved.check_saved`).
+RECORD = "VerifySaved"
+"""The key of what `VerifySaved` writes into ``trainer_state.json``, among the states of callbacks."""
 
-    The first rank reads the files back, and raises if they are not whole; the launcher then ends the others.  It also
-    warns of a run that goes on without the state of its optimizer, of which the Trainer says nothing.
+
+class VerifySaved(TrainerCallback):  # type: ignore[misc]
+    """Checks every checkpoint as soon as it is saved, and proves what training goes on from.
+
+    When all ranks have saved, the first one reads the files back, as far as they can be judged (`saved.check_saved`),
+    and adds to ``trainer_state.json`` the fingerprints of the live tensors and the other values of model, optimizer and
+    schedule.  When training goes on from there, what will run is compared with them: the first rank prints the proof,
+    or warns of what is not as it was saved.
     """
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
     ) -> None:
-        """Warn if training goes on from a checkpoint without optimizer and schedule, as ``save_only_model`` leaves it.
-
-        The Trainer loads both or none.
-        """
-        # The schedule is loaded with the optimizer, and begins where that does.
-        is_schedule_new = lr_scheduler is not None and lr_scheduler.state_dict().get("last_epoch") == 0
-        if state.is_world_process_zero and state.global_step and is_schedule_new:
+        """Prove what training goes on from, or warn that a checkpoint has no optimizer, or no record.  Collective."""
+        record = state.stateful_callbacks.get(RECORD, {})
+        state.stateful_callbacks[RECORD] = {"ranks": len(group_ranks(None))}
+        if not state.global_step:
+            return
+        if record.get("step") != state.global_step:
+            warning = "of which VerifySaved has no record, so nothing proves that all of it was loaded"
+        elif record["model_only"]:
             parameters = Counter[str]()
             for group in optimizer.param_groups:
                 parameters[group.get("algorithm", "the optimizer")] += len(group["params"])
             counts = ", ".join(f"{name}'s of {count} parameters" for name, count in parameters.items() if count)
-            warn_on_rank(
-                f"training goes on at step {state.global_step} from a checkpoint without optimizer: all state begins "
-                f"anew ({counts}), and the schedule with its warm-up. For the same run, resume from one that was saved "
-                "with save_only_model=False",
-                RuntimeWarning,
+            warning = (
+                f"without optimizer: all state begins anew ({counts}), and the schedule with its warm-up. For the same "
+                "run, resume from one that was saved with save_only_model=False"
             )
+        else:
+            try:
+                training = _training(model, optimizer, lr_scheduler)
+                loaded = _loaded_state(record, training)
+                proof = compare(lambda: LiveParts.of_training(loaded, training), state.global_step, None)
+            except MuonckptError as error:
+                warning = f"that cannot be compared with what will run: {error}"
+            else:
+                if state.is_world_process_zero:
+                    proof.show()
+                return
+        if state.is_world_process_zero:
+            warn_on_rank(f"training goes on at step {state.global_step} from a checkpoint {warning}", RuntimeWarning)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check ``checkpoint-N`` when it is complete; the Trainer calls this on all ranks.
+    def on_save(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        """Check and record ``checkpoint-N`` when all ranks have saved.  Collective.
 
         Raises:
-            SourceError: lists the damage.
+            SourceError: lists the damage, on all ranks.
         """
-        if state.is_world_process_zero:
-            check_saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        place = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        decide_on_first(None, SourceError, lambda: None, lambda _: check_saved(place))
+        try:
+            record = _record(_training(model, optimizer, lr_scheduler))
+        except MuonckptError as error:  # such as buffers of replicas that differ, or another optimizer
+            if state.is_world_process_zero:
+                warn_on_rank(f"{place} is whole, but nothing will prove a resume from it: {error}", RuntimeWarning)
+            return
+        facts = {"step": state.global_step, "ranks": len(group_ranks(None)), "model_only": args.save_only_model}
+        state.stateful_callbacks[RECORD] = facts | record
+
+        def write() -> None:
+            draft = place / f".{TRAINER_STATE_NAME}"
+            state.save_to_json(str(draft))
+            draft.replace(place / TRAINER_STATE_NAME)
+
+        broadcast_from_first(None, write)
+
+
+def _training(model: nn.Module, optimizer: Any, scheduler: Any) -> Training:
+    """Return the objects without accelerate's wrappers."""
+    return Training.of(
+        model, getattr(optimizer, "optimizer", optimizer), getattr(scheduler, "scheduler", scheduler), None
+    )
+
+
+def _record(training: Training) -> dict[str, Any]:
+    """Return what is live, as JSON data.  Collective."""
+    live = LiveState.of(training.state_dict(), "to record")
+    values = {}
+    for key, value in live.flat.items():
+        with suppress(TypeError, ValueError):  # what JSON lacks is not compared
+            values[key] = live.paths[key], json.loads(json.dumps(value))
+    prints = fingerprints(live.nested).as_json()
+    return {"tensors": prints, "values": json.dumps(values), "frozen": frozen_parameters(training.model)}
+
+
+def _loaded_state(record: Mapping[str, Any], training: Training) -> LoadedState:
+    """Return the basis for the proof: what was live when the checkpoint was saved."""
+    values = json.loads(record["values"])
+    paths = dict(LiveState.of(training.state_dict(), "to check").paths)
+    paths |= {key: tuple(path) for key, (path, _) in values.items()}
+    items = {key: value for key, (_, value) in values.items()}
+    prints = Fingerprints.from_json(record["tensors"]).tensors
+    return LoadedState(paths, items, prints, record["ranks"], (), frozenset(record["frozen"]))
+
+
+def last_whole(folder: str | os.PathLike[str]) -> str | None:
+    """Return the newest ``checkpoint-N`` of a folder that is whole, for ``resume_from_checkpoint``; None if none is.
+
+    One that `VerifySaved` has recorded is whole; of others all parts are read back.  A warning names what a killed save
+    has left.
+
+    Raises:
+        SourceError: checkpoints were finished, and none is whole.
+    """
+    faults: dict[Path, str] = {}
+    is_finished = False
+    for place in sorted(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]"), key=_step_of, reverse=True):
+        try:
+            state = TrainerState.load_from_json(str(place / TRAINER_STATE_NAME))
+        except (OSError, ValueError, TypeError) as error:  # the Trainer writes this file last
+            faults[place] = f"{TRAINER_STATE_NAME}: {error}"
+            continue
+        is_finished = True
+        record = state.stateful_callbacks.get(RECORD, {})
+        ranks = record.get("ranks", 1)
+        missing = [f"rng_state_{rank}.pth" for rank in range(ranks) if not (place / f"rng_state_{rank}.pth").exists()]
+        try:
+            if record.get("step") != _step_of(place):
+                if ranks > 1 and missing:
+                    raise SourceError(f"{', '.join(missing)}: not there")
+                check_saved(place)
+        except SourceError as error:
+            faults[place] = str(error)
+            continue
+        for left, fault in faults.items():
+            warn_on_rank(f"{left} is not whole ({fault}); resuming from {place}", RuntimeWarning)
+        return str(place)
+    if is_finished:
+        lines = "\n- ".join(f"{place}: {fault}" for place, fault in faults.items())
+        raise SourceError(f"expected a whole checkpoint in {folder}, found none; move these away to begin:\n- {lines}")
+    return None
+
+
+def _step_of(place: Path) -> int:
+    return int(place.name.rpartition("-")[2])
 
 
 class SaveOnSignal(TrainerCallback):  # type: ignore[misc]

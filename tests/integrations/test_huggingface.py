@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import time
 import warnings
+from contextlib import redirect_stdout
+from functools import partial
+from io import BytesIO, StringIO
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,18 +30,24 @@ from muonckpt.optimizer.groups import LLAMA, LORA, Rule, sort_parameters
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'integrations')")
 
-from muonckpt.integrations.huggingface import RULES, SaveOnSignal, VerifySaved, muon  # noqa: E402
+from muonckpt.integrations.huggingface import RULES, SaveOnSignal, last_whole, muon  # noqa: E402
 
 FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 KINDS = {"plain": {}, "fsdp2": FSDP}
 BATCH = 4
 
 
-def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
+def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None, **arguments: Any) -> dict[str, Any]:
     """The script; whole parameters, and the names of the state of each."""
-    with accelerated(rank, world, fsdp=kind == "fsdp2"), warnings.catch_warnings(record=True) as caught:
+    told = StringIO()
+    with (
+        accelerated(rank, world, fsdp=kind == "fsdp2"),
+        warnings.catch_warnings(record=True) as caught,
+        redirect_stdout(told),
+    ):
         warnings.simplefilter("always")
-        trainer = script("huggingface.md")["build"](folder, BATCH // world, disable_tqdm=True, **KINDS[kind])
+        options = {"disable_tqdm": True} | KINDS[kind] | arguments
+        trainer = script("huggingface.md")["build"](folder, BATCH // world, **options)
         trainer.train(resume_from_checkpoint=resume)
         parameters = dict(trainer.model.named_parameters())
         state = trainer.optimizer.state
@@ -46,6 +58,7 @@ def train(rank: int, world: int, kind: str, folder: str, resume: str | None = No
             "sharing": list(trainer.optimizer.optimizer.schedules),
             "rates": [group["initial_lr"] for group in trainer.optimizer.param_groups],
             "warned": [str(warning.message) for warning in caught],
+            "told": [line for line in told.getvalue().splitlines() if line.startswith("resumed")],
         }
 
 
@@ -80,6 +93,10 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
     result = run(resumed, train, kind, str(tmp_path), str(folder / "checkpoint-3"))[0]
     gap = distance(result, uninterrupted[kind, resumed][1])
     assert gap == 0 if saved == resumed else gap < 2e-6
+    [told] = result["told"]
+    assert told.startswith(f"resumed from step 3, saved on {saved} rank"), told
+    assert f", now {resumed}, proved: 56 tensors and " in told
+    assert "requires_grad" not in told
 
 
 class Sender(transformers.TrainerCallback):
@@ -200,7 +217,7 @@ def frozen(rank: int, world: int, folder: str, resume: str, fresh: list[str]) ->
         return told, {slots["step"].item() for slots in trainer.optimizer.state.values() if "step" in slots}
 
 
-@pytest.mark.filterwarnings("ignore:resuming with fresh")
+@pytest.mark.filterwarnings("ignore:resuming with fresh", "ignore:resumed from step 3, .* not as it was saved")
 def test_what_the_refusal_says_is_what_the_trainer_takes(uninterrupted, tmp_path):
     """Only the checkpoint has the parameter: accelerate loads the optimizer's own state into it first."""
     saved = str(uninterrupted["plain", 1][0] / "checkpoint-3")
@@ -214,13 +231,51 @@ def test_without_its_optimizer_a_resumed_run_is_another_one_and_says_so(uninterr
     """So the distances above would show lost momentum."""
     folder, result = uninterrupted["plain", 1]
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
-    for lost in ("optimizer.pt", "scheduler.pt"):  # as save_only_model leaves it
-        (tmp_path / "checkpoint-3" / lost).unlink()
+    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()
     resumed = run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0]
     assert distance(resumed, result) > 1e-3
-    (told,) = (text for text in resumed["warned"] if "begins anew" in text)
+    [told] = (text for text in resumed["warned"] if "not as it was saved" in text)
+    assert ": other elements than were saved" in told and "scheduler.last_epoch: 3 -> 0" in told
+    assert not resumed["told"]
+
+
+def train_with(rank: int, world: int, folder: str, resume: str | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, world, "plain", folder, resume, **arguments)
+
+
+def test_a_model_that_was_saved_alone_begins_the_rest_anew_and_the_warning_says_so(tmp_path):
+    run(1, train_with, str(tmp_path), None, {"save_only_model": True})
+    resumed = run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0]
+    [told] = (text for text in resumed["warned"] if "begins anew" in text)
     assert "at step 3" in told and "muon's of 14 parameters, adamw's of 7 parameters" in told and "warm-up" in told
-    assert not any("begins anew" in text for text in result["warned"])
+
+
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "metric_for_best_model": "eval_loss",
+}
+
+
+def plateau(rank: int, world: int, folder: str, resume: str | None = None) -> dict[str, Any]:
+    """The script with a schedule that has not begun when the checkpoint is saved."""
+    texts = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    trainer, arguments = transformers.Trainer, transformers.TrainingArguments
+    with (
+        patch.object(transformers, "Trainer", partial(trainer, eval_dataset=data)),
+        patch.object(transformers, "TrainingArguments", lambda folder, **given: arguments(folder, **given | PLATEAU)),
+    ):
+        return train(rank, world, "plain", folder, resume)
+
+
+def test_a_schedule_that_has_not_begun_is_no_lost_optimizer(tmp_path):
+    result = run(1, plateau, str(tmp_path))[0]
+    resumed = run(1, plateau, str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0]
+    assert distance(resumed, result) == 0
+    assert "proved: 56 tensors and " in resumed["told"][0]
+    assert not any("goes on" in text or "not as it was saved" in text for text in resumed["warned"])
 
 
 def adapters(rank: int, world: int, folder: str, resume: str | None = None) -> dict[str, Any]:
@@ -252,6 +307,28 @@ def test_adapters_are_matrices_by_one_layer_of_rules_and_resume_exactly(tmp_path
     assert distance(resumed, result) == 0
 
 
+class Damage(transformers.TrainerCallback):
+    """Overwrites the middle of a file of a checkpoint that has just been saved."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.distributed.barrier()
+        if state.is_world_process_zero:
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / self.part
+            content = path.read_bytes()
+            middle = slice(len(content) // 3, len(content) * 2 // 3)
+            path.write_bytes(content[: middle.start] + b"\xff" * (middle.stop - middle.start) + content[middle.stop :])
+
+
+def damaged(rank: int, world: int, kind: str, folder: str, part: str) -> str:
+    with accelerated(rank, world, fsdp=kind == "fsdp2"):
+        trainer = script("huggingface.md")["build"](folder, BATCH // world, disable_tqdm=True, **KINDS[kind])
+        trainer.callback_handler.callbacks.insert(0, Damage(part))
+        return raised(trainer.train)
+
+
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
@@ -261,19 +338,93 @@ def test_adapters_are_matrices_by_one_layer_of_rules_and_resume_exactly(tmp_path
         ("fsdp2", "scheduler.pt"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_told_when_it_is_saved(uninterrupted, kind, part, tmp_path):
-    shutil.copytree(uninterrupted[kind, 2][0] / "checkpoint-3", tmp_path / "checkpoint-3")
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    state, control = transformers.TrainerState(global_step=3), transformers.TrainerControl()
-    VerifySaved().on_save(arguments, state, control)  # the first rank only; what is whole is no error
-    state.is_world_process_zero = True
-    VerifySaved().on_save(arguments, state, control)
-    path = tmp_path / "checkpoint-3" / part
-    content = path.read_bytes()
-    middle = slice(len(content) // 3, len(content) * 2 // 3)
-    path.write_bytes(content[: middle.start] + b"\xff" * (middle.stop - middle.start) + content[middle.stop :])
-    with pytest.raises(SourceError, match=f"(?s)checkpoint-3 is not whole.*{part.split('/')[0]}"):
-        VerifySaved().on_save(arguments, state, control)
+def test_a_checkpoint_that_is_not_whole_is_told_on_all_ranks_when_it_is_saved(kind, part, tmp_path):
+    for told in run(2, damaged, kind, str(tmp_path), part):
+        assert "checkpoint-3 is not whole" in told and part.split("/")[0] in told
+    with pytest.raises(SourceError, match=r"expected a whole checkpoint .* found none; move these away to begin"):
+        last_whole(tmp_path)
+
+
+def train_slowly(rank: int, world: int, folder: str) -> str:
+    """The script; the second rank's file of random numbers comes in two writes."""
+    real_save = torch.save
+
+    def save(value: Any, file: Any, *options: Any, **choices: Any) -> None:
+        if rank == 0 or "rng_state" not in str(file):
+            real_save(value, file, *options, **choices)
+            return
+        buffer = BytesIO()
+        real_save(value, buffer)
+        content = buffer.getvalue()
+        with Path(file).open("wb") as opened:
+            opened.write(content[: len(content) // 2])
+            opened.flush()
+            time.sleep(0.3)
+            opened.write(content[len(content) // 2 :])
+
+    with patch.object(torch, "save", save):
+        return raised(train, rank, world, "plain", folder)
+
+
+def test_nothing_is_read_back_while_another_rank_writes(tmp_path):
+    assert run(2, train_slowly, str(tmp_path)) == ["no error", "no error"]
+
+
+def test_a_killed_save_is_passed_over_by_name(uninterrupted, tmp_path):
+    folder, _ = uninterrupted["plain", 2]
+    assert last_whole(tmp_path / "nothing") is None
+    for left in ([], ["model.safetensors"], ["model.safetensors", "optimizer.pt", "trainer_state.json"]):
+        here = tmp_path / str(len(left))
+        (here / "checkpoint-6").mkdir(parents=True)
+        for name in left:
+            content = (folder / "checkpoint-6" / name).read_bytes()
+            (here / "checkpoint-6" / name).write_bytes(content[: len(content) // 2])
+        assert last_whole(here) is None, "it was never finished, so the run begins"
+        shutil.copytree(folder / "checkpoint-3", here / "checkpoint-3")
+        with pytest.warns(RuntimeWarning, match=r"checkpoint-6 is not whole \(trainer_state.json: .*checkpoint-3"):
+            assert last_whole(here) == str(here / "checkpoint-3")
+    assert last_whole(folder) == str(folder / "checkpoint-6")
+
+
+def test_a_save_that_was_killed_before_all_ranks_had_written_is_passed_over(uninterrupted, tmp_path):
+    """The Trainer writes its state on the first rank, whatever the others do; it has the record of the last save."""
+    folder, _ = uninterrupted["plain", 2]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    state["stateful_callbacks"]["VerifySaved"]["step"] = 3
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
+    assert last_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / "rng_state_1.pth").unlink()
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-6 is not whole \(rng_state_1.pth: not there\)"):
+        assert last_whole(tmp_path) == str(tmp_path / "checkpoint-3")
+
+
+def with_own_buffers(rank: int, world: int, folder: str, resume: str | None = None) -> list[str]:
+    """The script with a buffer that differs from rank to rank, as statistics of a batch do: its warnings."""
+    names = script("huggingface.md")
+    whole_model = names["LlamaForCausalLM"]
+
+    def with_buffer(config: Any) -> torch.nn.Module:
+        model = whole_model(config)
+        model.register_buffer("seen", torch.tensor([float(rank)]))
+        return model
+
+    names["LlamaForCausalLM"] = with_buffer
+    with accelerated(rank, world, fsdp=False), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = names["build"](folder, BATCH // world, disable_tqdm=True, ddp_broadcast_buffers=False)
+        trainer.train(resume_from_checkpoint=resume)
+        return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+def test_a_run_that_cannot_be_recorded_goes_on_with_a_warning(tmp_path):
+    told, told_elsewhere = run(2, with_own_buffers, str(tmp_path))
+    assert len(told) == 2 and all("nothing will prove a resume from it: " in text and "seen" in text for text in told)
+    assert not told_elsewhere
+    saved = last_whole(tmp_path)
+    assert saved == str(tmp_path / "checkpoint-6")
+    [told, *_], _ = run(2, with_own_buffers, str(tmp_path), str(tmp_path / "checkpoint-3"))
+    assert "goes on at step 3 from a checkpoint of which VerifySaved has no record" in told
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path):
