@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..names.errors import DestinationError, SourceError
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
 from ..store.io.limits import gc_paused
-from ..store.io.location import Location, Remote, entries_of, is_link, is_there, map_each
+from ..store.io.location import Location, entries_of, is_link, is_there, map_each
 from ..store.io.publish import CLAIM
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
@@ -158,17 +159,17 @@ class StepFolder:
             OSError: something cannot be removed.
         """
         for entry in self._entries():
+            if isinstance(entry, Path):
+                if _is_of_series(publish.removed_name(entry.name)):
+                    publish.finish_removal(entry, DESCRIPTIONS)
+                elif _is_of_series(publish.staged_name(entry.name)):
+                    publish.discard_abandoned(entry)
+                continue
             # A folder in a store keeps its name, and has a mark instead.
-            if isinstance(entry, Remote):
-                files = _files(entry) if _is_of_series(entry.name) else set()
-                half_removed = publish.MARK in files
-                abandoned = CLAIM in files and not files >= set(DESCRIPTIONS)
-            else:
-                half_removed = _is_of_series(publish.removed_name(entry.name))
-                abandoned = _is_of_series(publish.staged_name(entry.name))
-            if half_removed:
+            files = _files(entry) if _is_of_series(entry.name) else set()
+            if publish.MARK in files:
                 publish.finish_removal(entry, DESCRIPTIONS)
-            elif abandoned and publish.is_stale(entry, self.place):
+            elif CLAIM in files and not files >= set(DESCRIPTIONS) and publish.is_stale(entry, self.place):
                 publish.remove(entry, DESCRIPTIONS)
 
     def _entries(self) -> list[Location]:

@@ -66,6 +66,16 @@ def test_a_checkpoint_that_cannot_be_renamed_is_not_there_and_the_error_says_so(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_checkpoint_whose_folders_cannot_be_listed_to_be_synced_is_not_there(tmp_path, monkeypatch):
+    def scandir(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DestinationError, match=r"cannot publish .*, so it is not there"):
+        muonckpt.save({"w": torch.arange(4.0)}, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_where_the_items_beside_a_file_cannot_be_synced_nothing_is_left(unsynced, tmp_path):
     muonckpt.save({"w": torch.arange(4.0), "n": 3}, tmp_path / "old")
     (tmp_path / "run").mkdir()

@@ -74,9 +74,6 @@ def main(folder: Path) -> None:
     acts.append(seen(kills, ended(forked(lambda: save(kills, 2, killed_at("os.rename", ".tmp"))))))
     acts.append(seen(kills, ended(forked(lambda: save(kills, 3, killed_at("shutil.rmtree", ".removing"))))))
     acts.append(seen(kills, ended(forked(lambda: save(kills, 4)))))
-    (staged,) = kills.glob(".*.tmp")
-    age(staged, 3601)
-    acts.append(seen(kills, ended(forked(lambda: save(kills, 5)))))
 
     undisturbed = folder / "alone" / "out"
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...names.errors import SourceError
-from .location import Location, Remote, local_errors
+from .location import Location, Remote, local_errors, raise_error
 
 SWITCH = "MUONCKPT_LIMITS"
 """The environment variable that lifts all limits if it is ``off``, for a checkpoint that is trusted."""
@@ -116,16 +116,12 @@ def _sizes_beside(file: Location) -> Iterator[int]:
         description = file.lstat()
         counts_blocks = description.st_blocks > 0  # some file systems do not say how many there are
         counted_files = {(description.st_dev, description.st_ino)}
-        for folder, _, names in os.walk(file.parent, onerror=_raise):
+        for folder, _, names in os.walk(file.parent, onerror=raise_error):
             for name in names:
                 status = (Path(folder) / name).lstat()
                 if (status.st_dev, status.st_ino) not in counted_files:
                     counted_files.add((status.st_dev, status.st_ino))
                     yield bytes_on_disk(status) if counts_blocks else status.st_size
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 @contextmanager

@@ -520,6 +520,11 @@ def source_errors(place: object) -> Iterator[None]:
         raise SourceError(f"cannot read {place}: {error.strerror or error}") from error
 
 
+def raise_error(error: OSError) -> None:
+    """Raise an error of `os.walk`, which goes on without one unless it is given a function."""
+    raise error
+
+
 def unavailable(place: object, error: Exception) -> UnavailableError:
     """Return the error that says that a place cannot be looked at or read, and why."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ...names.errors import DestinationError, SourceError, UnavailableError, UnsyncedError
-from .location import Location, Remote, is_folder, is_link, is_there, map_each
+from .location import Location, Remote, is_folder, is_link, is_there, map_each, raise_error
 from .new_file import write_synced
 from .regular import open_regular
 
@@ -88,7 +88,7 @@ class Staging:
                 if self._file:  # a rename would replace a file that has appeared there meanwhile
                     os.link(self.place / self._file, destination)
                 else:
-                    for folder, _, _ in os.walk(self.place, topdown=False):
+                    for folder, _, _ in os.walk(self.place, topdown=False, onerror=raise_error):
                         sync_directory(Path(folder))
                     self.place.rename(destination)
                     self._has_moved = True
@@ -337,13 +337,18 @@ def remove_abandoned(destination: Location) -> None:
     for entry in destination.parent.iterdir():
         match = STAGING.fullmatch(entry.name)
         if match and match["name"] == destination.name:
-            with suppress(_InUse, FileNotFoundError):  # another process writes there, or removes it as well
-                lock = _lock_directory(entry)
-                if lock is not None:
-                    discard(entry)
-                    os.close(lock)
-                elif is_stale(entry, destination.parent):
-                    discard(entry)
+            discard_abandoned(entry)
+
+
+def discard_abandoned(staged: Path) -> None:
+    """Remove a staging directory unless its process lives: see `remove_abandoned`."""
+    with suppress(_InUse, FileNotFoundError):  # another process writes there, or removes it as well
+        lock = _lock_directory(staged)
+        if lock is not None:
+            discard(staged)
+            os.close(lock)
+        elif is_stale(staged, staged.parent):
+            discard(staged)
 
 
 def is_stale(place: Location, folder: Location) -> bool:

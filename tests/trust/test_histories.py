@@ -1,0 +1,166 @@
+"""Histories of a run, each from one seed: kills at any call, power losses, failing calls, damage; and defects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.simulated import world
+from support.simulated.histories import drawn, fault_of, shrunk, traced
+from support.trials import SEED, count, tally
+
+from muonckpt.checkpoint.async_saving import AsyncSave
+from muonckpt.names.errors import UnavailableError
+from muonckpt.runs import run_audit, step_folder
+from muonckpt.runs.step_folder import DESCRIPTIONS, StepFolder
+from muonckpt.store.io import new_file, publish
+from muonckpt.store.verify.run import StepName
+
+
+@pytest.fixture(autouse=True)
+def simulation() -> Iterator[None]:
+    with world.intercepted():
+        yield
+
+
+def told(seed: str) -> str | None:
+    """What is wrong with a history, with the fewest events that show it."""
+    events = drawn(seed)
+    fault = fault_of(seed, events)
+    return fault and f"{fault}\n" + "\n".join(map(str, shrunk(seed, events)))
+
+
+def test_no_history_loses_or_mixes_anything():
+    with tally("histories from one seed") as row:
+        for number in range(count(300, 10_000)):
+            seed = f"{SEED} {number}"
+            row.add(seed, told(seed))
+
+
+def test_one_seed_is_one_history():
+    for number in range(10):
+        assert traced(str(number)) == traced(str(number))
+
+
+# --- defects put in on purpose ----------------------------------------------------------------------------------------
+
+MOST = 2000
+
+
+def unsynced_folders(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(publish, "sync_directory", lambda path: None)
+
+
+def rename_before_the_data(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(new_file.Output, "__exit__", lambda output, *error: os.close(output._handle))
+
+
+def removal_before_the_rename(patch: pytest.MonkeyPatch) -> None:
+    new_name = StepFolder.new_name
+
+    def removing(folder: StepFolder, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
+        name = new_name(folder, step, replaceable)
+        for path in Path(str(folder.place)).glob("step-*"):
+            publish.remove(path, DESCRIPTIONS)
+        return name
+
+    patch.setattr(StepFolder, "new_name", removing)
+
+
+def record_before_the_check(patch: pytest.MonkeyPatch) -> None:
+    verify_recorded = run_audit.verify_recorded
+
+    def recording(path: Any, auditor: Any, folder: Any = None) -> Any:
+        class Whole:
+            verdict, damage = (
+                "whole",
+                type(
+                    "None",
+                    (),
+                    {
+                        "disk_files": (),
+                        "misplaced": {},
+                        "mixed_up": False,
+                        "without_misplaced": (),
+                        "__bool__": lambda self: False,
+                    },
+                )(),
+            )
+            diagnosis = type("Nothing", (), {"sentence": ""})
+
+        verify_recorded(path, lambda path: Whole(), folder)
+        return verify_recorded(path, auditor, folder)
+
+    patch.setattr(run_audit, "verify_recorded", recording)
+
+
+def existence_that_swallows_errors(patch: pytest.MonkeyPatch) -> None:
+    entries_of = step_folder.entries_of
+
+    def swallowing(folder: Any) -> Any:
+        try:
+            return entries_of(folder)
+        except UnavailableError:
+            return []
+
+    patch.setattr(step_folder, "entries_of", swallowing)
+
+
+def lock_left(patch: pytest.MonkeyPatch) -> None:
+    close = publish.Staging.close
+    patch.setattr(publish.Staging, "close", lambda staging: close(staging) if staging._has_moved else None)
+
+
+def step_number_used_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepFolder, "new_name", lambda folder, step, replaceable: StepName(step))
+
+
+def retention_of_the_only_whole_step(patch: pytest.MonkeyPatch) -> None:
+    superfluous = step_folder.superfluous
+
+    def oldest(names: Any, saved: StepName, *limits: Any) -> Any:
+        return superfluous(names, saved, *limits) if len(list(names)) != 3 else [saved]
+
+    patch.setattr(step_folder, "superfluous", oldest)
+
+
+def async_error_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AsyncSave, "settle", lambda saving: saving.future.exception())
+
+
+def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
+    begin = publish.Staging.__init__
+
+    def visible(staging: Any, destination: Any, file: str = "") -> None:
+        begin(staging, destination, file)
+        staging.place = staging.place.rename(destination.with_name(f"{destination.name.partition('.')[0]}.99"))
+
+    patch.setattr(publish.Staging, "__init__", visible)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        unsynced_folders,
+        rename_before_the_data,
+        removal_before_the_rename,
+        record_before_the_check,
+        existence_that_swallows_errors,
+        lock_left,
+        step_number_used_twice,
+        retention_of_the_only_whole_step,
+        async_error_dropped,
+        temporary_folder_taken_for_a_step,
+    ],
+)
+def test_a_planted_defect_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    for number in range(MOST):
+        seed = f"planted {number}"
+        if fault := fault_of(seed, drawn(seed)):
+            print(number, fault)
+            return
+    pytest.fail(f"{plant.__name__} is not found within {MOST} histories")
