@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.simulated import world
-from support.simulated.histories import drawn, fault_of, shrunk, traced
+from support.simulated.histories import ROOT, drawn, fault_of, shrunk, traced
 from support.trials import SEED, count, tally
 
 from muonckpt.checkpoint.async_saving import AsyncSave
@@ -24,6 +25,7 @@ from muonckpt.store.verify.run import StepName
 def simulation() -> Iterator[None]:
     with world.intercepted():
         yield
+    shutil.rmtree(ROOT)
 
 
 def told(seed: str) -> str | None:
