@@ -290,10 +290,11 @@ class Oracle:
             )
             if not (task.error is None or isinstance(task.error, Killed | SystemExit) or ours):
                 raise Wrong(f"rank {task.process.rank} of {task.process.name}: {task.trace}")
-        self._refuse_leftovers(programs, disturbed, starts[0][0].result)
+        if len(programs) == 1 and starts[0][0].result is not None:
+            self._refuse_leftovers(first, starts[0][0].result)
 
     def _rank(self, program: Program, counters: Sequence[int], rank: int) -> int | None:
-        """What a rank of a program does; return the step that it has saved if that is the last thing that it did."""
+        """What a rank of a program does; return the last step if nothing has disturbed its save."""
         on = (15,) if program.signal_at else ()
         series = muonckpt.Series(self.folder, keep_last=program.keep_last, keep_every=program.keep_every, on=on)  # type: ignore[arg-type]
         step = self._restore(series, state(0, rank, program.ranks), rank, program.ranks)
@@ -310,6 +311,7 @@ class Oracle:
             replaces = how == "replace" and step >= 0
             step += is_saved and not replaces
             attempt = self.attempts.setdefault(counter, Attempt(step))
+            hits = self._hits
             try:
                 if how.startswith("async"):
                     saving = series.async_save(
@@ -341,10 +343,14 @@ class Oracle:
                 is_saved, goes_on = False, goes_on and not isinstance(error, muonckpt.LostRankError)
                 if not goes_on or self._is_calm:
                     raise
-        is_last = pending is None and is_saved and program.saves
+        is_clean = pending is None and is_saved and program.saves and hits == self._hits
         series.close()
         settle("saved")
-        return step if is_last else None
+        return step if is_clean else None
+
+    @property
+    def _hits(self) -> int:
+        return self.machine.fault.hits if self.machine.fault else 0
 
     def _restore(self, series: Any, template: dict[str, Any], rank: int, ranks: int) -> int:
         """Restore, and return the step."""
@@ -370,9 +376,8 @@ class Oracle:
             raise Wrong(f"step {attempt.step} was refused, and is there")
         return int(restored.step)
 
-    def _refuse_leftovers(self, programs: Sequence[Program], disturbed: bool, saved: int | None) -> None:
-        if saved is None or disturbed or len(programs) > 1:
-            return
+    def _refuse_leftovers(self, program: Program, saved: int) -> None:
+        """The folder has nothing but what is to be kept, after a save that nothing has disturbed."""
         names = self._names()
         steps = {name for name in names if re.fullmatch(r"step-\d{8}(\.\d+)?", name)}
         recent = {f".step-{attempt.step:08}" for attempt in self.attempts.values() if attempt.step > saved}
@@ -384,7 +389,7 @@ class Oracle:
         }
         if rest:
             raise Wrong(f"left behind: {sorted(rest)}")
-        keep_last, keep_every = programs[0].keep_last, programs[0].keep_every
+        keep_last, keep_every = program.keep_last, program.keep_every
         numbers = sorted(int(name[5:13]) for name in steps if int(name[5:13]) <= saved)
         extra = [number for number in numbers[:-keep_last] if not (keep_every and number % keep_every == 0)]
         if not self.is_damaged and extra:
