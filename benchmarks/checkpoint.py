@@ -2,9 +2,9 @@
 
     checkpoint.py [--quick]
 
-First one process loads 1 GiB, for its CPU seconds.  Then 4 ranks save and load what they saved; then 8 ranks load that,
-and 4 ranks of which pairs are replicas (HSDP).  Both sides sync their files.  A ratio is taken for every pair of
-neighbouring runs; the table shows medians, with the smallest and largest ratio seen.  Loads are warm (the page cache
+First one process loads 1 GiB.  Then 4 ranks save and load what they saved; then 8 ranks load that, and 4 ranks of which
+pairs are replicas (HSDP).  Both sides sync their files.  A ratio is taken for every pair of neighbouring runs; tables
+show medians, with the smallest and largest ratio seen, and CPU seconds of all ranks.  Loads are warm (the page cache
 holds what was just written), and cold (the system was asked to drop it).  "Bytes" are those that read calls of all
 ranks return in a load, as the system counts them, over those of the checkpoint.
 """
@@ -66,13 +66,20 @@ def state(*mesh_shape: int) -> dict[str, torch.Tensor]:
     return {f"{layer}.{index}": place(shape) for layer in range(LAYERS) for index, shape in enumerate(SHAPES)}
 
 
-def timed(action: Callable[[dict[str, torch.Tensor], Path], object], tensors, path: Path) -> float:
+Seconds = tuple[float, float]
+"""By the clock, and of the processors for all ranks."""
+
+
+def timed(action: Callable[[dict[str, torch.Tensor], Path], object], tensors, path: Path) -> Seconds:
     """Seconds from all ranks ready to all ranks done."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     action(tensors, path)
+    cpu = torch.tensor(time.process_time() - cpu_begin)
     dist.barrier()
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    dist.all_reduce(cpu)
+    return seconds, float(cpu)
 
 
 def drop(path: Path) -> None:
@@ -94,15 +101,14 @@ def alone(_: int, folder: str) -> None:
         "dcp": lambda: dcp.load(dict(tensors), checkpoint_id=Path(folder) / "alone", no_dist=True),
         "ours": lambda: muonckpt.load(tensors, Path(folder) / "alone"),
     }
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    seconds: defaultdict[str, list[Seconds]] = defaultdict(list)
     for number in range(ROUNDS + 1):
         for program in alternating(number):
-            begin = time.process_time()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             loaders[program]()
-            seconds[program].append(time.process_time() - begin)
-    print("| | DCP s (median) | muonckpt s (median) | ratio (median) | ratios (min - max) | aim |")
-    print("|---|---|---|---|---|---|")
-    report("load of one process, CPU", seconds["dcp"], seconds["ours"], 0.45)
+            seconds[program].append((time.perf_counter() - begin, time.process_time() - cpu_begin))
+    print(HEADING)
+    report("load 1 GiB, one process", seconds["dcp"], seconds["ours"], 0.45)
     shutil.rmtree(Path(folder) / "alone")
 
 
@@ -111,7 +117,7 @@ def saver(rank: int, folder: str, port: int) -> None:
     start(rank, RANKS, port)
     tensors = state(RANKS)
     blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    seconds: defaultdict[str, list[Seconds]] = defaultdict(list)
     for number in range(ROUNDS + 1):
         for program in alternating(number):
             if rank == 0:
@@ -125,8 +131,7 @@ def saver(rank: int, folder: str, port: int) -> None:
     if rank == 0:
         gigabytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) / 1e9
         print(f"{describe()}; {gigabytes:.2f} GB, {RANKS} ranks, {ROUNDS} alternating rounds\n")
-        print("| | DCP s (median) | muonckpt s (median) | ratio (median) | ratios (min - max) | aim |")
-        print("|---|---|---|---|---|---|")
+        print(HEADING)
         for operation, aim in (("save", 0.60), ("load", 0.50), ("load, cold", 0.80)):
             report(operation, seconds[f"{operation} dcp"], seconds[f"{operation} ours"], aim)
     dist.destroy_process_group()
@@ -138,7 +143,7 @@ def loader(rank: int, folder: str, port: int, mesh_shape: tuple[int, ...], *aims
     tensors = state(*mesh_shape)
     blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    seconds: defaultdict[str, list[Seconds]] = defaultdict(list)
     for number in range(ROUNDS + 1):
         for program in alternating(number):
             seconds[program].append(timed(LOADERS[program], blank, Path(folder) / program))
@@ -170,13 +175,20 @@ def alternating(number: int) -> list[str]:
     return list(SAVERS) if number % 2 else list(reversed(SAVERS))
 
 
-def report(operation: str, dcp_values: list[float], our_values: list[float], aim: float) -> None:
-    """One row; the first round warms up."""
-    dcp_values, our_values = dcp_values[1:], our_values[1:]
+HEADING = """\
+| | DCP s | muonckpt s | ratio | ratios (min - max) | aim | DCP CPU s | muonckpt CPU s | ratio of CPU |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def report(operation: str, of_dcp: list[Seconds], ours: list[Seconds], aim: float) -> None:
+    """One row of medians; the first round warms up.  The aim is that of time, or of CPU for one process."""
+    (dcp_values, dcp_cpu), (our_values, our_cpu) = (zip(*values[1:], strict=True) for values in (of_dcp, ours))
     ratios = [our_value / dcp_value for our_value, dcp_value in zip(our_values, dcp_values, strict=True)]
+    cpu_ratios = [our_value / dcp_value for our_value, dcp_value in zip(our_cpu, dcp_cpu, strict=True)]
     print(
         f"| {operation} | {statistics.median(dcp_values):.2f} | {statistics.median(our_values):.2f} | "
-        f"{statistics.median(ratios):.2f} | {min(ratios):.2f} - {max(ratios):.2f} | {aim:.2f} |",
+        f"{statistics.median(ratios):.2f} | {min(ratios):.2f} - {max(ratios):.2f} | {aim:.2f} | "
+        f"{statistics.median(dcp_cpu):.2f} | {statistics.median(our_cpu):.2f} | {statistics.median(cpu_ratios):.2f} |",
         flush=True,
     )
 

@@ -51,22 +51,14 @@ Targets = Mapping[str, Sequence[LocalParts]]
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The CRC-32 of bytes ``start:stop`` of a chunk's payload, as a rank has read them.
-
-    Attributes:
-        key, chunk: of the tensor, and the chunk's number there.
-        payload_bytes, recorded_crc32: the length and the CRC-32 of all of the payload, as its item records them.
-        rank: the rank's place in the process group.
-    """
+    """The CRC-32 of bytes ``start:stop`` of a chunk's payload, as the rank at a place of the group has read them."""
 
     key: str
     chunk: int
-    payload_bytes: int
-    recorded_crc32: int
     start: int
     stop: int
     crc32: int
-    rank: int
+    place: int
 
 
 class _Read(NamedTuple):
@@ -354,10 +346,9 @@ class ChunkReader:
         elif read.crc32 is not None:
             total = crc32(parts)
             if not read.range.is_whole:
-                size = read.dtype.itemsize
-                length, start = int(read.tensor.boxes.numel[read.number]) * size, read.range.start * size
-                of_range = length, read.crc32, start, start + read.length, total, self._place
-                self.sums.append(PartialSum(read.tensor.key, read.range.chunk, *of_range))
+                start = read.range.start * read.dtype.itemsize
+                of_range = read.range.chunk, start, start + read.length, total, self._place
+                self.sums.append(PartialSum(read.tensor.key, *of_range))
             elif total != read.crc32:
                 with about_chunk(self._payloads, read.tensor, read.chunk):
                     compare_checksums("CRC-32", f"{total:08x}", f"{read.crc32:08x}")
@@ -376,21 +367,18 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
     for part in sums:
         by_chunk[part.key, part.chunk].append(part)
     for (key, number), parts in by_chunk.items():
-        total = JoinedCrc()
-        for start, stop, checksum in sorted({(part.start, part.stop, part.crc32) for part in parts}):
-            total.add(start, stop, checksum)
+        tensor, total = checkpoint.tensors[key].record, JoinedCrc()
+        chunk, ranges = tensor.chunks[number], {(part.start, part.stop, part.crc32) for part in parts}
+        for of_range in sorted(ranges):
+            total.add(*of_range)
         # Several ranks may have read a part, all with one checksum.
-        num_parts = len({(part.start, part.crc32) for part in parts})
-        recorded = {(part.payload_bytes, part.recorded_crc32) for part in parts}
-        if recorded == {(total.reached, total.crc32)} and num_parts == len({part.start for part in parts}):
+        is_one = len(ranges) == len({part.start for part in parts})
+        if is_one and (total.reached, total.crc32) == (payload_of(tensor, chunk).length, chunk.crc32):
             continue
         # Read it here, to find out what is wrong.
-        readers = listed(sorted({ranks[part.rank] for part in parts}), 8)
-        tensor = checkpoint.tensors[key].record
-        (located,) = checkpoint.locate(with_chunks([tensor], [[number]]))
-        (chunk,) = located.chunks
+        readers = listed(sorted({ranks[part.place] for part in parts}), 8)
         try:
-            check_chunk(checkpoint.payloads, located, chunk)
+            check_chunk(checkpoint.payloads, tensor, chunk)
         except DamageError as error:
             raise DamageError(f"{error}; read by rank {readers}") from error
         raise DamageError(

@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -38,7 +37,6 @@ from ..store.verify.diagnosis import advice_on, diagnosis_by_files, open_to_load
 from .all_ranks import (
     broadcast_from_first,
     decide_keeping,
-    exchange,
     group_ranks,
     is_coordinator,
     place_in,
@@ -177,6 +175,12 @@ class _Agreement:
     devices: frozenset[str]
     machines: tuple[int, ...]
 
+    @property
+    def shared_keys(self) -> Sequence[str]:
+        """The keys of items that are not tensors and that several machines ask for: the first rank reads them."""
+        machines_by_key = {key: {*map(self.machines.__getitem__, at)} for key, at in self.request.objects.items()}
+        return [key for key, machines in machines_by_key.items() if len(machines) > 1]
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -200,7 +204,7 @@ class _Prepared:
 
     Attributes:
         transfers: of the rounds.
-        raw_items: items that are not tensors, as far as this rank reads them, by keys of the checkpoint.
+        raw_items: items that are not tensors, by keys of the checkpoint.
         targets: the tensors of this rank, by the keys of the checkpoint of which they are filled.
     """
 
@@ -208,7 +212,7 @@ class _Prepared:
     reader: ChunkReader
     transfers: Sequence[Transfer]
     wire: Tensor
-    raw_items: dict[str, bytes]
+    raw_items: Mapping[str, bytes]
     targets: Mapping[str, Sequence[LocalParts]]
 
 
@@ -283,14 +287,14 @@ def _load(call: LoadCall) -> Loaded:
     asked, agreement, known = decide_keeping(call.group, SourceError, lambda: _ask(call, *opened()), _answer)
     checkpoint = asked.checkpoint
     # 2. All ranks derive who reads what, and take the memory for it; asked to, they read everything to check it.
-    prepared, _, _ = decide_keeping(
-        call.group, SourceError, lambda: _seen(call, lambda: _prepare(asked, agreement)), partial(_judge, asked)
-    )
-    received = _exchange_items(asked, agreement, prepared)
+    shared_keys = agreement.shared_keys
+    items = broadcast_from_first(call.group, partial(_read_items, checkpoint, shared_keys)) if shared_keys else {}
+    prepare = partial(_prepare, asked, agreement, items)
+    prepared, _, _ = decide_keeping(call.group, SourceError, lambda: _seen(call, prepare), partial(_judge, asked))
     # 3. Elements are read to where they belong, and sent to the other ranks that ask for them.
     with unusable('; check="before" finds damage before any tensor is touched'):
         failure = _fill(asked, prepared)
-        finish = partial(_finish, asked, prepared, received, failure)
+        finish = partial(_finish, asked, prepared, failure)
         _, num_read, _ = decide_keeping(call.group, SourceError, lambda: _seen(call, finish), partial(_judge, asked))
     if call.attest:
         with unusable():
@@ -441,7 +445,17 @@ def _has_lost_files(place: Location) -> bool:
     return not is_there(place) or bool(diagnosis_by_files(open_to_load(place)))
 
 
-def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]:
+def _read_items(checkpoint: OpenCheckpoint, keys: Collection[str]) -> dict[str, bytes]:
+    """Read items that are not tensors, in the order of the checkpoint, as their pickled bytes."""
+    items = {}
+    for blob in checkpoint.outline.blobs:
+        if blob.key in keys:
+            items[blob.key] = checked_blob(checkpoint.payloads, blob)
+            refuse_code(blob.key, items[blob.key])
+    return items
+
+
+def _prepare(asked: _Asked, agreement: _Agreement, items: dict[str, bytes]) -> tuple[_Checked, _Prepared]:
     """Plan who reads what, open the items of this rank's chunks, and take memory; read and check all, if asked to."""
     call, checkpoint, (place, _) = asked.call, asked.checkpoint, place_in(asked.call.group)
     request, units = agreement.request, ChunkUnits(checkpoint)
@@ -452,19 +466,15 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]
     targets: defaultdict[str, list[LocalParts]] = defaultdict(list)
     for source, tensors in request.tensors.items():
         for tensor in tensors:
-            if any(of_rank.rank == place for of_rank in tensor.ranks):
+            if asked.matching.sources.get(tensor.target) == source:
                 targets[source].append(asked.live.local(tensor.target))
-    # Items that are not tensors are small: their readers keep them.
-    blobs, raw_items = {blob.key: blob for blob in checkpoint.outline.blobs}, dict[str, bytes]()
-    for key, readers in plan.object_readers.items():
-        if place in readers:
-            raw_items[key] = checked_blob(checkpoint.payloads, blobs[key])
-            refuse_code(key, raw_items[key])
+    own_keys = {key for key, places in request.objects.items() if place in places and key not in items}
     reader = ChunkReader(checkpoint, plan.rounds, place, "cuda" in asked.live.devices)
     if call.check == "before":
         for number in range(len(plan.rounds)):
             reader.read(number, {})
-    return _Checked(reader.sums, reader.bytes_read), _Prepared(plan, reader, transfers, wire, raw_items, targets)
+    items |= _read_items(checkpoint, own_keys)
+    return _Checked(reader.sums, reader.bytes_read), _Prepared(plan, reader, transfers, wire, items, targets)
 
 
 def _judge(asked: _Asked, ranks: list[_Checked], own: object) -> tuple[int, None]:
@@ -493,39 +503,7 @@ def _fill(asked: _Asked, prepared: _Prepared) -> Exception | None:
     return failure
 
 
-def _exchange_items(asked: _Asked, agreement: _Agreement, prepared: _Prepared) -> Mapping[str, bytes]:
-    """Send items that are not tensors from ranks that have read them to others that ask for them; return those here."""
-    group, (place, num_ranks) = asked.call.group, place_in(asked.call.group)
-    lengths = {blob.key: blob.item.length for blob in asked.checkpoint.outline.blobs}
-    outgoing: list[list[str]] = [[] for _ in range(num_ranks)]
-    incoming: list[list[str]] = [[] for _ in range(num_ranks)]
-    is_needed = False  # the same on all ranks
-    for key, readers in prepared.plan.object_readers.items():
-        for taker in agreement.request.objects[key]:
-            if taker not in readers:
-                is_needed = True
-                outgoing[taker] += [key] * (place == readers[0])
-                incoming[readers[0]] += [key] * (place == taker)
-    if not is_needed:
-        return prepared.raw_items
-    splits = [[sum(lengths[key] for key in keys) for keys in by_rank] for by_rank in (outgoing, incoming)]
-
-    def wires() -> tuple[None, tuple[Tensor, Tensor]]:
-        device = prepared.wire.device
-        outbox = b"".join(prepared.raw_items[key] for keys in outgoing for key in keys)
-        sent = torch.tensor(np.frombuffer(bytearray(outbox), np.uint8), device=device)
-        return None, (sent, torch.empty(sum(splits[1]), dtype=torch.uint8, device=device))
-
-    (sent, received), _, _ = decide_keeping(group, SourceError, wires, lambda answers, own: (None, None))
-    exchange(group, sent, splits[0], received, splits[1])
-    keys = [key for keys in incoming for key in keys]
-    items = torch.split(received.cpu(), [lengths[key] for key in keys])
-    return {**prepared.raw_items, **{key: item.numpy().tobytes() for key, item in zip(keys, items, strict=True)}}
-
-
-def _finish(
-    asked: _Asked, prepared: _Prepared, raw_items: Mapping[str, bytes], failure: Exception | None
-) -> tuple[_Checked, None]:
+def _finish(asked: _Asked, prepared: _Prepared, failure: Exception | None) -> tuple[_Checked, None]:
     """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
     if failure is not None:
         raise failure
@@ -537,7 +515,7 @@ def _finish(
         raise SourceError(f"{placed} elements were loaded, of {expected}: this is a defect of muonckpt, report it")
     live.zero(matching.zeros)
     live.zero_new_rows()
-    raw = {key: raw_items.get(source) for key, source in matching.sources.items()}
+    raw = {key: prepared.raw_items.get(source) for key, source in matching.sources.items()}
     values = {key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None}
     live.put(values, matching.added)
     return _Checked(reader.sums, reader.bytes_read), None

@@ -12,7 +12,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ MAX_SHARED_PIECES = 32
 """The most machines that divide one range: each piece goes to all ranks that ask for it, and all pairs are planned."""
 
 MAX_TURNS = 8
-"""The most ways in which the readers of tensors of one geometry are chosen: each of them is planned by itself."""
+"""The ways in which the senders of tensors of one geometry are chosen: each of them is planned by itself."""
 
 MAX_AMPLIFICATION = 4
 """How many times the elements that they need of a chunk the ranks of a machine read, each for itself, rather than send.
@@ -174,26 +173,19 @@ class TensorReading:
         ranges: of all ranks, in the order of chunks and elements.
         boxes: for each range that is sent the boxes of its elements in the tensor, in their order.
         copies: for each key that asks for the tensor the tables of copies from rank to rank.
+        numbers_by_reader: the numbers of each rank's ranges.
+        kept_elements: those that each rank keeps until they are sent, ``[ranks]``.
     """
 
     ranges: tuple[ChunkRange, ...]
     boxes: tuple[tuple[Box, ...], ...]
     copies: tuple[tuple[CopyTable, ...], ...]
     numbers_by_reader: Mapping[int, tuple[int, ...]]
-    """The numbers of each rank's ranges."""
+    kept_elements: NDArray[np.int64]
 
     def chunks_of(self, reader: int) -> Sequence[int]:
         """Return the numbers of the chunks of which a rank reads something, ascending."""
         return sorted({self.ranges[number].chunk for number in self.numbers_by_reader[reader]})
-
-
-@lru_cache(maxsize=4096)
-def _bytes_by_reader(reading: TensorReading, num_ranks: int, itemsize: int) -> NDArray[np.int64]:
-    """Return the bytes that each rank keeps of its ranges until they are sent, ``[ranks]``.  Cached."""
-    counts: NDArray[np.int64] = np.zeros(num_ranks, np.int64)
-    for part in reading.ranges:
-        counts[list(part.readers)] += (part.stop - part.start) * itemsize * part.is_sent
-    return counts
 
 
 @dataclass(frozen=True)
@@ -216,11 +208,9 @@ class ReadingPlan:
 
     Attributes:
         rounds: in each of them no rank keeps more of what it sends than the memory that it may use.
-        object_readers: for each item that is not a tensor the places of the ranks that read it.
     """
 
     rounds: Sequence[ReadingRound]
-    object_readers: Mapping[str, tuple[int, ...]]
 
     @property
     def bytes_sent(self) -> int:
@@ -247,7 +237,7 @@ class ReadingPlan:
             rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, memory)))
 
         for tensor, reading in planner.readings(outline.tensors, request):
-            added = _bytes_by_reader(reading, num_ranks, itemsize(tensor.dtype))
+            added = reading.kept_elements * itemsize(tensor.dtype)
             # Chunks of one item are read at once.
             must_follow = units.shared_items(tensor) and readings and readings[-1][0] is not tensor
             if filled.any() and int((filled + added).max()) > memory and not must_follow:
@@ -257,12 +247,7 @@ class ReadingPlan:
             filled = filled + added
         if readings:
             finish_round()
-        object_readers: dict[str, tuple[int, ...]] = {}
-        for blob in outline.blobs:
-            if blob.key in request.objects:
-                homes = [*_by_home(request.objects[blob.key], machines).values()]
-                object_readers[blob.key] = homes[len(object_readers) % len(homes)]
-        return cls(rounds, object_readers)
+        return cls(rounds)
 
 
 def _moves_of(readings: Sequence[tuple[StateRecord, TensorReading]], request: JointRequest) -> Iterator[Move]:
@@ -311,9 +296,8 @@ class _Planner:
         self, tensors: Sequence[StateRecord], request: JointRequest
     ) -> Iterator[tuple[StateRecord, TensorReading]]:
         """Yield how ranks read the tensors that are asked for: one reading each, or several where memory is short."""
-        periods: dict[object, tuple[int, _Needs]] = {}
-        geometries: dict[object, tuple[TensorReading, ...]] = {}
-        planned_bytes = 0
+        geometries: dict[object, tuple[_Needs, tuple[TensorReading, ...]]] = {}
+        num_turns = bytes_in_turn = 0
         for tensor in tensors:
             requests = request.tensors.get(tensor.key, ())
             if not requests or 0 in tensor.shape:
@@ -321,18 +305,19 @@ class _Planner:
             divisible, shared_items = self.units.divisible(tensor), self.units.shared_items(tensor)
             request_ids = tuple(id(asked.ranks) for asked in requests)
             geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(shared_items.items()), request_ids
-            if geometry not in periods:
-                needs = _needs_by_chunk(tensor.boxes, requests)
-                periods[geometry] = self._period(needs, tensor.boxes, divisible), needs
-            period, needs = periods[geometry]
-            # Small tensors that follow one another have one reader, which then reads them at once.
-            between_turns = -(-period // MAX_TURNS)
-            turn = planned_bytes // MIN_SHARED_BYTES % period // between_turns * between_turns
-            planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
-            if (geometry, turn) not in geometries:
-                ranges = self._ranges(tensor, needs, divisible, shared_items, turn)
-                geometries[geometry, turn] = tuple(self._readings_of(tensor, requests, [*ranges]))
-            for reading in geometries[geometry, turn]:
+            # Small tensors that follow one another have one reader of what is sent, which then reads them at once.
+            turn = num_turns % MAX_TURNS * -(-len(self.machines) // MAX_TURNS)
+            bytes_in_turn += tensor.boxes.elements * itemsize(tensor.dtype)
+            if bytes_in_turn >= MIN_SHARED_BYTES:
+                num_turns, bytes_in_turn = num_turns + 1, 0
+            needs, readings = geometries.get(geometry) or (_needs_by_chunk(tensor.boxes, requests), ())
+            if not readings or any(reading.kept_elements.any() for reading in readings):
+                key = geometry, turn
+                if key not in geometries:
+                    ranges = self._ranges(tensor, needs, divisible, shared_items, turn)
+                    geometries[key] = geometries[geometry] = needs, (*self._readings_of(tensor, requests, [*ranges]),)
+                _, readings = geometries[key]
+            for reading in readings:
                 yield tensor, reading
 
     def _homes(self, needs: Sequence[_Need], numel: int, is_divisible: bool) -> Sequence[int]:
@@ -340,16 +325,6 @@ class _Planner:
         num_read = sum(need.stop - need.start if is_divisible else numel for need in needs)
         num_needed = sum(need.numel for need in needs)
         return self.machines if num_read <= MAX_AMPLIFICATION * num_needed else range(len(self.machines))
-
-    def _period(self, needs_by_chunk: _Needs, boxes: Boxes, divisible: Sequence[bool]) -> int:
-        """Return among how many homes the readers of a tensor take turns: 1 if no two of them need the same."""
-        longest = 1
-        for chunk, needs in needs_by_chunk.items():
-            homes = self._homes(needs, boxes[chunk].numel, divisible[chunk])
-            in_order = sorted(needs)
-            if not divisible[chunk] or any(after.start < before.stop for before, after in pairwise(in_order)):
-                longest = max(longest, len({homes[need.place] for need in needs}))
-        return longest
 
     def _ranges(
         self,
@@ -429,7 +404,9 @@ class _Planner:
         boxes = [*tensor.boxes]
         for _, part_ranges in sorted(parts.items()):
             numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+            kept = np.zeros(len(self.machines), np.int64)
             for number, part in enumerate(part_ranges):
+                kept[list(part.readers)] += (part.stop - part.start) * part.is_sent
                 for reader in part.readers:
                     numbers[reader] += (number,)
             sent_boxes = tuple(_boxes_of(boxes[part.chunk], part) for part in part_ranges)
@@ -438,7 +415,7 @@ class _Planner:
                 layout = _layout_of(tensor.shape, part_ranges, sent_boxes)
                 tables = (make_copies(layout, asked.ranks, range(len(self.machines))) for asked in requests)
                 copies = tuple(tuple(table.between_ranks() for table in of_request) for of_request in tables)
-            yield TensorReading(tuple(part_ranges), sent_boxes, copies, dict(numbers))
+            yield TensorReading(tuple(part_ranges), sent_boxes, copies, dict(numbers), kept)
 
 
 def _needs_by_chunk(chunks: Boxes, requests: Sequence[AskedTensor]) -> _Needs:
