@@ -3,7 +3,7 @@
 Each checkpoint has ``tensors`` momenta and weights of a mixture-of-experts model, each cut by rows over ``ranks``.
 Commands run in fresh processes; CPU seconds are those of all threads, so that other work on the machine counts little.
 Modules are compiled once, before the first figure, as an installation leaves them.  `reshard` writes for
-half the ranks, `convert` for one; `diff` reads the checkpoint twice.
+half the ranks, `convert` for one; `diff` reads the checkpoint twice; `open` reads one tensor in Python.
 """
 
 from __future__ import annotations
@@ -100,8 +100,13 @@ def write(folder: Path, tensors: int, ranks: int) -> None:
 
 _TIMED = """
 import resource, sys
-from muonckpt.cli.main import run
-code = run(sys.argv[1:])
+if sys.argv[1] == "open":
+    import muonckpt
+    tensors, code = muonckpt.open(sys.argv[2]).tensors, 0
+    tensors[next(iter(tensors))].numpy()
+else:
+    from muonckpt.cli.main import run
+    code = run(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)  # its ru_maxrss would include the parent's memory
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(f"{used.ru_utime + used.ru_stime:.6f} {peak} {code}", file=sys.stderr)
@@ -130,7 +135,7 @@ def main() -> None:
         "sizes", nargs="*", default=["156x64", "782x64", "3125x64", "15625x64"], metavar="TENSORSxRANKS"
     )
     parser.add_argument("--folder", help="where checkpoints are kept; without it they are temporary")
-    parser.add_argument("--commands", default="inspect,verify,reshard,convert,diff,report")
+    parser.add_argument("--commands", default="inspect,verify,reshard,convert,diff,report,open")
     settings = parser.parse_args()
     print(describe())
     base, _ = min(measured("convert", "--list-rules") for _ in range(3))
