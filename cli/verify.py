@@ -128,7 +128,7 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         damaged = [step for step in verified_steps.values() if step.state == "damaged"]
         if damaged:
             newest_damaged = max(damaged, key=lambda step: (step.step, step.attempt))
-            print_line(f"next: {command('verify', newest_damaged.path)} says what to do about {newest_damaged.name}")
+            print_line(f"next: {command('verify', newest_damaged.path)} (what to do about {newest_damaged.name})")
         print_duration()
     if any(verdict.is_damaged for verdict in verdicts):
         return 1

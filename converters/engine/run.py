@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...algebra.fingerprint import as_hex
-from ...names.errors import DestinationError, SourceError
+from ...names.errors import DestinationError, SourceError, unwritable
 from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.limits import gc_paused
@@ -108,7 +108,7 @@ def _writing(destination: Location) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DestinationError(f"cannot write {destination}: {error}") from error
+        raise unwritable(destination, error) from error
 
 
 def _finished_files(

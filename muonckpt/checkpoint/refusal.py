@@ -24,7 +24,7 @@ from ..names.resumption import (
     two_lists,
 )
 from ..names.vocabulary import has_our_options
-from ..names.wording import counted, listed
+from ..names.wording import listed
 from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
@@ -88,7 +88,7 @@ class Refusal:
         has_others = bool(here and there)
         yield from matching.faults
         if has_others:
-            names = f"{counted(len(here), 'parameter')} such as {min(here)!r}"
+            names = repr(min(here)) if len(here) == 1 else f"{len(here)} parameters such as {min(here)!r}"
             yield f"it has no {names}{', and the same shapes under other names' if is_renamed else ''}"
         elif matching.missing_keys:
             yield f"missing key {listed(map(repr, matching.missing_keys), _MAX_KEYS)}"

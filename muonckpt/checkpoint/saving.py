@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..algebra.box import Index
 from ..algebra.fingerprint import box_shares
-from ..names.errors import ArgumentError, DestinationError
+from ..names.errors import ArgumentError, DestinationError, unwritable
 from ..names.version import PROGRAM
 from ..record import json_fields
 from ..store.formats import native
@@ -223,7 +223,7 @@ class JointSave:
         try:
             self._staging = publish.Staging(self._destination)
         except OSError as error:
-            raise DestinationError(f"cannot write {self._destination}: {error}") from error
+            raise unwritable(self._destination, error) from error
         return self._staging.place
 
     def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
@@ -348,7 +348,7 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
                 rows += _write_small(run, output) if run[0].is_small else [_write_bands(run[0], output, progress)]
                 progress.written = run[-1].end
     except OSError as error:
-        raise DestinationError(f"cannot write {file}: {error}") from error
+        raise unwritable(file, error) from error
     return rows
 
 

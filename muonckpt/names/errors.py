@@ -5,6 +5,7 @@ The command line maps the families to exit codes; nothing else depends on them.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import sys
 import warnings
@@ -99,6 +100,16 @@ class ArgumentError(MuonckptError, TypeError, ValueError):
 
 class DestinationError(MuonckptError):
     """A checkpoint cannot be written: the destination exists, is full or is not writable."""
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def unwritable(place: object, error: OSError) -> DestinationError:
+    """Return the error where a file system refuses to write; it has the next step where space or a limit is short."""
+    is_full = error.errno in _FULL
+    step = "; nothing was published: free space or raise the limit there, and run it again" if is_full else ""
+    return DestinationError(f"cannot write {place}: {error.strerror or error}{step}")
 
 
 class UnsyncedError(DestinationError):

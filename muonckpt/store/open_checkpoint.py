@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index, Selection, box_at, ranges_of
-from ..names.errors import DiskError, SourceError, about
+from ..names.errors import DamageError, DiskError, RemovedError, SourceError, about
 from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
 from ..programs.signs import NOT_READ, OUR_MARK
@@ -188,14 +188,27 @@ class StoredPart:
 class TensorReader:
     """Reads boxes of tensors.  A chunk is located, and all of it checked, before any is used.  Not thread-safe."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, place: Location) -> None:
         self._reader = reader
+        self._place = place
         self._located: dict[tuple[str, Index], Chunk] = {}
         """Located chunks by the tensor's key and the chunk's first index."""
         self._checked: set[Chunk] = set()
 
     def words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
-        """Read a box as raw bits, into an array of its own (one more dim of 2 for 16-byte elements)."""
+        """Read a box as raw bits, into an array of its own (one more dim of 2 for 16-byte elements).
+
+        Raises:
+            RemovedError: the checkpoint is not there any more, as where a run has removed an old step.
+        """
+        try:
+            return self._words(tensor, box)
+        except DamageError as error:
+            if is_there(self._place):
+                raise
+            raise RemovedError(f"{self._place} was removed while it was read. Open the newest whole step") from error
+
+    def _words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
         # Chunks that overlap, leave a hole or are cut are refused before memory is taken for their elements.
         tensor.chunk_layout()
         kind, chunks = dtype(tensor.dtype), self._chunks(tensor, box)
@@ -388,13 +401,13 @@ class OpenCheckpoint:
         self.format: Format = format or format_of(path)
         """``format.name`` is what a user calls it."""
         self._reader = self.format.read(path)
-        self._tensors = TensorReader(self._reader)
+        self._tensors = TensorReader(self._reader, path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "format": self.format, "_reader": self._reader}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=TensorReader(state["_reader"]))
+        self.__dict__.update(state, _tensors=TensorReader(state["_reader"], state["path"]))
 
     def __enter__(self) -> OpenCheckpoint:
         return self

@@ -92,7 +92,7 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     assert lines[1].startswith("step-00000002: whole, ")
     assert lines[2] == f"newest whole  {run / 'step-00000002'}"
     # The next command says what to do, and exits with 1 as the alarm does.
-    following = lines[3].partition("next: muonckpt ")[2].partition(" says")[0].split()
+    following = lines[3].partition("next: muonckpt ")[2].partition(" (what")[0].split()
     assert following == ["verify", str(run / "step-00000003")] and "What to do:" in printed(1, *following)
 
 

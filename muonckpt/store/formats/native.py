@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from ...names.errors import DestinationError, SourceError, about
+from ...names.errors import SourceError, about, unwritable
 from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
 from ..io.checksums import xxh3_128
@@ -66,7 +66,7 @@ def write_native(manifest: Manifest, directory: Location, extra: Mapping[str, by
         try:
             write_parts(directory / name, parts)
         except OSError as error:
-            raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error
+            raise unwritable(directory / name, error) from error
 
 
 _Make = Callable[[], Iterable[bytes]]

@@ -1,0 +1,19 @@
+"""The job was killed in the middle of a save."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from night import begin, follow, message_of, solved, train
+
+begin()
+# It ends in the moment before the step appears.
+KILLED = "import os, night; os.rename = os.replace = lambda *places, **options: os._exit(9); night.train('run', 4)"
+assert subprocess.run([sys.executable, "-c", KILLED], check=False).returncode == 9
+assert any(entry.name.startswith(".step-00000003") for entry in Path("run").iterdir())
+
+# A step appears whole or not at all: the one before is the newest, and the job goes on from it.
+assert "newest whole  run/step-00000002" in follow("muonckpt verify run")
+assert "resumed from step 2" in message_of(train, "run", 4)
+assert not [entry for entry in Path("run").iterdir() if entry.name.endswith(".tmp")]
+solved(train("run"))
