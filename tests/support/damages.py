@@ -12,6 +12,7 @@ import torch
 
 import muonckpt
 from muonckpt import DamageError, MuonckptError, SourceError
+from muonckpt.names.errors import UNUSABLE
 from support.sharded import bits
 
 Damage = Callable[[random.Random, Path, Path], str]
@@ -111,15 +112,16 @@ Outcome = tuple[str, str | None]
 
 
 def load_fault(path: Path, contents: dict[str, Any]) -> Outcome:
-    """A load gives what was saved, or raises and touches nothing."""
+    """A load gives what was saved, or raises, and says so where it has overwritten anything."""
     template: dict[str, Any] = {}
     for key, (shape, dtype, *_) in ((key, contents[key]) for key in tensors_of(contents)):
         template[key] = torch.full(shape, 77, dtype=getattr(torch, dtype))
     try:
         muonckpt.load(template, path, allow_extra=True)
-    except MuonckptError:
+    except MuonckptError as error:
         touched = [key for key, tensor in template.items() if not bool((tensor == 77).all())]
-        return "refused", f"it raised, and had overwritten {touched}" if touched else None
+        is_silent = touched and UNUSABLE not in str(error)
+        return "refused", f"it raised, and had overwritten {touched}" if is_silent else None
     wrong = [key for key, elements in tensors_of(contents).items() if bits(template[key]) != elements]
     return "loaded", f"other elements of {wrong}" if wrong else None
 
