@@ -74,7 +74,8 @@ class SafetensorsFiles(WholeFiles):
     def describe(self, manifest: Manifest, folder: Location) -> None:
         """Write the index of shards; the header of a single file describes it."""
         if self.shard_bytes is not None:
-            names = sorted(entry.name for entry in entries_of(folder))
+            # A store has the object that reserves the destination beside them.
+            names = sorted(entry.name for entry in entries_of(folder) if entry.name.endswith(".safetensors"))
             safetensors.write_shard_index(manifest, names, folder)
 
 

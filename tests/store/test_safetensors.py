@@ -218,7 +218,7 @@ def test_the_error_about_bytes_behind_the_data_prints_the_command_that_cuts_them
     with pytest.raises(SourceError, match=f"{len(behind)} bytes lie behind the data") as raised:
         muonckpt.open(path)
     assert repr(behind[:16]) in str(raised.value)
-    found = called("inspect", path).stderr
+    found = called("inspect", path).stdout
     command = re.search(r"truncate -s [0-9]+ '.*a b\.safetensors'", found.replace("\n", " "))
     assert command, found
     subprocess.run(command[0], shell=True, check=True)
