@@ -121,30 +121,32 @@ class _Target(NamedTuple):
 
 
 class _Staging:
-    """Memory through which pieces pass; two blocks of it, pinned, where copies to a GPU go on meanwhile."""
+    """Memory through which pieces pass; two blocks of it, pinned, where copies to a GPU go on meanwhile.
+
+    Attributes:
+        devices: those to which copies from the last memory have begun.
+    """
 
     def __init__(self, length: int, is_pinned: bool) -> None:
+        self.devices: set[torch.device] = set()
         count = 2 if is_pinned else 1
         self._blocks = [torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
         self._copies: list[list[torch.Event]] = [[] for _ in range(count)]
 
     def take(self, length: int) -> Tensor:
         """Return memory that the call after the next one may overwrite."""
+        self._copies[-1] = [torch.accelerator.current_stream(device).record_event() for device in self.devices]
+        self.devices.clear()
         self._blocks.append(self._blocks.pop(0))
         self._copies.append(self._copies.pop(0))
         for event in self._copies[-1]:
             event.synchronize()
-        self._copies[-1].clear()
         return self._blocks[-1][:length]
 
     def finish(self) -> None:
         """Wait for all copies."""
-        for event in chain.from_iterable(self._copies):
-            event.synchronize()
-
-    def note_copy(self, device: torch.device) -> None:
-        """Note that a copy from the last memory to a device has begun."""
-        self._copies[-1].append(torch.accelerator.current_stream(device).record_event())
+        for _ in self._blocks:
+            self.take(0)
 
 
 class ChunkReader:
@@ -331,8 +333,7 @@ class ChunkReader:
                     _part(target.elements, target.box, common).copy_(_part(block, box, common), non_blocking=is_pinned)
                     self.placed += common.numel
         if is_pinned:
-            for device in {target.elements.device for target in targets if not target.elements.is_cpu}:
-                self._staging.note_copy(device)
+            self._staging.devices.update(target.elements.device for target in targets if target.elements.is_cuda)
 
     def _has_sum(self, read: _Read) -> bool:
         return read.digest is not None or read.crc32 is not None or not self._payloads.is_verbatim(read.file)
