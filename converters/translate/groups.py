@@ -50,7 +50,7 @@ class GroupOptions:
 _EXECUTION_OPTIONS = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "use_cuda_graph", "clip_grad", NAMES, "name"}
 )
-"""Options that say how a program computes, or what a group is called, but not what is computed."""
+"""Options of how a program computes, or of a group's name, that do not change the results."""
 
 _ROUNDING = frozenset({"gram", "ns_dtype"})
 """Common options that only change how a result is rounded; of them "bfloat16" is what every program computes in."""
@@ -78,7 +78,7 @@ def common_options(
     # Values of another kind than the program's mean nothing that is known.
     expectations = dialect.options.misfits(group_options)
     options = {option: value for option, value in group_options.items() if option not in expectations}
-    # What the program always does comes first, what its group says counts.
+    # Constants of the program come first; the options of its group replace them.
     named = {
         *method.options.values(),
         *method.inert_options,
@@ -93,7 +93,7 @@ def common_options(
         named |= {*coding.options}
     common |= {name: options[option] for name, option in method.options.items() if option in options}
     if "ns_coefficients" in common:
-        with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays as it is
+        with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays unchanged
             common["ns_coefficients"] = plain_coefficients(common["ns_coefficients"])
     common |= {option: value for option, value in options.items() if option in HISTORY_OPTIONS}
     # A number with which no update is possible is said, and goes nowhere.
@@ -143,20 +143,20 @@ def write_options(
 ) -> WrittenOptions:
     """Translate a group's options to the target's names and values.
 
-    What the source stores counts first, then the template, then a new optimizer of the target's program; what none of
-    them has, the running optimizer keeps.
+    The stored options of the source count first, then the template, then a new optimizer of the target's program; what
+    none of them has, the running optimizer keeps.
 
     Args:
         methods: how the source and the target store the state.
         template_options: of the run that the result is for; they count where the source says nothing.
     """
     writer = _OptionWriter(source, target, *methods, stored, shape)
-    # What the target can say, and what it cannot: losses without which the update is another one are refused.
+    # Options that the target can express, and others: a loss that would change the update is refused.
     target_options, losses = writer.translated()
     writer.report_losses(losses)
     writer.report_constants()
     writer.report_private()
-    # What the source does not say.
+    # Options that the source leaves out.
     target_options |= writer.template_additions(target_options, template_options)
     defaults = writer.default_additions(target_options, losses)
     target_options |= defaults
@@ -168,7 +168,7 @@ def write_options(
 
 @dataclass(frozen=True, slots=True)
 class _OptionWriter:
-    """Writes the options of groups of one method for the target's program, and reports what is lost and what is added.
+    """Writes the options of groups of one method for the target's program, and reports the lost and the added ones.
 
     Attributes:
         source_method, method: how the source and the target store the state.
@@ -307,7 +307,7 @@ class _OptionWriter:
         return additions
 
     def report_missing(self, target_options: Mapping[str, object]) -> None:
-        """Report options that the target's program needs and nobody says: the running optimizer decides them."""
+        """Report options that the target's program needs and no source gives: the running optimizer decides them."""
         required = {*self.method.options.values()}
         for coding in self.method.codings:
             required |= set() if coding.optional else {*coding.options}
@@ -468,7 +468,7 @@ class GroupTemplate:
                             f"group {number} of the template has {members[0]!r} and {name!r}, which in the source have "
                             f"{option}={values[0]!r} and {option}={values[1]!r}: give the run a group for each"
                         )
-            # What the run was made with is only compared: another method cannot take the state.
+            # The method of the run is only compared: another method cannot take the state.
             for option in sorted(common.keys() & template.keys() - _RATES):
                 if common[option] == template[option]:
                     continue

@@ -25,7 +25,7 @@ def _placeholders(pattern: str) -> frozenset[str]:
 class NameRule:
     """A row of the table.  ``source`` and ``target`` are patterns of parameter names; one side has exactly one pattern.
 
-    ``{x}`` in a pattern stands for one part of a dotted name, or some characters of it, ``{x*}`` for one or more whole
+    ``{x}`` in a pattern matches one part of a dotted name, or some characters of it, ``{x*}`` one or more whole
     parts with their dots.  Both sides have the same placeholders, except ``each``.
 
     Attributes:
@@ -34,7 +34,7 @@ class NameRule:
         shares: relative sizes of the parts, such as ``(24, 8, 8)``; empty means equal sizes, or those of the parts.
         interleaved: how many times the parts alternate: ``q0 k0 v0 q1 k1 v1 …`` for 2.
         each: the placeholder that numbers the parts from 0; it is only in the pattern of the parts.
-        count: the number of numbered parts; needed to split what is not stacked.
+        count: the number of numbered parts; needed to split unstacked tensors.
         stacked: the parts lack the dim, such as experts that are the matrices of one 3-d tensor.
         keeps_groups: an optimizer's groups name the whole even if the state is in parts (Megatron's ``_w``, ``_v``).
 
@@ -87,7 +87,7 @@ class NameRule:
 
 @dataclass(frozen=True, slots=True)
 class NameRules:
-    """A table: its rules are applied in order, each to the result of those before it."""
+    """A table: its rules are applied in order, each to the result of the earlier ones."""
 
     rules: tuple[NameRule, ...] = ()
 
@@ -232,8 +232,8 @@ to = '{p*}.self_attention.linear_qkv_down_proj.layer_norm_weight'
 from = 'mtp.layers.{n}.transformer_layer.{p*}'
 to = 'mtp.layers.{n}.mtp_model_layer.{p*}'
 """,
-        # Hugging Face's names: what is fused there in some models and separate in others.  Joining takes the parts as
-        # they are; to split, add `shares`, such as [24, 8, 8].
+        # Hugging Face's names: projections that are fused in some models and separate in others.  Joining takes the
+        # parts as they are; to split, add `shares`, such as [24, 8, 8].
         "hf-qkv": """\
 [[rule]]
 from = ['{p*}.q_proj.weight', '{p*}.k_proj.weight', '{p*}.v_proj.weight']

@@ -1,6 +1,6 @@
 """The parameters of a view as another program will name them: renamed, split and joined by rules, with their methods.
 
-Of the view's tensors, items and slots, this chooses what can be written at all; the rest is listed as left out.
+Of the view's tensors, items and slots, this chooses those that can be written at all; others are listed as left out.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class TranslatedModel:
         groups: in the source's order, each with the names of its parameters for the target's groups.
         records: the weights, under None, and the state, by slot, that are written, by the source's name.
         derived: slots that follow from options, by the source's name and slot, if the own program gets them back.
-        tensors, items: what is neither weight nor state nor option, and is copied.
-        left_out: the keys of what is left out, and ``private`` those of what only the source's program can use.
+        tensors, items: copied ones, neither weight nor state nor option.
+        left_out: the keys of omitted tensors and items; ``private`` those that only the source's program can use.
     """
 
     detected: Detected
@@ -277,7 +277,7 @@ def translate_model(
         raise TargetError(
             f"no slot {missing[0]!r} to drop; the slots of {dialect.name} here are {', '.join(sorted(slots))}"
         )
-    # What is not written: slots that the user drops, and what the target's program computes again, or cannot use.
+    # Not written: slots that the user drops, and state that the target's program computes again, or cannot use.
     if overrides.weights is WeightsFrom.MODEL:
         drop |= dialect.slots_called("master")
     is_unchanged = dialect is target and not rules.rules
@@ -295,7 +295,7 @@ def translate_model(
     private_globs = dialect.private - target.private
     private = [entry for entry in others if _matches(entry, private_globs)]
     copied = [entry for entry in others if not _matches(entry, private_globs)]
-    # The rest under the target's names, with a method for all that has state.
+    # All others under the target's names, with a method for every parameter with state.
     parameters = assembly.parameters(rules)
     if not target.numbered:
         _refuse_numbers(manifest, view, parameters)
@@ -336,7 +336,7 @@ class _Assembly:
         records: weights, under None, and state, by slot, each by the name of its parameter.
         counters: where step counters are stored, by name and slot.
         derived: slots that follow from options, and that the own program gets back, by name and slot.
-        left_out: the keys of what is not written.
+        left_out: the keys that are not written.
     """
 
     view: ModelView
@@ -451,7 +451,7 @@ class _Assembly:
         )
 
     def _refuse_ungrouped(self, aliases_with_state: Sequence[tuple[str, ...]]) -> None:
-        """Refuse state of parameters, by their aliases, that are in no group: nobody would know their rates."""
+        """Refuse state of parameters, by their aliases, that are in no group: their rates are unknown."""
         grouped = self.view.groups_by_name.keys()
         if not grouped or self.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
             return
@@ -483,7 +483,7 @@ class _Assembly:
             raise SourceError(
                 f"parameter {name!r} has {', '.join(sorted(stored_slots))} as {method.name} of {self.dialect.name} "
                 f"has, but its group has {strange[0]!r}, which {method.name} lacks: state of another method was lost; "
-                "look for it with muonckpt.verify, or make a copy without the rest, by `select=` of muonckpt.convert"
+                "look for it with muonckpt.verify, or make a copy without the others, by `select=` of muonckpt.convert"
             )
         # State of several optimizers cannot become state of one.
         chains: set[str] = set()
@@ -528,7 +528,7 @@ class _Assembly:
     ) -> dict[str, TranslatedParameter]:
         """Return the parameters in groups that have no state, where an option or their siblings tell the method.
 
-        Programs that make state at a parameter's first update save none of those that never had a gradient.
+        Programs that make state at a parameter's first update save none for parameters that never had a gradient.
         """
         # Siblings in a group share a method, unless an option names it for each; groups of one have their optimizer's.
         stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
@@ -570,7 +570,7 @@ def _refuse_vectors(parameters: Iterable[TranslatedParameter], dialect: Dialect)
         raise SourceError(
             f"{listed(sorted(vectors))} of less than two dims has momentum as if {dialect.name}'s Muon stepped it: it "
             "is plain momentum SGD there, in no Muon group, and no method here; make a copy without that state, by "
-            "`select=` of muonckpt.convert, and let AdamW or Lion begin anew for it, with fresh=[…] of muonckpt.load"
+            "`select=` of muonckpt.convert, and let AdamW or Lion start fresh for it, with fresh=[…] of muonckpt.load"
         )
 
 

@@ -1,6 +1,6 @@
 """Parses a checkpoint into the model view: parameters and groups in the source's words, whatever is to be written.
 
-Groups have their options where they are stored; each is read when it is first asked for.
+Groups have their options where they are stored; each is read when it is first used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect) -> ModelView:
         groups, names = name_numbers(groups, values)
         names |= _recorded_names(manifest, dialect)
         groups = tuple(_renamed(group, names) for group in groups)
-    # What the keys say of state counts, whatever else is recorded of it.
+    # The keys of state count, even against other records.
     keys_by_state: dict[tuple[str, str], str] = {}
     tensors: list[StateRecord] = []
     for tensor in manifest.tensors:
@@ -198,7 +198,7 @@ def _recorded_names(manifest: Manifest, dialect: Dialect) -> dict[str, str]:
     names: dict[str, str] = {}
     for tensor in manifest.tensors:
         if fields := dialect.state.read(tensor.path):
-            number = fields["name"]  # with its optimizer; manifests have it alone, too
+            number = fields["name"]  # with its optimizer; manifests may have the name alone
             if tensor.name not in (None, number, number.rpartition("#")[2]):
                 names[number] = str(tensor.name)
     return names

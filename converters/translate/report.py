@@ -1,4 +1,4 @@
-"""What a translation reports: which tensors and items moved, which were computed, and what the target cannot say."""
+"""The report of a translation: tensors and items that moved, that were computed, or that the target cannot express."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report_arguments(manifest: Manifest, values: Values, source: Dialect, target
     """Report what the arguments of the source's run say of its update, unless the target's program has the same."""
     if source.arguments is None or target.arguments is source.arguments:
         return
-    # They are a namespace in the program's own item, of which only plain values are read.
+    # They are a namespace in the program's own item, with only plain values read.
     arguments: dict[str, object] = {}
     for blob in manifest.blobs:
         if source.holds_groups(blob.path) or blob.path == (_ARGUMENTS,):
@@ -58,7 +58,7 @@ def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -
     matrices = {parameter.listed for parameter in model.stateful if "momentum" in parameter.slots}
     for group, members in model.groups:
         if not group.positions and len(parts := sorted(matrices.intersection(members))) > 1:
-            findings.check(Action.SET, "matrices of which the source's optimizer makes one", *parts, reason=_PARTS)
+            findings.check(Action.SET, "matrices that the source's optimizer takes as one", *parts, reason=_PARTS)
     if not target.private and any("master" in parameter.slots for parameter in model.stateful):
         findings.check(Action.SET, "float32 masters", reason=_MASTERS)
     if model.tensors:

@@ -33,11 +33,11 @@ class Request:
 
     @property
     def translates(self) -> bool:
-        """Return whether more is asked for than to leave something out."""
+        """Return whether the request is for more than to leave something out."""
         return replace(self, tensors_only=False, model_only=False) != Request()
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:
-        """Return the outputs made from a checkpoint, translated only if something is asked for.
+        """Return the outputs made from a checkpoint, translated only if something is requested.
 
         Raises:
             SourceError, TargetError, LayoutError: as in `translate` and `unchanged`; or the model has no weights.
@@ -65,7 +65,7 @@ class Request:
         """Return the weights and buffers of the model, named as the target names them; without one as the source does.
 
         Nothing has to be known of the optimizer, unless the request needs it, as masters that become weights do.  Where
-        the program is unknown, what is no state is the model's.
+        the program is unknown, tensors that are no state are the model's.
         """
         # The target names weights, and decides no more.
         outputs = replace(self, target=None, model_only=False).outputs(source)

@@ -29,7 +29,7 @@ class TranslatedTensor:
     """A tensor between source and target.
 
     Attributes:
-        layout: where its elements lie in the buffers of ``sources``, as `OutputTensor` numbers them.
+        layout: the places of its elements in the buffers of ``sources``, as `OutputTensor` numbers them.
         group: the name by which the target's parameter groups know its parameter.
         aliases: the names by which the source's parameter groups may know it.
         matrices: in it.
@@ -54,7 +54,7 @@ class TranslatedTensor:
 
 
 def unflattened(tensor: TranslatedTensor, shape: Index) -> TranslatedTensor:
-    """Return a matrix in the dims of its parameter, of which all but the first are its columns; others unchanged."""
+    """Return a matrix in the dims of its parameter; all but the first are its columns; others unchanged."""
     if len(shape) < 3 or tensor.shape != (shape[0], math.prod(shape[1:])):
         return tensor
     return replace(tensor, layout=_unflattened(tensor.layout, shape), restructured=True, flattened=True)
@@ -70,7 +70,7 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
     for rule in rules.rules:
         unmatched, results = dict(current), dict[str, TranslatedTensor]()
         for names, placeholders in _matches(rule, current):
-            # What a rule makes takes the place of what it matched, also for the rules after it.
+            # The results of a rule take the place of the matched tensors, also for the rules after it.
             parts = [unmatched.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
                 products = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
@@ -190,7 +190,7 @@ def _joined(
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
-    """Yield the boxes of each part in a whole of this shape, in the order in which they lie in the part."""
+    """Yield the boxes of each part in a whole of this shape, in their order within the part."""
     unit, remainder = divmod(shape[dim], interleaved * sum(shares))
     if remainder:
         raise LayoutError(
@@ -207,7 +207,7 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
 
 
 def _shifted(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
-    """Yield the fragments of a part, shifted to where its successive pieces lie in the whole (``boxes``)."""
+    """Yield the fragments of a part, shifted to the places of its successive pieces in the whole (``boxes``)."""
     pieces = stacked(boxes, dim)
     expected = _replaced(boxes[0].shape, dim, pieces[-1].origin[dim] + pieces[-1].box.shape[dim])
     if expected != layout.shape:

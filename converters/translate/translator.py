@@ -34,7 +34,7 @@ _WITHOUT_STATE = (
     Action.LEFT,
     "no state in the source",
     "frozen, or never had a gradient, or kept by another rank that owns it and was not saved; where the target makes "
-    "all state at once, `fill_missing=True` writes zeros, and fresh=[…] of muonckpt.load lets them start anew",
+    "all state at once, `fill_missing=True` writes zeros, and fresh=[…] of muonckpt.load lets them start from zero",
 )
 
 
@@ -94,7 +94,7 @@ def translate(
     for check in checks_of(groups.option_findings, num_parameters):
         findings.checks.add((Topic.OPTIONS, check))
     constants = tuple(state.constants.values())
-    # Report how momentum was read, what is left out, and what the target cannot say.
+    # Report how momentum was read, the omitted state, and options that the target cannot express.
     with_momentum = [parameter for parameter in model.stateful if "momentum" in parameter.slots]
     counts = Counter(map(model.convention, with_momentum))
     slots = {model.convention(parameter): state.method(parameter).slots["momentum"] for parameter in with_momentum}

@@ -35,13 +35,13 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The failures that all ranks hear, by global rank; -1 stands for all of them."""
+    """The failures that all ranks receive, by global rank; -1 means all of them."""
 
     failures: dict[int, _Failure]
 
     def raise_it(self, cause: Exception | None) -> None:
         """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
-        # Where several failed the first one stands for them; a rank is named only where it failed alone.
+        # Where several failed, raise the first one's error; a rank is named only where it failed alone.
         for rank, failure in self.failures.items():
             is_alone = rank >= 0 and dist.is_initialized() and len(self.failures) == 1
             suffix = f" (rank {rank})" if is_alone and not failure.text.startswith(f"rank {rank} ") else ""
@@ -112,7 +112,7 @@ def scatter_from_first(
     answer: Callable[[], T],
     deal: Callable[[list[T]], list[R]],
 ) -> R:
-    """Return this rank's value of those that the first rank makes of the answers of all: one gather and one scatter.
+    """Return this rank's value among those that the first rank makes from all answers: one gather and one scatter.
 
     Args:
         deal: runs on the first rank of the group; returns a value for each rank.
@@ -211,7 +211,7 @@ def unusable(advice: str = "") -> Iterator[None]:
     except MuonckptError as error:
         raise type(error)(
             f"{error}. {UNUSABLE}: tensors were overwritten before this was found; load another "
-            f"checkpoint into it, or make it anew{advice}"
+            f"checkpoint into it, or make it again{advice}"
         ) from error
 
 
@@ -262,7 +262,7 @@ _LONG = 20.0
 
 @contextmanager
 def _told_when_waiting(group: dist.ProcessGroup, call: str) -> Iterator[None]:
-    """Warn if the block takes long; on two ranks of a group alone, of which one may be the one that is waited for."""
+    """Warn if the block takes long; on two ranks of a group alone, as one of them may be the late one."""
 
     def tell() -> None:
         print(

@@ -1,4 +1,4 @@
-"""What ranks hold together: who holds which part of a tensor, and the layouts that prove it whole."""
+"""The state of all ranks together: which rank holds which part of a tensor, and layouts that prove it whole."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
     """
     if all(state.optimizers == ranks[0].optimizers for state in ranks):
         return list(ranks)
-    # A group gets its number when the first rank that has it comes; ranks come in one order everywhere.
+    # A group gets its number with the first rank that has it; the order of ranks is the same everywhere.
     numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
     joint, forms = list[RankState](), dict[object, RankForm]()
     for state in ranks:
@@ -126,7 +126,7 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
 
 
 def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
-    """Refuse a parameter that ranks have in groups with other options, of which it could be resumed with either's."""
+    """Refuse a parameter that ranks have in groups with other options: a resume could take either's."""
     # Where all ranks have the same groups, equal keys are compared anyway, so there is nothing to look for.
     homes: dict[tuple[str, str], tuple[int, Mapping[str, bytes | None]]] = {}
     for rank, state in enumerate(ranks if any(state.optimizers != ranks[0].optimizers for state in ranks) else ()):
@@ -148,7 +148,7 @@ def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) 
 
 def other_options(option: str, first: int, other_rank: int) -> LayoutError:
     return LayoutError(
-        f"{option}: ranks {first} and {other_rank} have different values for the same parameters, of which only one "
+        f"{option}: ranks {first} and {other_rank} have different values for the same parameters, and only one "
         "can be kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as "
         "stages of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place "
         "of optimizer or "
@@ -214,7 +214,7 @@ def _fragments(rank_boxes: Iterable[RankBoxes], name: Callable[[int], Buffer] = 
 
 
 def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes of the elements that are in none of these boxes, which may overlap."""
+    """Return boxes of the elements that are in none of the given boxes, which may overlap."""
     distinct = sorted(set(boxes), key=lambda box: box.lo)
     return [] if 0 in shape else holes_in(Box.of(shape), distinct)
 
@@ -232,7 +232,7 @@ def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[Te
 
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
-    """Return the layout of a tensor on ranks, as `layout_on_ranks`, in which all other elements are with `NOBODY`."""
+    """Return the layout of a tensor on ranks, as `layout_on_ranks`, with all other elements at `NOBODY`."""
     fragments, start = [*_fragments(ranks)], 0
     for box in unheld(shape, (fragment.box for fragment in fragments)):
         fragments.append(dense(box, NOBODY, start))
@@ -241,7 +241,7 @@ def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
 
 
 def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
-    """Distribute ranks to few lists, in each of which boxes are equal or disjoint."""
+    """Distribute ranks to few lists; within each, boxes are equal or disjoint."""
     # Equal boxes have one number, as replicas do not stand against each other.
     numbers: dict[Box, int] = {}
     for _, boxes in rank_boxes:
@@ -272,7 +272,7 @@ def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
 
 
 def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
-    """Prove that no rank's template lacks a tensor of which it holds a part: that would stay as it was, unnoticed.
+    """Prove that no rank's template lacks a tensor that the rank holds in part: it would stay unloaded, unnoticed.
 
     Where only boxes say who holds what, and some rank lacks the tensor, the others' have to be all of it.  Where all
     ranks have it, their boxes may be a part of it.
@@ -295,13 +295,13 @@ def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
         if name in proved:
             continue
         proved.add(name)
-        # Placements say which ranks hold a part: each of these has to ask for it.
+        # Placements say which ranks hold a part: each of them must request it.
         shape: Index = ()
         boxes = list[Box]()
         ranks_by_placement: dict[tuple[MeshPlacement, Index], int] = {}
         for rank, number in numbers.items():
             kind = ranks[rank].kinds[number]
-            assert kind is not None, "what is not a tensor is not asked for so"
+            assert kind is not None, "only tensors are requested by boxes"
             shape = kind.shape
             boxes += kind.boxes
             if kind.placement is not None:

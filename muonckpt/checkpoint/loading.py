@@ -417,7 +417,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
 
 
 def _refuse_overwriting(call: LoadCall, checkpoint: OpenCheckpoint, tied: Collection[tuple[str, str]]) -> None:
-    """Refuse tensors that differ and would come into one memory: what is copied last would be left of them."""
+    """Refuse tensors that differ and share one memory: only the last copy would remain."""
     records = {tensor.key: tensor for tensor in checkpoint.outline.tensors}
     for key, other_key in sorted(tied):
         if _differ(checkpoint, (records[key], records[other_key])):
@@ -571,12 +571,13 @@ def load(
         path: a path or a URL of a checkpoint in any format that this package reads, if its keys are those of the
             template.
         allow_extra: True: load only what the template asks for.  Globs of keys, such as ``["lr_scheduler.*"]``, where
-            ``*`` stands for any characters: leave only these.  Other keys that only one side has are an error; but
+            ``*`` matches any characters: leave only these.  Other keys that only one side has are an error; but
             options that a converted checkpoint lacks stay as the running optimizer has them, with a warning.
         fresh: globs of parameters' names as the optimizer's state has them, such as ``["lm_head.*"]``; the same on
-            every rank.  The state of these parameters becomes zeros, the number of their steps too; their options are
+            every rank.  The state of such parameters becomes zeros, the number of their steps too; their options are
             those of their group.  A weight of such a name, which is the last part of its path, is loaded where both
-            sides have it and keeps its values where the checkpoint has none.  What only the checkpoint has is dropped.
+            sides have it and keeps its values where the checkpoint has none.  State that only the checkpoint has is
+            dropped.
         grow: globs of names, such as ``["embed.weight", "lm_head.weight"]``, of parameters that have more rows, which
             is their first dim, than the checkpoint, as after a vocabulary has grown.  The saved rows and their state
             are loaded; the new ones keep their values, and their state becomes zeros.
@@ -590,15 +591,15 @@ def load(
             counts, and 1 MiB at least.
 
     Returns:
-        What was done with which parameters, the same on every rank; print it.
+        The result for each parameter, the same on every rank; print it.
 
     Raises:
         UnavailableError: the file system or the store cannot answer or be read now, which says nothing about it.
         SourceError: it is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
         LayoutError: it has a hole or an overlap, or elements of the state dict share memory: one value would be left.
-        AttestError: what is in memory is not what the checkpoint has.
+        AttestError: memory differs from the checkpoint.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
-        ArgumentError: an argument is none of these, or not the same on all ranks.
+        ArgumentError: an argument is not as described, or differs between ranks.
     """
     choices = {"allow_extra": allow_extra, "fresh": fresh, "grow": grow, "ungrouped": ungrouped}
     loaded = run_load(LoadCall(state_dict, path, choices, LOAD, attest, check, process_group, memory))

@@ -77,7 +77,7 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a rank asks for; ``tied`` are pairs of tensors of the source that would come into one memory."""
+    """A rank's request; ``tied`` are pairs of tensors of the source that would come into one memory."""
 
     rank: RankRequest
     state: RankState
@@ -103,7 +103,7 @@ def redistribute(
 
     Args:
         source_state_dict: nested as for `save`; not changed.
-        target_state_dict: the template, as for `load`; filled in place.  Its tensors lie in other memory.
+        target_state_dict: the template, as for `load`; filled in place.  Its tensors have memory of their own.
         group: the ranks that take part; all of them call this.
         memory: bytes of a rank's exchange buffers, both ways together; the least that any rank gives counts.
         allow_extra, fresh: as for `load`; the same on every rank.
@@ -225,7 +225,7 @@ def _moves_of(
     moves: list[Move] = []
     for key, targets in sorted(asked.items()):
         record = stored.entries[key]
-        assert isinstance(record, StateRecord), "others are not asked for by boxes"
+        assert isinstance(record, StateRecord), "others are not requested by boxes"
         with about(f"tensor {key!r} of the source"):
             [(_, holders)] = offered.get(key, [AskedTensor(key, ())])
             layout = layout_on_ranks(record.shape, holders, tuple(ranks))
@@ -247,7 +247,7 @@ class _Offer:
     Attributes:
         arguments: those that have to be the same on all ranks.
         pickled, options: objects that are not tensors, and options that are, by key.
-        digests: those of these objects, by the numbers of items.
+        digests: the objects' digests, by the numbers of items.
     """
 
     arguments: Mapping[str, object]
@@ -298,13 +298,13 @@ def _stored_of(
     """Return what ranks offer: objects by key, and all entries; objects that differ for each rank, as `save` has them.
 
     Raises:
-        LayoutError: a key stands for a tensor and for something else, or an option differs from rank to rank.
+        LayoutError: a key names a tensor and something else, or an option differs from rank to rank.
     """
     entries: dict[str, tuple[StateRecord | Blob, int]] = {}
     items: dict[str, bytes] = {}
     options: dict[str, Any] = {}
     digests: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
-    # Of a key that several ranks have, the first one's value counts; all have to say the same kind of thing.
+    # Where several ranks have a key, the first one's value counts; all must have the same kind of value.
     for number, (rank, offer) in enumerate(zip(ranks, offers, strict=True)):
         objects = [*offer.objects()]
         rank_entries: list[StateRecord | Blob] = [*offer.state.records(), *(blob for blob, _ in objects)]

@@ -1,6 +1,6 @@
 """Which elements move from which rank to which, and in which stages of bounded memory.
 
-What holds the elements that move, live tensors or buffers that were read from files, makes no difference here.
+The elements may be in live tensors or in buffers that were read from files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CopyTable:
 
     @classmethod
     def of(cls, plan: Plan, ranks: Sequence[int]) -> CopyTable:
-        """Return the copies of a plan between ranks; those from or to `NOBODY` are left out.
+        """Return the copies of a plan between ranks; copies from or to `NOBODY` are left out.
 
         Args:
             ranks: the names of the plan's buffers, by the places of their ranks.
@@ -175,7 +175,7 @@ class CopySide(NamedTuple):
         return CopySide(*(column[numbers] for column in self))
 
     def within(self, box: Box) -> CopySide:
-        """Cut the copies to the parts that lie in a box."""
+        """Cut the copies to the parts inside a box."""
         lo, hi = np.maximum(self.lo, np.array(box.lo, np.int64)), np.minimum(self.hi, np.array(box.hi, np.int64))
         return self._replace(lo=lo, hi=hi).rows(np.flatnonzero((lo < hi).all(axis=1)))
 

@@ -38,7 +38,7 @@ from .joint_state import (
 from .live_state import Digests, RankState, ShardSpec, record_of
 
 RankItems = tuple[list[int], list[int]]
-"""The numbers of the items that a rank writes, in the order of its file, and of those that it holds as a witness."""
+"""The numbers of the items that a rank writes, in the order of its file, and of the items that it witnesses."""
 
 AlikeItems = Mapping[int, list[int]]
 """The items of a rank that are no tensors and that other ranks have alike, by a number for all ranks that have them."""
@@ -97,11 +97,11 @@ class WholePlan:
     Attributes:
         shares: the items that each rank writes, and those that it holds as a witness.
         common_items: objects of each rank that were equal on several ranks when the plan was made, and have to be
-            whenever it is used: one of these ranks writes them, and nobody compares what is written.
+            whenever it is used: one rank writes them, and their bytes are not compared.
         objects: key, path and row.
         rank, row, head, size: for each stored box the rank that writes it, its row, and the bytes of its item before
-            its elements, and of these.
-        witnesses: rows of replicas that are not stored, and of those that are: ``[2, replicas]``.
+            its elements, and of the elements.
+        witnesses: rows of replicas that are not stored, and of stored ones: ``[2, replicas]``.
         names: of the rows that have witnesses.
     """
 
@@ -123,7 +123,7 @@ class WholePlan:
         Objects that differ from rank to rank are stored for each rank, below `BY_RANK`, and the first one by its key.
 
         Raises:
-            LayoutError: a tensor has a hole or an overlap, or ranks hold different things under one key of which there
+            LayoutError: a tensor has a hole or an overlap, or ranks hold different values under one key that must have
                 can be one only, such as an option of an optimizer.
         """
         return _Planning(ranks, digests).plan()
@@ -256,7 +256,7 @@ class _Planning:
         # Layers repeat, so equal geometry is proved whole once.
         geometries: dict[object, _Geometry | None] = {}
         shared_boxes: dict[Boxes, Boxes] = {}
-        """One object for equal boxes: what is made of them later is known by it."""
+        """One object for equal boxes, so that later results are found by it."""
         tensors, heads, sizes = list[_PlannedTensor](), [_NONE], [_NONE]
         for key, holders in holders_by_key(self._ranks).items():
             path, name = described[key]
@@ -310,7 +310,7 @@ class _Planning:
         return first_items, row_of_item
 
     def _store_tensor(self, key: str, holders: Sequence[AlikeHolders], geometry: _Geometry) -> None:
-        """Give each box of a tensor to the rank with least to write of those that have a replica."""
+        """Give each box of a tensor to the rank with the least to write among those with a replica."""
         first_items = np.array([each.item for each in holders], np.int64)
         places, index, number = geometry.replicas.astype(np.int64)
         items = first_items[index] + number
@@ -440,12 +440,12 @@ def _items_by_rank(num_ranks: int, ranks: Column, items: Column) -> list[list[in
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file, as stock DCP has it."""
+    """Return the name of a rank's file in stock DCP's form."""
     return f"__{rank}_0.distcp"
 
 
 def _starts(lengths: NDArray[Any]) -> Column:
-    """Return where items of these lengths begin in a file; those of length 0 are not stored."""
+    """Return where items with the lengths begin in a file; items of length 0 are not stored."""
     unit = aligned(1)
     room: Column = (lengths.astype(np.int64) + unit - 1) // unit * unit
     starts: Column = np.cumsum(room) - room
@@ -454,7 +454,7 @@ def _starts(lengths: NDArray[Any]) -> Column:
 
 def _drifted(label: str, writer: int, rank: int) -> LayoutError:
     return LayoutError(
-        f"{label}: ranks {writer} and {rank} hold different data under one key, of which only one would be saved; "
+        f"{label}: ranks {writer} and {rank} hold different data under one key, and only one would be saved; "
         "replicas must be equal, as training leaves them if gradients are averaged; a shard is given as the DTensor it "
-        "is a part of, as get_state_dict(model, optimizer) has it; and data that differs by rank needs a key of its own"
+        "is a part of, as get_state_dict(model, optimizer) makes it; data that differs by rank needs its own key"
     )

@@ -184,7 +184,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             proof.show()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and the state of optimizers where they belong, and return the rest.  Collective.
+        """Load weights and the state of optimizers where they belong, and return all else.  Collective.
 
         Without optimizers, as when a model is only evaluated, only weights are loaded.
 
@@ -263,7 +263,7 @@ class CheckpointOnSignal(Callback):  # type: ignore[misc]
         self._signals, self._step = Signals(self._on, None), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Save if a signal has asked for it and a step has been taken.  Collective, as `muonckpt.Series.due`.
+        """Save if a signal has requested it and a step has been taken.  Collective, as `muonckpt.Series.due`.
 
         Raises:
             SystemExit: a signal has asked to stop.

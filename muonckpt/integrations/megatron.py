@@ -43,7 +43,7 @@ class MegatronMuon(Muon):
 
     Until the first step or the first loaded state, the groups may change: Megatron's layer-wise optimizer leaves each
     rank only the matrices that it owns, and its 16-bit wrapper replaces parameters by float32 masters.  The state is
-    made for what is there then.
+    made for the parameters at that time.
 
     Args:
         params: Megatron's groups.

@@ -37,7 +37,7 @@ def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         raise SourceError(
             f"{folder}: expected what a trainer saves (DCP directories, safetensors, files of torch.save), found none"
         )
-    # What has descriptions is verified; of zip archives the records are compared with their checksums.
+    # Checkpoints with descriptions are verified; the records of zip archives are compared with their checksums.
     faults: list[str] = []
     for part in (*sharded, *weights):
         try:

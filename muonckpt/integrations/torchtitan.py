@@ -69,7 +69,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
             return {"lr": self.lr, "adamw_lr": self.adamw_lr, **described}
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        """Make the optimizers of these model parts, and log a table of each.
+        """Make the optimizers of model parts, and log a table of each.
 
         Raises:
             ValueError: the config sets options of torch's optimizers; or `Muon.for_model` refuses.
@@ -141,7 +141,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
             self._signals.spare_workers(loader)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Return whether a save is due, also because a signal has asked for it.  Collective, as `Series.due`."""
+        """Return whether a save is due, also because a signal has requested it.  Collective, as `Series.due`."""
         if super()._should_save(curr_step, last_step):
             return True
         return self.enable and not self.load_only and self._signals.due(f"save({curr_step})") is not None
@@ -188,7 +188,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         """Load what the state dict asks for.  Collective.
 
         If that is everything, the checkpoint may hold nothing else.  If it is only the model, or something was
-        excluded, the rest of the checkpoint is ignored.  Where a run goes on, its schedules have the rates of the saved
+        excluded, all else in the checkpoint is ignored.  Where a run goes on, its schedules have the rates of the saved
         run, and the first rank prints the proof, or warns of what is not as it was saved.
 
         Raises:

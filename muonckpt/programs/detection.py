@@ -128,7 +128,7 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
         raise TargetError(f"`roots=`: expected one of {', '.join(ROOTS)}, found {unknown_roots[0]!r}")
     if "parameters" in roots and not is_wrapped:
         raise TargetError(f"`roots=`: optimizers of {dialect.name} have the model's names, so parameters have no root")
-    # The target's optimizer lies in one place, in its own form or the one asked for.
+    # The target's optimizer is in one place, in its own form or the requested one.
     flat = dialect.state == FLAT if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
@@ -233,7 +233,7 @@ def keys_of(manifest: Manifest) -> Keys:
     # The model is where tensors have the names of the parameters, which some optimizers number.
     numbered = {p for p, names in names_by_place.items() if not p.flat and all(map(NUMBER.fullmatch, names))}
     names = set[str]().union(*(names for place, names in names_by_place.items() if place not in numbered))
-    # What is no state may be a weight.
+    # A tensor that is no state may be a weight.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path not in state]
     # Options by parameter are Megatron-LM's form, and so are the names of its wrappers where there are no options.
     is_wrapped = names and names_by_place.keys().isdisjoint(groups) and all(n.startswith(WRAPPERS) for n in names)
@@ -263,7 +263,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _common_wrappers(names: Iterable[str]) -> str:
-    """Return the wrappers that all of these names begin with."""
+    """Return the wrappers that all names begin with."""
     counts = ((len(name) - len(_without_wrappers(name))) // len(f"{WRAPPER}.") for name in names)
     return f"{WRAPPER}." * min(counts, default=0)
 
@@ -346,7 +346,7 @@ def _number_order(place: KeyPlace) -> tuple[object, ...]:
 
 
 def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace | None:
-    """Return the place where most of these parameters are; one that is called ``model`` comes before its copies."""
+    """Return the place where most of the parameters are; one that is called ``model`` comes before its copies."""
     # A weight's key can be split into place and name at every dot.
     counts: Counter[KeyPlace] = Counter()
     for path in weights:
@@ -367,7 +367,7 @@ def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace 
     return next(iter(places), None)
 
 
-# Which program.
+# The program.
 
 _NAME_IT = "name one with `from_dialect=` of muonckpt.convert"
 """The cure, with its function: functions that only look at a checkpoint say so, too."""
@@ -535,7 +535,7 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Mapping[str, st
                 marks.setdefault(dialect.name, f"only it writes the {mark}")
             elif is_borne and not unknown_options and (not mark.at_home or _is_at_home(dialect, keys)):
                 closed[mark.at_home] = dialect.name
-    # Of programs with torch's options alone, one with keys at their home goes first.
+    # Among programs with torch's options alone, one with keys at their home goes first.
     if closed:
         why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
         at_home = max(closed)

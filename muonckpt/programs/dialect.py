@@ -181,7 +181,7 @@ NESTED, LISTED = state_template(_NESTED), option_template(_NESTED)
 NUMBERED = state_template(_NESTED, numbered=True)
 FLAT, FLAT_OPTIONS = state_template(_FLAT), option_template(_FLAT)
 WRAPPERS = "module.module.module."
-"""What Megatron-LM's three wrappers put before the names of parameters in its optimizers."""
+"""Prefixes that Megatron-LM's three wrappers give the names of parameters in its optimizers."""
 WRAPPED, PARAMETER_GROUPS = state_template(_NESTED, wrappers=WRAPPERS), option_template(_NESTED, WRAPPERS)
 
 
@@ -220,7 +220,7 @@ class StoredMethod:
     absent_options: frozenset[str] = frozenset()
 
     def steps_shape(self, shape: Index) -> bool:
-        """Return whether it steps parameters of this shape: what is orthogonalised has two dims or more."""
+        """Return whether it steps parameters of this shape: orthogonalised ones have two dims or more."""
         return "momentum" not in self.slots or len(shape) >= 2
 
     def shares_options_with(self, other: StoredMethod) -> bool:
@@ -326,11 +326,11 @@ class OptionTable:
 class OptionName:
     """A part of names by which a program lists options, where it stores the parameters under other names.
 
-    ``{x}`` stands for one part of a dotted name, or some characters of it.
+    ``{x}`` matches one part of a dotted name, or some characters of it.
 
     Attributes:
-        listed: as options have it.
-        stored: as weights and state have it; several where a parameter is stored in parts.
+        listed: the name in options.
+        stored: the names of weights and state; several where a parameter is stored in parts.
         beside: is stored under the same name up to there, where options have this form; empty if they always may.
     """
 
@@ -474,7 +474,7 @@ class Dialect:
         return next((candidate for candidate in candidates if names >= {*candidate}), (listed_name,))
 
     def listed_names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the other names by which options of stored names may be listed, each with all that it stands for."""
+        """Return the other names by which options of stored names may be listed, each with all its stored names."""
         stored_names: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         own_names = {*stored_names}
         for form in self.option_names:
@@ -493,7 +493,7 @@ class Dialect:
         return self.state.chained
 
     def with_optimizers_of(self, methods: Iterable[str]) -> Dialect:
-        """Return the dialect with an optimizer for each of these methods, if `chains` puts them into several."""
+        """Return the dialect with an optimizer for each method, if `chains` puts them into several."""
         chains = sorted({*map(self.chains.get, methods)} - {None}, key=str)
         if self.chained or len(chains) < 2 or not isinstance(self.state, Template):
             return self

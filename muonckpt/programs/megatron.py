@@ -15,7 +15,7 @@ from .signs import COMMON_FILE, COMMON_STATE, item_key
 from .torch import RATE_KINDS
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-"""Options by which groups are told apart (`param_group_identifier_keys` of core 0.19.2)."""
+"""Options by which groups are distinguished (`param_group_identifier_keys` of core 0.19.2)."""
 
 _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
@@ -38,7 +38,7 @@ def _decay(by_parameter: bool) -> Coding:
 
 
 def _methods(*slot_sets: Mapping[str, str], by_parameter: bool = False) -> tuple[StoredMethod, ...]:
-    """Return Muon, AdamW and Lion, each with every one of these sets of additional slots."""
+    """Return Muon, AdamW and Lion, each with every given set of additional slots."""
     methods: list[StoredMethod] = []
     decay = _decay(by_parameter)
     for slots in slot_sets:
@@ -83,8 +83,9 @@ _OPTION_NAMES = (
     OptionName("linear_fc1.{x}", ("linear_fc1.{x}_w", "linear_fc1.{x}_v")),
 )
 """The names that a run has of what fsdp_dtensor stores as runs without fused MLA projections, and from before the layer
-of MTP was renamed, have it, and in halves of a SwiGLU (`handle_mla_down_proj_in_state_dict`, `handle_mtp_in_state_dict`
-and `handle_swiglu_in_state_dict` of Megatron-LM's fsdp_dtensor_checkpoint.py, #6271).  Mamba's MTP is stored under its
+of MTP was renamed, have this form, and in halves of a SwiGLU (`handle_mla_down_proj_in_state_dict`,
+`handle_mtp_in_state_dict` and `handle_swiglu_in_state_dict` of Megatron-LM's fsdp_dtensor_checkpoint.py, #6271).
+Mamba's MTP is stored under its
 own name."""
 
 _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})

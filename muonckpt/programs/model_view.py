@@ -45,7 +45,7 @@ _NOUNS: Mapping[Role, str] = MappingProxyType(
 """Plural nouns for the tensors of a role, where its value is none."""
 
 BEGIN_ANEW = frozenset({Role.MOMENTUM, Role.MOMENTS, Role.STEPS})
-"""Roles of state that is zeros when training begins, and so can begin anew."""
+"""Roles of state that is zeros when training begins, and so can begin from zero."""
 
 _ROLES: Mapping[str, Role] = MappingProxyType(
     {
@@ -67,7 +67,7 @@ _SHAPED = frozenset({"momentum", "first", "second", "master"})
 def matrix_sides(shape: Index, flatten: bool = False) -> Index:
     """Return the rows and columns of the matrix in a shape, or of each in a stack; as many as it has, if fewer.
 
-    More than three dims are those of a convolution, of which the first is the rows, and all others are the columns; so
+    More than three dims are those of a convolution: the first is the rows, and all others are the columns; so
     are three, if it is known to be flattened.
     """
     is_flattened = len(shape) > 3 or (flatten and len(shape) == 3)

@@ -22,7 +22,7 @@ _SCALE_WORDS = frozenset({"scale", "scales", "qscale", "absmax", "scb"})
 def scales_of_quantised(tensors: Iterable[StateRecord]) -> dict[str, str]:
     """Return the keys of quantised weights, each with the key of its scales.
 
-    Those of ``l.weight`` are ``l.weight_scale_inv``, ``l.weight.absmax``, ``l.scales`` or the like.
+    The scales of ``l.weight`` are ``l.weight_scale_inv``, ``l.weight.absmax``, ``l.scales`` or the like.
     """
     # The codes with their module and words, and by module the scales by the words before theirs.
     codes: dict[str, tuple[tuple[object, ...], str, tuple[str, ...]]] = {}
@@ -37,7 +37,7 @@ def scales_of_quantised(tensors: Iterable[StateRecord]) -> dict[str, str]:
             scales[module][words[: places[0]]] = min(former, tensor.key, key=len)
         elif _CODE_DTYPES.match(tensor.dtype) or (tensor.dtype == "int32" and not _PACKED_WORDS.isdisjoint(words)):
             codes[tensor.key] = module, leaf, words
-    # Scales are beside the codes, under the name of these or alone in the module, or below the codes' name.
+    # Scales are beside the codes, under their name or alone in the module, or below the codes' name.
     quantised: dict[str, str] = {}
     for key, (module, leaf, words) in codes.items():
         stem = words
@@ -52,6 +52,6 @@ def scales_of_quantised(tensors: Iterable[StateRecord]) -> dict[str, str]:
 
 
 def describe_quantised(quantised: Mapping[str, str]) -> str:
-    """Return what is quantised, in words."""
+    """Return a description of the quantised tensors."""
     key, scales = next(iter(quantised.items()))
     return f"{counted(len(quantised), 'quantised weight')}, such as {key!r} with its scales in {scales!r}"

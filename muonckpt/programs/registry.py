@@ -54,7 +54,7 @@ def with_plugins() -> Mapping[str, Dialect]:
 
 @lru_cache(maxsize=4)
 def _with_plugins(path: tuple[str, ...]) -> Mapping[str, Dialect]:
-    """Return all programs.  Cached for this path, as looking through what is installed takes milliseconds."""
+    """Return all programs.  Cached for this path, as a search of the installed packages takes milliseconds."""
     programs = dict(DIALECTS)
     for plugin, dialect in load_plugins(ENTRY_POINTS, Dialect, "programs").items():
         if dialect.name in programs:

@@ -86,7 +86,7 @@ NEXT_KINDS: Mapping[str, OptionKind] = {
 """Options that a later torch.optim.Muon may have (PyTorch #187132, open in November 2026)."""
 
 OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": Kinds.TRIPLE}, {**ADAMW_KINDS, **NEXT_KINDS}, closed=True)
-"""Options of torch.optim.Muon; beside them those of AdamW, some of which torchtitan gives to both."""
+"""Options of torch.optim.Muon; beside them those of AdamW; torchtitan gives some of them to both."""
 
 PROGRAM = Dialect(
     "torch",

@@ -72,7 +72,7 @@ class Resume:
 
 
 class ResumeRecord(NamedTuple):
-    """What is recorded of a run's resumes.
+    """The records of a run's resumes.
 
     Attributes:
         times: when each resume was, in order, in seconds since 1970.
@@ -125,7 +125,7 @@ def _add(folder: Location, name: str, fields: Mapping[str, Any]) -> None:
 
 
 def resumes_of(folder: Location) -> ResumeRecord:
-    """Read what is recorded of a run's resumes.
+    """Read the records of a run's resumes.
 
     Raises:
         UnavailableError: the record may be there, and cannot be read.

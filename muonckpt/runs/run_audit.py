@@ -127,7 +127,7 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
         return step.verified.timestamp if step.verified else 0.0, -step.step, -step.attempt
 
     for step in sorted(run.steps, key=order) if every else reversed(run.steps):
-        # A step of which a file is lost is not read, unless all are asked for; others cannot be.
+        # A step that has lost a file is not read, unless all are requested; others cannot be.
         verdict = StepVerdict(step)
         if step.is_complete or (every and step.state == "damaged"):
             verdict = _verdict(step, auditor)

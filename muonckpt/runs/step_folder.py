@@ -26,7 +26,7 @@ DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest checkpoint of which nothing is lost, or None, and the newer ones, each with its fault.
+    """The newest checkpoint without losses, or None, and the newer ones, each with its fault.
 
     Attributes:
         doubt: what its last verification has found in it nevertheless; empty if nothing.
@@ -50,9 +50,9 @@ class StepFolder:
         return self.place / str(name)
 
     def newest(self, damaged: Mapping[StepName, str]) -> Newest:
-        """Find the newest checkpoint of which nothing is lost, without reading data.
+        """Find the newest checkpoint without losses, without reading data.
 
-        Whatever else has the name of a step is among the faults, so that nobody goes back without a word.
+        All else with the name of a step is among the faults, so that no run goes back without a message.
 
         Args:
             damaged: checkpoints that look whole and are known not to be, each with its fault.
@@ -101,8 +101,8 @@ class StepFolder:
 
     @gc_paused()
     def _look(self, name: StepName) -> RunStep:
-        """Return what is known of a step; one that has no manifest of ours has lost it, or is another program's."""
-        # What has no manifest of ours is incomplete for a series, though others may read it.
+        """Return the facts about a step; one without our manifest has lost it, or is another program's."""
+        # A step without our manifest is incomplete for a series, though other programs may read it.
         path = self.path(name)
         step = look_at_step(path, name, read_verifications(self.place).get(str(name)))
         if is_there(path / MANIFEST_FILE):

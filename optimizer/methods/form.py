@@ -25,7 +25,7 @@ OPTIONS_OF_INPUT: Mapping[str, tuple[str, ...]] = {
         *(*FUSION, "convention"),
     ),
 }
-"""What a method can take as its matrix, with the options that groups get by it: a gradient, the momentum (with
+"""The matrix that a method can take, with the options that groups get by it: a gradient, the momentum (with
 Nesterov's look ahead), or that after Newton-Schulz."""
 
 
@@ -115,13 +115,13 @@ class MatrixMethod:
         update: returns the update of a matrix, which is subtracted ``lr`` times, scaled by ``adjust_lr_fn``.  It must
             depend on nothing but the `WholeMatrix`; every rank may be the owner.
         slots: what it keeps of a matrix besides momentum, by name; or a function of a group's options that returns it.
-        options: options of its groups besides those that ``takes`` brings, or other defaults of these.
+        options: options of its groups besides those that ``takes`` brings, or other defaults of them.
         takes: a key of `OPTIONS_OF_INPUT`.
         before: is applied to the momentum ahead of Newton-Schulz; element by element.
         weight: the weight travels to the owner, too.
         cost: FLOPs for an ``m x n`` matrix besides Newton-Schulz, given m, n and the group; owners follow from it.
         rms: the root mean square that an update of an ``m x n`` matrix is expected to have, for reports, given m, n and
-            the group; None where nobody knows.
+            the group; None where it is unknown.
         stacked: ``update`` takes equal matrices together, and gives each the bits that it has alone: element by
             element, and by `of_each` where it sums or multiplies.
 

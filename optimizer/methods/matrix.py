@@ -26,7 +26,7 @@ ADJUST_LR: Mapping[str, Scale] = {
 (arXiv 2502.16982), so that AdamW's rate and decay carry over; "spectral": Bernstein & Newhouse (arXiv 2410.21265)."""
 
 UNNAMED = "original"
-"""What ``adjust_lr_fn=None`` means, as in torch."""
+"""The meaning of ``adjust_lr_fn=None``, as in torch."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Scales:
     registered: dict[str, Scale] = field(default_factory=dict)
 
     def name_of(self, scale: str | Scale | None) -> str:
-        """Return a scale's name; raise ValueError if another function has it."""
+        """Return a scale's name; raise ValueError if another function has that name."""
         if not callable(scale):
             return scale or UNNAMED
         name = f"{scale.__module__}.{scale.__qualname__}"
@@ -106,7 +106,7 @@ def method_slots(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[
 def as_stored(
     name: str, shape: Index, fused: Fused, state: Mapping[str, tuple[Index, str]], *, averages: bool
 ) -> MatrixMethod:
-    """Return a method of which only its state is known: shapes and names of dtypes, by slot.
+    """Return a method with only its state known: shapes and names of dtypes, by slot.
 
     Its own FLOPs are unknown.
     """

@@ -42,7 +42,7 @@ UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 rates carry over from Muon; "rms": a root mean square of 0.2 as in the paper, for use with ``adjust_lr_fn="none"``."""
 
 STATISTICS: Mapping[str, MethodSlot] = {"rows": MethodSlot("[m, 1]"), "longer": MethodSlot("longer")}
-"""What NorMuon keeps mean squares of.  "rows": every row (a neuron), as in the paper; "longer": every row of tall
+"""The mean squares that NorMuon keeps.  "rows": every row (a neuron), as in the paper; "longer": every row of tall
 matrices and every column of wide ones, as in modded-nanogpt."""
 
 
@@ -119,7 +119,7 @@ def _on_the_sphere(whole: WholeMatrix) -> Tensor:
     Hyperball (Wen et al. 2025, "From weight decay to hyperball optimization", part 1).  The result may be rounded to 16
     bits: the next step begins from the radius, so errors do not add up.
     """
-    assert whole.weight is not None, "asked for below"
+    assert whole.weight is not None, "requested below"
     direction, weight, rate = whole.matrix.float(), whole.weight.float(), float(whole.options["lr"])
     if rate == 0:
         return torch.zeros_like(direction)

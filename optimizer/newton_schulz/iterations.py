@@ -12,9 +12,9 @@ for a wide matrix::
             x = a * x + z @ x  # each singular value s becomes a s + b s^3 + c s^5
         return x
 
-The rest is for matrices that are tall (transposed) or many (stacks and kernels, by a `Products`), in 16 bits (rounded
-as matrix units do, held at a size where fp16 has small numbers, norms that do not overflow), with the same bits on
-every topology, and in the Gram form (`recipe`).  Reasons and errors: ``docs/design/newton_schulz.md``.
+The other code is for matrices that are tall (transposed) or many (stacks and kernels, by a `Products`), in 16 bits
+(rounded as matrix units do, held at a size where fp16 has small numbers, norms that do not overflow), with the same
+bits on every topology, and in the Gram form (`recipe`).  Reasons and errors: ``docs/design/newton_schulz.md``.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _make_iterations(
     return tuple(iteration(run_form, (run,)) for run_form, run in zip(forms, runs, strict=True))
 
 
-# Made anew, they would take a tenth of the time of a small matrix.
+# Making them each time would take a tenth of the time of a small matrix.
 _cached_iterations = lru_cache(maxsize=1024)(_make_iterations)
 
 

@@ -156,7 +156,7 @@ MATRIX_UNITS = {
     torch.bfloat16: frozenset(("avx512_bf16", "amx_bf16")),
     torch.float16: frozenset(("avx512_fp16", "amx_fp16")),
 }
-"""Instructions, one of which a CPU needs to multiply 16 bits faster than fp32."""
+"""Instructions for 16-bit products; with one of them a CPU multiplies 16 bits faster than fp32."""
 
 CACHED_ELEMENTS = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
 """Elements of the largest stack on a CPU, by the bytes of one: its matrices are to stay in the cache.  Us a matrix
@@ -167,7 +167,7 @@ MIN_UNIT_WORK = 1 << 18
 
 MIN_ROUNDED_WORK = 1 << 21
 """Multiply-adds of a product from which fp32 is rounded where there are no `MATRIX_UNITS`: there rounding costs less
-than the product.  64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
+than the product.  64 x 64 takes 430 us in rounded fp32 and 220 in 16 bits, 128 x 128 930 and 890."""
 
 
 def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
@@ -193,7 +193,7 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 def prepare(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a matrix to be divided: contiguous, where a memory of its own might begin, in fp32 at least; itself if it
-    is.  A CPU divides one of 16 bits by a number in fp32 and rounds once, so there it stays as it is.
+    is.  A CPU divides one of 16 bits by a number in fp32 and rounds once, so there it stays unchanged.
     """
     if not (matrix.dtype is dtype and matrix.is_cpu):
         matrix = matrix.to(torch.promote_types(torch.float32, dtype))

@@ -3,7 +3,7 @@
 A step of the plain form multiplies ``X`` of ``[s, l]`` from the left by ``Z = aI + bR + cR²``, a polynomial of its Gram
 matrix ``R = XXᵀ``.  The next Gram matrix is ``ZRZ``, so the Gram form compounds steps into ``Q = Z₃Z₂Z₁`` of ``[s,
 s]``, and ``X`` becomes ``QX`` once (Dao-AILab/gram-newton-schulz).  Rounding errors of ``R`` grow with every step, so
-``R`` is built anew from ``X`` after some of them: a restart.
+``R`` is built again from ``X`` after some of them: a restart.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
     in row-major order are those of the matrix of two dims.
 
     Raises:
-        LayoutError: fewer than two dims; more than three, and not flattened; or what is fused does not add up to rows
+        LayoutError: fewer than two dims; more than three, and not flattened; or the fused parts do not add up to rows
             and columns.
     """
     if len(shape) < 2:
@@ -272,7 +272,7 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A parameter: the ``slots`` that travel, the update first; the cost, form and learning-rate factor of an ``m x n``
-    matrix, of which the parameter has ``copies``.
+    matrix; the parameter has ``copies`` of it.
     """
 
     slots: tuple[Slot, ...]

@@ -33,13 +33,13 @@ class MatrixParts:
     """All parts of a parameter's matrices, as arrays.
 
     A stack of experts on thousands of ranks has millions.  But experts between two cuts of the stack have like parts,
-    one stride apart, so only those of the first of them are listed: it stands for them all.
+    one stride apart, so only the parts of the first are listed, for all of them.
 
     Attributes:
         pieces: of the matrices in their order: first and last corner in the parameter, the shift to the corner in the
             matrix, and the strides of the matrix; each ``[pieces, dims]``.
         first_piece: the number of each matrix's first piece, and at the end of all pieces.
-        representative: for each matrix the number of the one that stands for it.
+        representative: for each matrix the number of its representative.
         piece, box: numbers of the piece and of the layout's box that intersect in a part, in this order.
         first: the number of each matrix's first part, and at the end of all parts.
     """
@@ -53,7 +53,7 @@ class MatrixParts:
     first: IntArray
 
     def numbers(self, index: int) -> IntArray:
-        """Return the numbers of the parts of a matrix, or of the one that stands for it."""
+        """Return the numbers of the parts of a matrix, or of its representative."""
         return np.arange(*self.first[self.representative[index] :][:2])
 
     def volumes(self, numbers: IntArray) -> IntArray:
@@ -89,7 +89,7 @@ class MatrixParts:
 
         Args:
             index: of each part's matrix.
-            part: its number, or the one that stands for it.
+            part: its number, or its representative's.
             fragment: the fragment of the layout that holds it.
         """
         layout, j = self.layout, self.box[part]
@@ -113,7 +113,7 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
     lo, hi, origin, strides_of_pieces = np.array(corners, np.int64).reshape(-1, 4, len(layout.shape)).swapaxes(0, 1)
     first_piece = np.cumsum([0, *map(len, matrices)])
 
-    # Experts between two cuts of their stack have like parts, so the first of them stands for all.  In a tiling, a box
+    # Experts between two cuts of their stack have equal parts, so the first of them represents all.  In a tiling, a box
     # ends only where others begin.  Without a stack the only expert is before the second cut.
     experts = max(math.prod(layout.shape[: fused.row_dim(layout.shape)]), 1)
     expert, number = np.divmod(np.arange(len(matrices)), max(len(matrices) // experts, 1))
@@ -223,7 +223,7 @@ class OwnedMatrices:
 def rank_copies(
     layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> RankCopies:
-    """Return the copies of the rank at a position of ``ranks``; other ranks stand for the wire, where boxes are dense.
+    """Return the copies of the rank at a position of ``ranks``; other ranks mean the wire, where boxes are dense.
 
     An owner reads its own replica of a part; of other parts, the replica with the number of the first one that it has.
     Results go to all replicas.
@@ -247,7 +247,7 @@ def _copies_of_owner(
     sizes, place, matrix_place = parts.places(matrices.index[matrix][row], part[row], fragment)
     back = Copies(sizes, tensor, *matrix_place, holder, *_on_wire(sizes))
 
-    # Results go to all others.  Of a part that the owner does not hold itself, it reads one replica.
+    # Results go to all others.  The owner reads one replica of each part that it does not hold itself.
     is_local = holder == position
     local = Copies(sizes, tensor, *place, tensor, *matrix_place).rows(is_local)
     replicas = np.bincount(row, minlength=len(part))
@@ -274,7 +274,7 @@ def _copies_of_holder(
     if not _is_replicated(layout):
         return back.inverse(), back
 
-    # It gives those of which the owner has none itself, and reads this rank's replica.
+    # It gives the parts that the owner lacks, and reads this rank's replica.
     fragments, first_of_box = layout.by_box
     replica = np.empty_like(fragments)
     replica[fragments] = np.arange(len(fragments)) - first_of_box[layout.box[fragments]]

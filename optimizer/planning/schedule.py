@@ -127,7 +127,7 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     Args:
         stages: the largest number of rounds; None: `worthwhile_stages`.
     """
-    # Layers that repeat give equal specs; from here on they are told apart by identity.
+    # Layers that repeat give equal specs; from here on they are distinguished by identity.
     unique_specs: dict[Spec, Spec] = {}
     specs = [unique_specs.setdefault(spec, spec) for spec in specs]
 
@@ -259,7 +259,7 @@ def assign_owners(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> 
     max_received = -(-sum(sizes) // len(ranks)) + max(sizes)
     loads = _Loads(max_received, np.asarray(ranks, np.int64) // node)
 
-    # Matrices are sorted, the costliest first; equal ones stand in one queue.
+    # Matrices are sorted, the costliest first; equal ones are in one queue.
     owners = [0] * len(work)
     kinds: dict[Hashable, int] = {}
     kind_by_id: dict[int, int] = {}  # layers that repeat give the same object again
@@ -364,7 +364,7 @@ def cut_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, max_stag
         owner, cost = owners[index], costs[index]
         stages[index] = min(count * (2 * work_before[owner] + cost) // (2 * longest), count - 1)
         work_before[owner] += cost
-    # Stages in which nobody has a matrix are left out.
+    # Stages without a matrix on any rank are left out.
     numbers = {stage: number for number, stage in enumerate(sorted(set(stages)))}
     return [numbers[stage] for stage in stages]
 

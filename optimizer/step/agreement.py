@@ -1,6 +1,6 @@
 """Intents: ranks compare them before they act together, as a few bytes each time, and in words where these differ.
 
-They travel as notes in front of what is exchanged anyway, so a rank that fails takes part in the next exchange, and all
+They travel as notes in front of the exchanged elements, so a rank that fails takes part in the next exchange, and all
 learn of it there.
 """
 
@@ -29,7 +29,7 @@ Facts = Mapping[str, str]
 """Values that are the same on all ranks, by subject."""
 
 RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
-"""Options that every step reads anew, so that schedules, and steps, may change them."""
+"""Options that every step reads again, so that schedules, and steps, may change them."""
 
 NAMES = frozenset({"params", "param_names", "name"})
 """A group's members and labels."""
@@ -45,7 +45,7 @@ PLAN_FACT = "the plan"
 
 
 CLEARED = "the parameters whose state was cleared"
-"""The subject of state that begins anew: on all ranks or on none."""
+"""The subject of state that begins from zero: on all ranks or on none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ _UNPLANNED = RATES | HISTORY_OPTIONS | NAMES
 
 
 def plan_options(group: ParamGroup) -> dict[str, Any]:
-    """Return the options that plans are made of: all but rates.  If they change, plans are made anew."""
+    """Return the options that plans are made of: all but rates.  If they change, plans are made again."""
     return {key: value for key, value in group.items() if key not in _UNPLANNED}
 
 

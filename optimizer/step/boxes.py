@@ -1,6 +1,6 @@
 """Copies between tensors of parameters and memories, as few operators: equal boxes together, and views evenly apart.
 
-What travels in a step, the update and each slot besides, is copied by a table of its own (`SlotCopies`), whose rows
+The update and each slot that travel in a step are copied by a table of their own (`SlotCopies`), whose rows
 `equal_boxes` and `view_pairs` sort out once for a set of parameters with gradients.
 """
 
@@ -22,10 +22,10 @@ from ..ground.tensors import view_boxes
 from ..planning.schedule import Schedule
 
 MAX_BLOCK_ELEMENTS = 1 << 16
-"""Elements of the largest block of several boxes: 256 KiB in float32, of which there are a few at a time."""
+"""Elements of the largest block of several boxes: 256 KiB in float32; a few exist at a time."""
 
 Sizes = Mapping[int, int]
-"""Elements of matrices that lie end to end in one memory, by number; with what is empty behind each."""
+"""Elements of matrices end to end in one memory, by number; with the empty space behind each."""
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor]
 """Local tensors by the number of their parameter."""
@@ -171,7 +171,7 @@ def equal_boxes(
     copies = copies.rows(np.array(is_active, bool)[params[copies.source]])
     if not len(copies):
         return []
-    # Kinds get numbers, so that rows are told apart by columns of integers.
+    # Kinds get numbers, so that rows are distinguished by columns of integers.
     units, row_unit = np.unique(copies.source, return_inverse=True)
     kinds: dict[BoxKind, int] = {}
     unit_kind = [kinds.setdefault(kind_of(unit), len(kinds)) for unit in units.tolist()]

@@ -32,7 +32,7 @@ class LocalTensors:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
         gradient_dtypes: None where the parameter takes no part.
-        slots: other state by name, of the parameters that have it.
+        slots: other state by name, for its parameters.
         momenta: what updates are made of: the momentum, or the gradient of a parameter that has none.
         dense_copies: tensors that are not contiguous in their own memory, and their copies.
     """
@@ -130,7 +130,7 @@ class Elementwise(Protocol):
 
 
 def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:
-    """Return, by stage, the parameters of which it is the first to need the momentum; those that none needs come with
+    """Return, by stage, the parameters whose momentum it is the first to need; those that none needs come with
     the first.
     """
     of_unit, first = np.array([unit.param for unit in schedule.units], np.int64), np.zeros(count, np.int64)

@@ -284,7 +284,7 @@ class StepExchange:
 
 class GroupAgreement:
     """The notes of this rank's process groups (None is left out), compared one group after the other: a failure in one
-    is told in the next.
+    is reported in the next.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
@@ -299,7 +299,7 @@ class GroupAgreement:
             Exception: on every rank, if any differ or one has failed, where that is read.
         """
         failure: Exception | None = None
-        # What one group tells, the next one hears: so it reaches all ranks in one pass.
+        # Each group passes on the notes of the one before, so they reach all ranks in one pass.
         for notes in self._notes:
             try:
                 compare(notes, intent)

@@ -104,7 +104,7 @@ class Planner:
             momenta = [state[MOMENTUM] for state in rank_set.matrix_states if MOMENTUM in state]
             backend = elementwise(schedule, specs, weights, momenta, device)
 
-            # Ranks that were built differently are told how, in words of these facts.
+            # Facts that name the difference where ranks were built differently.
             intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error)

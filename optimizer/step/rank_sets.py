@@ -51,7 +51,7 @@ def refuse_ended_groups(*groups: dist.ProcessGroup | None) -> None:
         except KeyError:
             reason = "has been destroyed"
         raise RuntimeError(
-            f"the process group by which this optimizer shares its steps {reason}. Build an optimizer anew: of plain "
+            f"the process group by which this optimizer shares its steps {reason}. Build another optimizer: of plain "
             "tensors (DDP) with replicas= the new group, and new.load_state_dict(old.state_dict()), as every rank has "
             "all state; of sharded parameters on a new mesh, from a checkpoint (muonckpt.load)"
         )
@@ -153,7 +153,7 @@ class RankSet:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """A mesh of these ranks, if a parameter is on one."""
+        """A mesh of the ranks, if a parameter is on one."""
         meshes = (member.param.device_mesh for member in self.members if isinstance(member.param, DTensor))
         return next(meshes, None)
 

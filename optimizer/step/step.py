@@ -203,7 +203,7 @@ class Step:
         """Update the parameters that have a gradient.  Collective.
 
         Args:
-            rank_set: all parameters of these ranks, matrices or not.
+            rank_set: all parameters of the ranks, matrices or not.
             failure: of this rank; the others learn of it.
             constants: facts that must be the same on all ranks.
 
@@ -264,16 +264,16 @@ class Step:
 
     def retire(self, failure: Exception | None) -> None:
         """Take part in this plan for the last time, with notes only.  Collective; raises an `AgreedError` on all ranks
-        if not all of them plan anew, or one of them fails.
+        if not all of them plan again, or one of them fails.
         """
         if self._notes is None:
             return
         self._notes.read()
         intent = Intent.of(
-            AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
+            AGREE_ON_STEP, {PLAN_FACT: "made again, as options or groups have changed or a state was loaded"}
         )
         exchange = StepExchange(intent if failure is None else intent.failed(failure), self._notes)
-        # Ranks that do not plan anew send updates, so the wires are those of a step.
+        # Ranks that do not plan again send updates, so the wires are those of a step.
         for receive in [self._send(exchange, None, number) for number in self._first_stages]:
             receive(True)
 
@@ -283,7 +283,7 @@ class Step:
         return range(min(STAGES_IN_FLIGHT, len(self.schedule.stages)))
 
     def _read_gradients(self, groups: Sequence[ParamGroup], states: Sequence[Mapping[str, Tensor]]) -> LocalTensors:
-        """Return the tensors of this step; batches are made anew if other parameters have gradients."""
+        """Return the tensors of this step; batches are made again if other parameters have gradients."""
         local = LocalTensors.of(self.params, groups, states)
         if self._gradient_dtypes != local.gradient_dtypes:
             units, is_active = self.schedule.units, local.is_active
@@ -348,7 +348,7 @@ class Step:
             self._state.release(local, units, state, back)
             first, start = first + count, end
 
-        # A method that makes finite matrices infinite is told by name.  On a device the host does not wait to look.  A
+        # A method that makes finite matrices infinite is named.  On a device the host does not wait to look.  A
         # sum takes a tenth of the time of looking at each element.
         if has_changed and not is_asynchronous(self.device) and not results.sum(dtype=torch.float32).isfinite():
             matrices = batch.orthogonalized(self.elementwise.assemble(local, stage, batch.sizes, arrived))
@@ -366,7 +366,7 @@ class Steps:
     """One `Step` for each `RankSet` of an optimizer.
 
     Attributes:
-        planned: by ranks; made by the first update, and anew after `plan_anew`.
+        planned: by ranks; made by the first update, and again after `plan_anew`.
     """
 
     def __init__(self) -> None:
@@ -408,8 +408,8 @@ class Steps:
         if failure is None:  # which may be that groups are not as they should be
             self._sets = sets
 
-        # All plans come before the first exchange: then all connections are made.  What fails in one set is told in the
-        # next, so that no rank of any waits.
+        # All plans come before the first exchange: then all connections are made.  A failure in one set is reported in
+        # the next, so that no rank of any waits.
         for is_planned in (False, True):
             for rank_set in sets:
                 ranks = rank_set.ranks
@@ -417,7 +417,7 @@ class Steps:
                     continue
                 try:
                     if not is_planned and ranks not in self.planned:
-                        # Ranks that would step by the old plan hear there that this one plans anew.
+                        # Ranks that would step by the old plan learn there that this one plans again.
                         if ranks in self._outdated:
                             self._outdated[ranks].retire(failure)
                         self.planned[ranks] = plan(rank_set, failure)

@@ -1,5 +1,5 @@
-"""The checkpoints that a run saves one after the other, of which a whole one is always there to resume from.
+"""The checkpoints that a run saves one after the other; a whole one is always there to resume from.
 
-It stands above saving and loading (`checkpoint/`) and above rewriting (`converters/`), because a series exports steps,
+It is above saving and loading (`checkpoint/`) and above rewriting (`converters/`), because a series exports steps,
 too.  Open ``series`` first.
 """

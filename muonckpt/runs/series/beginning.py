@@ -45,7 +45,7 @@ _METHODS_OF_TORCH: Mapping[type[torch.optim.Optimizer], tuple[str, frozenset[str
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a run has begun with.
+    """The beginning of a run.
 
     Attributes:
         path: of the checkpoint.
@@ -87,7 +87,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the first rank has read of the checkpoint, with our keys.
+    """The part of the checkpoint that the first rank has read, with our keys.
 
     Attributes:
         weights: the shape of each.
@@ -184,7 +184,7 @@ def _fits(live: Sequence[int], saved: Sequence[int], grows: bool) -> bool:
 
 
 def _refuse_schedules(schedulers: Sequence[Any]) -> None:
-    """Refuse schedulers of which nothing tells the rate at a step.
+    """Refuse schedulers whose rate at a step cannot be found.
 
     Raises:
         ArgumentError: names the scheduler.
@@ -196,7 +196,7 @@ def _refuse_schedules(schedulers: Sequence[Any]) -> None:
                 f"{kind}: its rate depends on more than the number of steps, so that the rate at the step of another "
                 "run is not known. Make the series without it, call resume, and make the scheduler then"
             )
-        # One of several has the steps of those in it.
+        # A scheduler of several has the steps of its parts.
         for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
             if getattr(part, "last_epoch", 0) > 0:
                 raise ArgumentError(f"{kind}: expected a new scheduler, found one at its step {part.last_epoch}")
@@ -238,7 +238,7 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tu
 
 
 def _read(copy: Location) -> _Source:
-    """Read which state the converted checkpoint has of which parameter."""
+    """Read which state the converted checkpoint has for which parameter."""
     with open(copy) as opened:
         slots, updates = dict[str, dict[str, tuple[int, ...]]](), [0]
         weights = {str(record.path[-1]): record.shape for record in opened.outline.tensors if record.path[0] == MODEL}

@@ -69,7 +69,7 @@ class Restored:
             scheduler: one whose ``state_dict()`` was restored.
 
         Returns:
-            What differs, the same on all ranks; print it.
+            The differences, the same on all ranks; print it.
 
         Raises:
             ArgumentError: nothing that was restored has the keys of one of them, or several parts have.
@@ -82,7 +82,7 @@ class Restored:
         return self._compared(lambda: LiveParts.of_training(self._loaded, training))
 
     def compare(self, state_dict: Mapping[str, Any]) -> ResumeProof:
-        """Compare a state dict, nested as that of `Series.restore` and taken anew, as `check` does.
+        """Compare a state dict, nested as that of `Series.restore` and taken again, as `check` does.
 
         Raises:
             AttestError: as in `check`.

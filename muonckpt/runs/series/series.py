@@ -1,4 +1,4 @@
-"""A series: the checkpoints that one run saves step after step, of which a whole one is always there to resume from.
+"""A series: the checkpoints that one run saves step after step; a whole one is always there to resume from.
 
 One rank looks into the folder and tells the others, so that all act on the same answer.
 """
@@ -73,7 +73,7 @@ _SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A checkpoint of a series, and its path or URL.  It stands for that wherever a path is taken."""
+    """A checkpoint of a series, and its path or URL.  It is accepted wherever a path is."""
 
     step: int
     path: str
@@ -155,7 +155,7 @@ class Series:
         settle_last(self._group)
 
     def due(self, step: int) -> Then | None:
-        """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
+        """Return whether a signal to any rank has requested a checkpoint that is not saved yet; the same on all ranks.
 
         Call it after each step.  Collective, by one small gather; after the first call only where a rank has ``on``.
 
@@ -178,7 +178,7 @@ class Series:
         provenance: Mapping[str, Any] | None = None,
         also: str | None = None,
     ) -> SavedStep:
-        """Save a checkpoint as `muonckpt.save` does; then remove what is not to be kept.
+        """Save a checkpoint as `muonckpt.save` does; then remove steps by ``keep_last`` and ``keep_every``.
 
         First, an `async_save` that is running is waited for, and what killed runs have left in the folder is removed.
         Where something cannot be removed, a warning says so, and training goes on.
@@ -222,7 +222,7 @@ class Series:
         on_error: OnError = "raise",
         when_busy: WhenBusy = "wait",
     ) -> AsyncSave:
-        """Save while training goes on, as `muonckpt.async_save` does; then remove what is not to be kept.
+        """Save while training goes on, as `muonckpt.async_save` does; then remove steps as `save` does.
 
         Args:
             step, state_dict, replace, provenance, also: as for `save`.
@@ -282,10 +282,10 @@ class Series:
         """Restore the newest whole checkpoint into the objects, and prove that they are as they were saved.
 
         Call it once, before the first step.  One line on the first rank says what was resumed, and that it is proved;
-        what is not as it was saved is a warning.
+        a difference from the saved state is a warning.
 
         Args:
-            strict: what is not as it was saved is an error.
+            strict: a difference from the saved state is an error.
             allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
                 `convert` reads: weights go on, and the state of parameters whose method stays.  Other state begins at
@@ -375,7 +375,7 @@ class Series:
         return str(place)
 
     def _clean_up(self, name: StepName, also: str | None) -> None:
-        """Remove what need not be kept, now that a checkpoint was published, and export it if that was asked for."""
+        """Remove older steps, now that a checkpoint was published, and export it if that was requested."""
         self._whole.add(name)
         self._damaged.pop(name, None)
         if is_coordinator(self._group):
@@ -424,7 +424,7 @@ class Series:
             allow_extra, fresh, grow, ungrouped, attest: as for `muonckpt.load`.
 
         Returns:
-            What was loaded; None if no checkpoint has been saved yet.
+            The loaded state; None if no checkpoint has been saved yet.
 
         Raises:
             DamageError: there are checkpoints, and none is whole.
@@ -504,7 +504,7 @@ class Series:
         return SavedStep(name.step, str(self._folder.path(name)))
 
     def _new_name(self, step: int, replace: bool, also: str | None) -> StepName:
-        """Return the name to save under, once all ranks have asked for the same step."""
+        """Return the name to save under, once all ranks have given the same step."""
 
         def arguments() -> Mapping[str, object]:
             _check_step(step)
@@ -527,7 +527,7 @@ class Series:
                 self._whole.add(name)
             return name in self._whole - self._damaged.keys()
 
-        # What is of later steps stays: nobody knows whether this run went back.
+        # Later steps stay: this run may have gone back.
         newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
         if later := [self._saved(name) for name in newer if name not in self._damaged]:
             warn_on_rank(

@@ -54,7 +54,7 @@ class AuditReport:
         unchecked: how many chunks that are not lost have no checksum of any kind.
         fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
         notes: remarks that are no faults.
-        diagnosis: what is wrong and lost, and what to do.
+        diagnosis: the faults and losses, and the next step.
     """
 
     tensors: int
@@ -69,7 +69,7 @@ class AuditReport:
 
     @property
     def damage(self) -> Damage:
-        """Return what is lost."""
+        """Return the losses."""
         return self.diagnosis.damage
 
     @property
@@ -146,7 +146,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     if of_one_folder:
         work.findings += _against_integrity(path)
     findings = (*unopened, *_description_findings(checkpoint, work.framed, by_files.files), *work.findings)
-    # Say what is lost, or where else it is.
+    # Report the losses, or other places of the same bytes.
     damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
     damage = replace(damage, files={**damage.files, **dict.fromkeys(disk_errors)}, disk_files=frozenset(disk_errors))
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
@@ -501,7 +501,7 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         yield Finding("integrity", f"{listing}: expected JSON with algorithm and files, found other data ({error})")
         return
-    # A name is somebody else's, and may lead out of the checkpoint.
+    # A name comes from outside, and may lead out of the checkpoint.
     for name, expected in sorted(files.items()):
         digest = sha256()
         try:
@@ -514,9 +514,7 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
             yield Finding("integrity", f"{listing} has {name!r}: {error}")
             continue
         if digest.hexdigest() != expected:
-            message = (
-                f"{path / name}: SHA-256 {digest.hexdigest()}, expected {expected!s:.80}, as {listing.name} has it"
-            )
+            message = f"{path / name}: SHA-256 {digest.hexdigest()}, expected {expected!s:.80} by {listing.name}"
             yield Finding("integrity", message)
 
 

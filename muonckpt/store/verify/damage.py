@@ -206,7 +206,7 @@ class Damage:
 
     @property
     def _remainder(self) -> str:
-        """What is known of all else, if there is anything else."""
+        """The state of all other files, if there are any."""
         if self.tensors or self.items:
             remainder = "all else is whole"
         else:
@@ -296,7 +296,7 @@ _MAX_HOLES = 256
 
 
 def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError] | None = None) -> Damage:
-    """Return what is lost with files that are missing or cut, by their names and sizes alone.
+    """Return the losses of missing or cut files, by their names and sizes alone.
 
     Args:
         disk_errors: receives those of files that a disk cannot open, which are lost then; else they are raised.
@@ -346,7 +346,7 @@ _MAX_PAIRS = 1 << 16
 """The most pairs of a name and a file that are looked at: some seconds."""
 
 _SAMPLES = 8
-"""Chunks of a file, spread over it, by which it is told under another name."""
+"""Chunks of a file, spread over it, that identify it under another name."""
 
 
 def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str]:
@@ -370,7 +370,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
         sample = np.unique(np.linspace(0, len(rows) - 1, _SAMPLES).astype(np.int64)) if len(rows) else ()
         return len(sample) > 0 and all(_is_in(checkpoint, damage, int(rows[number]), file) for number in sample)
 
-    # The names that have lost everything, and the files that may have it.
+    # The names that have lost everything, and the files that may have their bytes.
     is_short = np.array([name in damage.files for name in names], np.bool_)
     numbers = np.flatnonzero((num_stored > 0) & ((num_lost == num_stored) | is_short))
     lost_names = (names[number] for number in numbers if "/" not in names[number])
@@ -393,7 +393,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
 
 
 def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> bool:
-    """Return whether a file has one chunk of the manifest where the chunk's own file has to have it."""
+    """Return whether a file has one chunk of the manifest where the chunk's own file must have it."""
     number = int(np.searchsorted(damage.starts, row, side="right")) - 1
     tensor = damage.manifest.tensors[number]
     chunk = tensor.chunks[row - int(damage.starts[number])]
@@ -413,14 +413,14 @@ HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
 
 @dataclass(frozen=True, eq=False)
 class FilesVerdict:
-    """What descriptions, and the names and sizes of files, tell of a checkpoint, and its last verification.
+    """Facts about a checkpoint from descriptions, names and sizes of files, and its last verification.
 
     This decides whether a checkpoint is whole where its elements are not read.
 
     Attributes:
         damage: by the files.
         findings: those that the damage does not explain.
-        last: the last verification of these very files.
+        last: the last verification of exactly these files.
     """
 
     damage: Damage
@@ -439,7 +439,7 @@ class FilesVerdict:
 
     @property
     def sentence(self) -> str:
-        """What is wrong, as the last verification has it, which has read all; else as the files tell."""
+        """The faults by the last verification, which has read all; else by the files."""
         if self.last is not None and not self.last.is_whole:
             return self.last.sentence
         return sentence_of(self.damage, self.findings)
@@ -467,7 +467,7 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
         except SourceError as error:
             digest = str(error)
         if digest != expected:
-            message = f"its {name} is damaged: digest {digest}, expected {expected}, as {MANIFEST_FILE} has it"
+            message = f"its {name} is damaged: digest {digest}, expected {expected} by {MANIFEST_FILE}"
             yield Finding("description", message)
 
 
@@ -495,7 +495,7 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
 
 def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that the sentence about damage has not said already."""
-    # A finding of these kinds is a consequence of the damage.
+    # A finding of the following kinds is a consequence of the damage.
     kinds = set[str]()
     if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
         kinds |= {"files", "disk", "missing_file", "cut_file", "metadata", "description"}
@@ -524,7 +524,7 @@ _SENTENCES: Mapping[str, str] = MappingProxyType(
 
 
 def sentence_of(damage: Damage, findings: Sequence[Finding]) -> str:
-    """Say what is wrong with a checkpoint, in terms of a run; empty if nothing is.
+    """Describe the faults of a checkpoint, in terms of a run; empty if there are none.
 
     Args:
         findings: what the damage does not explain.

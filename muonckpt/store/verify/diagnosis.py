@@ -1,4 +1,4 @@
-"""A diagnosis says in one sentence what is wrong with a checkpoint, and what to do: every tool and error says the same.
+"""A diagnosis names in one sentence the faults of a checkpoint, and the next step: the same in every tool and error.
 
 `diagnosis_of` knows all bytes; `diagnosis_by_files` looks at descriptions, and the presence and sizes of files, alone;
 `diagnosis_of_unreadable` is of what cannot be opened; `diagnosis_at` of whatever is at a path.  `open` refuses by it.
@@ -55,14 +55,14 @@ class Remedy:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What is wrong with a checkpoint.
+    """The faults of a checkpoint.
 
     Attributes:
         sentence: in terms of a run, without the path; empty if nothing is wrong.
         remedies: the cheapest and most exact first.
-        damage: what is lost of elements and items, as far as they were read.
-        has_loss: whether something is lost, or cannot be told from what is.
-        verified: the last verification of these very files, if it was looked for.
+        damage: the lost elements and items, as far as they were read.
+        has_loss: whether something is lost, or may be.
+        verified: the last verification of exactly these files, if it was looked up.
     """
 
     path: Location
@@ -76,7 +76,7 @@ class Diagnosis:
         return bool(self.sentence)
 
     def __str__(self) -> str:
-        """Return one paragraph, as errors have it."""
+        """Return one paragraph, for errors."""
         return str(self.error)
 
     @property
@@ -114,7 +114,7 @@ class Diagnosis:
 def diagnosis_of(
     checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], damaged_steps: Collection[str] = ()
 ) -> Diagnosis:
-    """Say what is wrong with an open checkpoint.
+    """Diagnose an open checkpoint.
 
     Args:
         damaged_steps: the names of other steps of its run that are known to be damaged.
@@ -128,7 +128,7 @@ def diagnosis_of(
 
 
 def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str] = ()) -> Diagnosis:
-    """Say what is wrong with an open checkpoint, as far as descriptions, files' sizes and its last verification tell.
+    """Diagnose an open checkpoint by its descriptions, files' sizes and its last verification.
 
     A verification that has found a loss counts before what the files tell, because it has read them.
     """
@@ -154,7 +154,7 @@ def _as_recorded(last: Verification) -> str:
 
 
 def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps: Collection[str] = ()) -> Diagnosis:
-    """Say what is wrong with what cannot be opened; ``error`` is the reason."""
+    """Diagnose a checkpoint that cannot be opened; ``error`` is the reason."""
     if (checkpoint := remains(path)) is not None:
         with checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
@@ -163,7 +163,7 @@ def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps:
 
 
 def remains(path: Location) -> OpenCheckpoint | None:
-    """Open what is left of a checkpoint that cannot be opened, if its format can and something is lost; else None."""
+    """Open the remains of a checkpoint that cannot be opened, if its format can and something is lost; else None."""
     with suppress(SourceError):
         if format := format_of(path).of_remains:
             checkpoint = OpenCheckpoint(path, format)
@@ -173,7 +173,7 @@ def remains(path: Location) -> OpenCheckpoint | None:
 
 
 def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
-    """Say what is wrong with a checkpoint, as far as its descriptions and the names and sizes of its files tell."""
+    """Diagnose a checkpoint by its descriptions and the names and sizes of its files."""
     try:
         with OpenCheckpoint(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
@@ -182,7 +182,7 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
 
 
 def advice_on(path: Location) -> str:
-    """Return what is to be said where reading a checkpoint has found damage: what is lost, and what to do."""
+    """Return the message where reading a checkpoint has found damage: the losses, and the next step."""
     try:
         diagnosis = diagnosis_at(path) or _seen_by_reading(path)
     except UnavailableError:  # the damage is the news
@@ -221,7 +221,7 @@ def _seen_by_reading(path: Location, damaged_steps: Collection[str] = ()) -> Dia
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 _DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
-"""Kinds of findings about descriptions, of which the elements know nothing."""
+"""Kinds of findings about descriptions, not about elements."""
 
 _MAX_NAMES = 12
 """The most parameters that a line of Python names."""
@@ -232,7 +232,7 @@ def _remedies(
 ) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
-    What gives up state is not among them where something else keeps it.
+    A cure that gives up state is not among them where another one keeps it.
     """
     path, kinds = checkpoint.path, {finding.kind for finding in findings}
     # Files get their names back.
@@ -248,7 +248,7 @@ def _remedies(
         return
     if damage.mixed_up:
         yield from _by_stock_description(path, "what the files have, of whichever save that is")
-    # The run goes on from another step, or a copy has what is lost.
+    # The run goes on from another step, or a copy has the lost files.
     before = whole_before(_with_name(path), damaged_steps)
     if before is not None:
         yield _gone_back(path, before, is_automatic=has_loss, disk_fails=bool(damage.disk_files))
@@ -264,13 +264,13 @@ def _remedies(
         if checkpoint.format is OWN and len(names) <= _MAX_NAMES and are_names:
             yield Remedy(
                 f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
-                f"in Python: the state of {counted(len(names), 'parameter')} begins anew, also what is whole of it",
+                f"in Python: the state of {counted(len(names), 'parameter')} begins from zero, also its undamaged part",
             )
 
 
 _COPY = Remedy(
     "muonckpt verify COPY",
-    "tells whether a copy of this checkpoint is whole, if you have one: then copy from there what is damaged here",
+    "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged files from there",
 )
 
 
@@ -302,7 +302,7 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     path, manifest = checkpoint.path, checkpoint.outline
     gives = "writes the same elements with new descriptions"
     if checkpoint.format is OWN:
-        gives += "; muonckpt.load reads this one as it is, too"
+        gives += "; muonckpt.load reads this one, too"
     if checkpoint.lacks_manifest:
         gives += f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests"
     # On as many ranks as wrote it, in the same format.
@@ -389,16 +389,16 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
 
     Raises:
         SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
-            protocol.  Of a damaged one it says what is lost, and what to do.
+            protocol.  For a damaged one it names the losses, and the next step.
     """
     return _refused(open_damaged(location(path, SourceError)), lost_files=False)
 
 
 def open_whole(path: str | os.PathLike[str] | Remote, partly: bool = False) -> OpenCheckpoint:
-    """Open a checkpoint as `open` does, of which nothing is lost as far as files and the last verification tell.
+    """Open a checkpoint as `open` does, without losses as far as files and the last verification show.
 
     Args:
-        partly: whether a part is asked for, so that a loss is a warning: what is read is checked.
+        partly: whether a part is requested, so that a loss is a warning: all bytes read are checked.
 
     Raises:
         SourceError: as `open`; or something is lost.
@@ -407,7 +407,7 @@ def open_whole(path: str | os.PathLike[str] | Remote, partly: bool = False) -> O
     diagnosis = diagnosis_by_files(checkpoint)
     if diagnosis and diagnosis.has_loss and not partly:
         raise diagnosis.error
-    if diagnosis and not checkpoint.lacks_manifest:  # of which `open` has warned
+    if diagnosis and not checkpoint.lacks_manifest:  # `open` has warned of that
         warnings.warn(f"{checkpoint.path} is read although not whole: {diagnosis.sentence}", stacklevel=3)
     return checkpoint
 
@@ -422,7 +422,7 @@ def open_to_load(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
 
 
 def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
-    """Return the checkpoint unless it has faults, of which those of ``lost_files`` may be meant to pass."""
+    """Return the checkpoint unless it has faults; those of ``lost_files`` may pass."""
     for fault in checkpoint.faults:
         if not (lost_files and isinstance(fault, LostFileError)):
             diagnosis = diagnosis_by_files(checkpoint)

@@ -49,7 +49,7 @@ _NUMBERED = re.compile(r"(?P<stem>(?:[^.].*[^0-9])?)(?P<step>[0-9]{1,18})(?:\.ck
 """Names of checkpoints that end with the number of a step, in whatever way a program writes it."""
 
 _ATTEMPT = re.compile(r"(?P<first>.*[0-9])\.(?P<attempt>[2-9]|[1-9][0-9])")
-"""Names of later attempts at a step: a checkpoint that was made anew lies beside the first one."""
+"""Names of later attempts at a step: a checkpoint that was made again is beside the first one."""
 
 
 class NumberedName(NamedTuple):
@@ -86,7 +86,7 @@ class RunStep:
         state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
             ``"incomplete"`` if nothing in it describes a checkpoint, or it is being written or removed; or ``"unread"``
             if this package does not read it, or it cannot be read now: then nothing is known of it.
-        fault: one sentence about what is wrong; empty if it is whole.
+        fault: one sentence; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
         is_complete: whether its manifest and the sizes of its files are right, whatever else is damaged.
@@ -138,7 +138,7 @@ class Run:
 
     @cached_property
     def whole(self) -> tuple[RunStep, ...]:
-        """The steps of which nothing is lost, whatever looks odd in them."""
+        """The steps without losses, even if they have odd facts."""
         return tuple(step for step in self.steps if not step.has_loss)
 
     @cached_property
@@ -194,7 +194,7 @@ def _is_checkpoint(path: Location) -> bool:
 
 
 def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
-    """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
+    """Look at the folder of a run, which may have other files; raises as `run_of`."""
     with source_errors(path):
         entries = entries_of(path)
     entries.sort(key=lambda entry: entry.name)
@@ -231,9 +231,9 @@ def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer |
 
 
 def last_verification(checkpoint: Location) -> Verification | None:
-    """Return the last verification of a checkpoint as it is now; None if that is not recorded, or cannot be read."""
+    """Return the last verification of a checkpoint as it is now; None if it is not recorded, or cannot be read."""
     place = checkpoint.absolute()
-    # The checkpoint of a step may lie in the step's folder.
+    # The checkpoint of a step may be inside the step's folder.
     recorded_places = [place, *([place.parent] if NumberedName.parsed(place.parent.name) else [])]
     try:
         for recorded in recorded_places:
@@ -364,7 +364,7 @@ _WITH_STOCK = (
 )
 _GONE = "it is gone"
 _CHANGING = "its files changed while they were looked at, by a save or a removal"
-_NO_DESCRIPTION = f"it has lost {MANIFEST_FILE} and {METADATA_FILE}, which say what is in its files"
+_NO_DESCRIPTION = f"it has lost {MANIFEST_FILE} and {METADATA_FILE}, which describe its files"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
 
 
