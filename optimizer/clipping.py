@@ -81,7 +81,7 @@ def clip_grad_norm_(
         peers = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
         raise ValueError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "
-            "have gradients that others lack, such as experts, or other values of what is on all of them. Put such "
+            "have gradients that others lack, such as experts, or other values of shared parameters. Put such "
             "parameters on a mesh of all these ranks, sharded on the axis along which they differ, or reduce the "
             "gradients first"
         )

@@ -151,4 +151,4 @@ GATED: Mapping[str, tuple[Collection[str], str]] = {
     "input_linear": (("output_linear",), "gate, up"),
     "dense_h_to_4h": (("dense_4h_to_h",), "gate, up"),
 }
-"""Projections that hold two matrices where they have twice as many rows as one of these beside them has columns."""
+"""Projections that hold two matrices where they have twice as many rows as a projection beside them has columns."""

@@ -46,7 +46,7 @@ class ModelGroups:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter as checkpoints have it, without the parts of wrappers."""
+    """Return the name of a parameter in checkpoints, without the parts of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -103,7 +103,7 @@ class ForModel:
 
     _model_groups: ModelGroups | None = None
     _warned: frozenset[str] = frozenset()
-    """The names of parameters in no group of which a warning has told."""
+    """The names of parameters in no group that a warning has named."""
 
     @classmethod
     @called_like(EXAMPLE_LINE)

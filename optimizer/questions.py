@@ -130,7 +130,7 @@ def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, s
 
 
 def _is_partner(name: str, module: Sequence[str], partners: Collection[str]) -> bool:
-    """Return whether a parameter is that of a projection of one of these names in a module, and of no adapter."""
+    """Return whether a parameter is that of a projection with one of the names in a module, and of no adapter."""
     *before, last = _BELOW.sub("", name).split(".")
     return before == [*module] and last in partners and ".lora_" not in name
 

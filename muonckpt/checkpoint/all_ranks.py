@@ -203,7 +203,7 @@ def _unless_failed(message: R | _Outcome | None, cause: Exception | None) -> R:
 
 @contextmanager
 def unusable(advice: str = "") -> Iterator[None]:
-    """Add to an error that tensors have been overwritten, and ``advice`` on how to have it before that."""
+    """Add to an error that tensors have been overwritten, and ``advice`` on how to get it before that."""
     try:
         yield
     except LostRankError:  # says it

@@ -141,7 +141,7 @@ def fingerprints(state_dict: Mapping[str, Any], *, process_group: dist.ProcessGr
 
     Raises:
         AttestError: ranks that hold the same box of a tensor hold different elements; names tensor, box and ranks.
-        LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
+        LayoutError: no rank holds some elements of a tensor, or boxes overlap in part.
     """
     refuse_mixed_calls(process_group, "fingerprints")
     return _attested(state_dict, {}, lambda live: ({}, {}), "", process_group).fingerprints
@@ -166,7 +166,7 @@ def attest(
     Raises:
         AttestError: something differs; lists the keys.
         SourceError: the checkpoint cannot be read.
-        LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
+        LayoutError: no rank holds some elements of a tensor, or boxes overlap in part.
     """
     refuse_mixed_calls(process_group, "attest")
     if isinstance(other, Fingerprints):
@@ -311,7 +311,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
         ranks: the global ranks that the ``shares`` come from.
 
     Raises:
-        LayoutError: nobody holds some elements of a tensor, or boxes overlap in part; names tensor and box.
+        LayoutError: no rank holds some elements of a tensor, or boxes overlap in part; names tensor and box.
     """
     states = with_joint_groups([state for state, _ in shares])
     tensors, disputes, replicated = {}, list[tuple[str, str]](), 0

@@ -19,7 +19,7 @@ from ..names.errors import LayoutError
 from ..names.resumption import NAMES_OF_GROUPS
 from .live_state import Digests, RankForm, RankState, ShardSpec, corners_by_kind
 
-NOBODY = "nobody"
+NO_RANK = "no rank"
 """The buffer of elements that no rank has, or asks for."""
 
 
@@ -75,10 +75,10 @@ class HeldBoxes(NamedTuple):
         return cls(*(column[order] for column in columns))
 
     def layout(self, shape: Index, names: Sequence[Buffer]) -> TensorLayout:
-        """Return the layout of the tensor in buffers of these names by place; rows of boxes are fragments in order.
+        """Return the layout of the tensor in buffers with the names by place; rows of boxes are fragments in order.
 
         Raises:
-            LayoutError: nobody holds some elements, or boxes overlap in part.
+            LayoutError: no rank holds some elements, or boxes overlap in part.
         """
         sizes = self.hi - self.lo
         strides = np.ones_like(sizes)
@@ -165,7 +165,7 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[AlikeHolders]]:
     """Return the holders of each tensor or object, by key; those with the first rank come first.
 
     Raises:
-        LayoutError: nobody holds any element of a tensor.
+        LayoutError: no rank holds any element of a tensor.
     """
     # Ranks are alike that have one form and as many boxes of each kind.
     places_by_state: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
@@ -196,7 +196,7 @@ def layout_on_ranks(shape: Index, rank_boxes: tuple[RankBoxes, ...], ranks: tupl
         ranks: the global ranks of a group, if boxes are named by places in it: for errors.
 
     Raises:
-        LayoutError: nobody holds some elements, or boxes overlap in part.
+        LayoutError: no rank holds some elements, or boxes overlap in part.
     """
     try:
         return TensorLayout.of(shape, _fragments(rank_boxes))
@@ -232,10 +232,10 @@ def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[Te
 
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
-    """Return the layout of a tensor on ranks, as `layout_on_ranks`, with all other elements at `NOBODY`."""
+    """Return the layout of a tensor on ranks, as `layout_on_ranks`, with all other elements at `NO_RANK`."""
     fragments, start = [*_fragments(ranks)], 0
     for box in unheld(shape, (fragment.box for fragment in fragments)):
-        fragments.append(dense(box, NOBODY, start))
+        fragments.append(dense(box, NO_RANK, start))
         start += box.numel
     return TensorLayout.of(shape, fragments)
 

@@ -64,7 +64,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class RankForm:
-    """What ranks that hold the same keys say alike: everything but their boxes.
+    """The common facts of ranks that hold the same keys: everything but their boxes.
 
     Attributes:
         numbers: index of each key's kind in ``kinds``, where None means an object that is not a tensor.
@@ -131,7 +131,7 @@ class RankState:
     def of(
         cls, keys: Sequence[str], numbers: Sequence[int], kinds: Sequence[ShardSpec | None], *rest: Any
     ) -> RankState:
-        """Describe keys with kinds of these numbers; the others are those of `RankForm`."""
+        """Describe keys with kinds of the numbers; the others are those of `RankForm`."""
         counts, corners, bare_kinds = list[int](), list[int](), list[ShardSpec | None]()
         for kind in kinds:
             boxes = () if kind is None else kind.boxes

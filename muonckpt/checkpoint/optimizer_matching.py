@@ -58,7 +58,7 @@ class _OptimizerMatch:
         self._unsaid_keys = set[str]()
 
     def _said_options(self, keys: _Keys, names: Iterable[str]) -> _Keys:
-        """Return the saved options of these parameters without those that no run said: the running optimizer's stay."""
+        """Return the saved options of parameters without the unsaid ones: the running optimizer's stay."""
         unsaid = frozenset[str]().union(*(self.stored.unsaid.get(name, ()) for name in names)) & keys.keys()
         self._unsaid_keys.update(map(keys.__getitem__, unsaid))
         return {option: key for option, key in keys.items() if option not in unsaid} if unsaid else keys

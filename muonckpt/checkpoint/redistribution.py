@@ -111,11 +111,11 @@ def redistribute(
 
     Raises:
         SourceError: source and target do not fit each other; lists what differs.
-        LayoutError: nobody holds some elements of the source, boxes overlap in part, source and target share memory,
+        LayoutError: no rank holds some elements of the source, boxes overlap in part, source and target share memory,
             tensors that differ would come into one memory, or elements of the target share memory otherwise.
         TargetError: one element does not fit into the memory.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
-        ArgumentError: an argument is none of these, or not the same on all ranks.
+        ArgumentError: an argument is not as described, or differs between ranks.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
     refuse_mixed_calls(group, "redistribute")

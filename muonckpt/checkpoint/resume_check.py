@@ -75,7 +75,7 @@ def compare(
 
     Raises:
         ArgumentError, AttestError: what will run cannot be told, or read.
-        LayoutError: nobody holds some elements of a tensor.
+        LayoutError: no rank holds some elements of a tensor.
     """
     refuse_mixed_calls(process_group, "Restored.check")
     ranks = group_ranks(process_group)

@@ -1,4 +1,4 @@
-"""Which elements move from which rank to which, and in which stages of bounded memory.
+"""The plan of an exchange: elements that move between ranks, in stages of bounded memory.
 
 The elements may be in live tensors or in buffers that were read from files.
 """
@@ -18,7 +18,7 @@ from ..algebra.layout import Buffer, TensorLayout
 from ..algebra.overlap import IntArray
 from ..algebra.plan import Plan, make_plan
 from ..names.errors import TargetError
-from .joint_state import NOBODY, RankBoxes, request_layouts
+from .joint_state import NO_RANK, RankBoxes, request_layouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +43,13 @@ class CopyTable:
 
     @classmethod
     def of(cls, plan: Plan, ranks: Sequence[int]) -> CopyTable:
-        """Return the copies of a plan between ranks; copies from or to `NOBODY` are left out.
+        """Return the copies of a plan between ranks; copies from or to `NO_RANK` are left out.
 
         Args:
             ranks: the names of the plan's buffers, by the places of their ranks.
         """
         places: dict[Buffer, int] = {rank: place for place, rank in enumerate(ranks)}
-        places[NOBODY] = -1
+        places[NO_RANK] = -1
         sources, targets = (
             np.array([places[buffer] for buffer in buffers], np.int64) for buffers in (plan.sources, plan.targets)
         )

@@ -447,8 +447,8 @@ def rank_file(rank: int) -> str:
 def _starts(lengths: NDArray[Any]) -> Column:
     """Return where items with the lengths begin in a file; items of length 0 are not stored."""
     unit = aligned(1)
-    room: Column = (lengths.astype(np.int64) + unit - 1) // unit * unit
-    starts: Column = np.cumsum(room) - room
+    spaces: Column = (lengths.astype(np.int64) + unit - 1) // unit * unit
+    starts: Column = np.cumsum(spaces) - spaces
     return starts
 
 

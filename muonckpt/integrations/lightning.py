@@ -49,7 +49,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
     A checkpoint is a directory with the keys ``state_dict.*``, ``optimizer_0.*`` and ``trainer``.  It appears whole or
     not at all, has a digest of every chunk, and loads on any number of ranks.  One that Lightning writes over another
     is written beside it and swapped in.  Checkpoints of stock ModelParallelStrategy are loaded too.  When training goes
-    on from a checkpoint, the first rank prints the proof, or warns of what is not as it was saved.
+    on from a checkpoint, the first rank prints the proof, or warns of differences from the saved state.
 
     Args:
         arguments: of ModelParallelStrategy; ``data_parallel_size`` and ``tensor_parallel_size`` must be numbers.
@@ -240,7 +240,7 @@ class CheckpointOnSignal(Callback):  # type: ignore[misc]
 
     ``ckpt_path="last"`` finds it if ModelCheckpoint saves to the same folder.  Then the program goes on, or ends with
     exit code 75 on all ranks, as with `muonckpt.Series`.  While the Trainer fits, it takes the place of Lightning's own
-    handlers of these signals: that of SIGTERM broadcasts on the ranks that have got the signal, and waits for the
+    handlers of the same signals: that of SIGTERM broadcasts on the ranks that have got the signal, and waits for the
     others.
 
     Args:

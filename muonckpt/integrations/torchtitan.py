@@ -189,7 +189,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
 
         If that is everything, the checkpoint may hold nothing else.  If it is only the model, or something was
         excluded, all else in the checkpoint is ignored.  Where a run goes on, its schedules have the rates of the saved
-        run, and the first rank prints the proof, or warns of what is not as it was saved.
+        run, and the first rank prints the proof, or warns of differences from the saved state.
 
         Raises:
             SourceError: a run asks for its state, and only the model was saved.

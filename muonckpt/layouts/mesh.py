@@ -246,7 +246,7 @@ def _unordered(cuts: DimCuts) -> LayoutError:
     return LayoutError(
         "placements do not say in which order a dim was cut, and so which elements are here: fully_shard and "
         f"distribute_tensor write {shown} for different parts. To train the parameter, have fully_shard cut another "
-        "dim of it (shard_placement_fn); to save it as it is, give the boxes of each rank as a muonckpt.BoxedTensor"
+        "dim of it (shard_placement_fn); to save it unchanged, give the boxes of each rank as a muonckpt.BoxedTensor"
     )
 
 

@@ -91,7 +91,7 @@ ADVICE = "What to do: "
 
 
 UNUSABLE = "THE STATE DICT IS UNUSABLE NOW"
-"""Stands in errors of a call that has overwritten tensors."""
+"""The text in errors of a call that has overwritten tensors."""
 
 
 class ArgumentError(MuonckptError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Decides, when a run resumes with other parameters than were saved, what is loaded, starts fresh or is refused.
+"""Decides, when a run resumes with other parameters than were saved, which are loaded, start fresh or are refused.
 
 `ParameterMatcher` does it, for ``checkpoint`` with state in files, for the optimizer with state dicts.
 """
@@ -129,7 +129,7 @@ class LoadTraffic:
     passes: int
 
     def __str__(self) -> str:
-        times = " in two passes, of which the first one has checked them" if self.passes == 2 else ""
+        times = " in two passes; the first one has checked them" if self.passes == 2 else ""
         return f"{self.bytes_read:,} bytes read{times}; {self.bytes_sent:,} bytes sent between ranks"
 
 

@@ -533,7 +533,7 @@ class Dialect:
         common_names: dict[str, str] = {}
         for method in self.methods:
             common_names |= {slot: common for common, slot in method.slots.items() if common in _SHARED_SLOTS}
-        # Whatever it does, its matrices are said as those of any other method.
+        # Its matrices are described as those of any other method.
         usual = self.methods[0]
         options = {common: option for common, option in usual.options.items() if common in FUSION}
         codings = tuple(coding for coding in usual.codings if {*coding.common} <= {*FUSION})

@@ -29,7 +29,7 @@ class StepVerdict:
     """The verification of one step of a run.
 
     Attributes:
-        step: as it is known to be now, by this verification if it was read.
+        step: its present state, by this verification if it was read.
         report: the result; None if the step was not read.
         note: why the verification could not be recorded; empty if it was.
     """
@@ -40,7 +40,7 @@ class StepVerdict:
 
     @property
     def sentence(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """The fault; empty if there is none."""
         return self.step.fault
 
     @property

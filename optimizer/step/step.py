@@ -224,7 +224,7 @@ class Step:
         if failure is not None:
             intent = intent.failed(failure)
         exchange, last = StepExchange(intent, self._notes), len(self.schedule.stages) - 1
-        # Autocast would round what is meant to be exact.
+        # Autocast would round exact values.
         casts = torch.is_autocast_enabled(self.device.type)
         with torch.autocast(self.device.type, enabled=False) if casts else nullcontext():
             # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a

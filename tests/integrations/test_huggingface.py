@@ -246,7 +246,7 @@ def train_with(rank: int, world: int, folder: str, resume: str | None, arguments
 def test_a_model_that_was_saved_alone_begins_the_rest_anew_and_the_warning_says_so(tmp_path):
     run(1, train_with, str(tmp_path), None, {"save_only_model": True})
     resumed = run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0]
-    [told] = (text for text in resumed["warned"] if "begins anew" in text)
+    [told] = (text for text in resumed["warned"] if "begins from zero" in text)
     assert "at step 3" in told and "muon's of 14 parameters, adamw's of 7 parameters" in told and "warm-up" in told
 
 

@@ -133,7 +133,7 @@ class Series:
         self._damaged: dict[StepName, str] = {}
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._half_loaded = ""
-        """The checkpoint of which a restore has overwritten tensors and failed, until one succeeds."""
+        """The checkpoint whose restore has overwritten tensors and failed, until one succeeds."""
         self._signals = Signals(on, process_group)
 
     def __enter__(self) -> Series:
@@ -466,7 +466,7 @@ class Series:
 
     @contextmanager
     def _noting_half_loaded(self, path: str) -> Iterator[None]:
-        """Note a checkpoint of which a load overwrites tensors and fails, until a load succeeds."""
+        """Note a checkpoint whose load overwrites tensors and fails, until a load succeeds."""
         try:
             yield
         except MuonckptError as error:

@@ -7,7 +7,7 @@ names its formats in the entry points ``muonckpt.formats``::
     npy = "npy_folder:FORMAT"
 
 where ``FORMAT`` is a `Format`.  Plug-ins are looked for only where no built-in format will do, so they cannot take over
-one of these, and cost nothing elsewhere.
+a built-in one, and cost nothing elsewhere.
 """
 
 from __future__ import annotations

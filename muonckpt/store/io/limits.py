@@ -1,6 +1,6 @@
 """Every limit on what a file may cost its reader, and the switch that lifts them.
 
-Nothing is read before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may have
+Nothing is read before its size has been compared with a limit, and parsed values are counted.  A checkpoint may have
 hundreds of megabytes of descriptions, so a long description must be in proportion: no longer than the other files of
 the checkpoint together, as far as these really take space on the disk.
 """

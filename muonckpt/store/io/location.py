@@ -384,7 +384,7 @@ def folders_with(path: Location, name: str) -> list[str]:
     def may_have(entry: Location) -> bool:
         try:
             return is_there(entry / name)
-        except UnavailableError:  # whoever reads it is told
+        except UnavailableError:  # its reader gets the error
             return True
 
     return sorted(entry.name for entry in entries_of(path) if may_have(entry))

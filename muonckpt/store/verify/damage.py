@@ -456,7 +456,7 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
 
 
 def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> Iterator[Finding]:
-    """Compare files of these names, which describe a checkpoint of ours to other programs, with their digests."""
+    """Compare the named files, which describe a checkpoint of ours to other programs, with their digests."""
     for name in sorted(names) if checkpoint.format is OWN else ():
         expected = checkpoint.outline.files[name]
         if not is_there(checkpoint.path / name):

@@ -77,7 +77,7 @@ _LONG_TEXTS = {
     pickle.BYTEARRAY8: (8, "builtins bytearray"),
     pickle.LONG4: (4, "builtins int"),
 }
-"""Opcodes of bytes, and of what is made of them: the bytes of the length before them, and the kind of object."""
+"""Opcodes of bytes, and of objects made of them: the bytes of the length before them, and the kind of object."""
 _HASHED = (str, bytes, int, float, bool, type(None), Global, Record)
 
 

@@ -1,6 +1,6 @@
 """State dicts in files of ``torch.save``: tensors and plain data by paths, names for numbers, and DTensors' parts.
 
-Dicts and lists can share parts, so everything is counted as often as it is reached: a hostile file costs no more than
+Dicts and lists can share parts, so every part is counted each time it is reached: a hostile file costs no more than
 in proportion to its size.
 
 Optimizers number their parameters.  Names come from ``param_names``, which torch records for optimizers of named
@@ -50,7 +50,7 @@ def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
     max_count = limits.FREE_PARTS + file.described // limits.PICKLE_BYTES
 
     def below(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-        # A part counts as often as it is used.
+        # A part counts each time it is used.
         nonlocal count
         count += 1
         limits.check_limit(count, max_count, "values in dicts that a file's pickle uses more than once")
