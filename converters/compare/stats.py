@@ -1,4 +1,4 @@
-"""The figures of a checkpoint, alone or beside an earlier one's, and the odd ones among them."""
+"""The figures of a checkpoint, alone or beside an earlier one's, and odd ones among them."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class Mover:
             raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
 
     def _write_item(self, output: Writing, item: PlacedItem) -> str:
-        # An item of the source is checked before, and digested as it is copied.
+        # An item of the source is checked before, and digested during its copy.
         source = item.output.source
         if source is None:
             output.write(item.output.data, item.blob.item.offset)

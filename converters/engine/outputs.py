@@ -76,7 +76,7 @@ class Check:
 
 
 class Topic(StrEnum):
-    """What a `Check` is about: it counts only where some of that is written."""
+    """The subject of a `Check`: it counts only where some of that is written."""
 
     ALL = "all"
     STATE = "state"
@@ -85,7 +85,7 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a translation has to report.
+    """The facts that a translation reports.
 
     Attributes:
         programs: sentences about source and target.
@@ -332,7 +332,7 @@ class Outputs:
     """Everything that a destination holds, and the keys of the source that it does not hold (``left_out``).
 
     ``findings`` are those of a translation, and ``losses`` say what has been left out since; ``constants`` are tensors
-    of which outputs are made, and which the source's files do not have; ``provenance`` is added to that of the source.
+    for outputs, which the source's files do not have; ``provenance`` is added to that of the source.
 
     Raises:
         SourceError: two tensors or items have the same key.
@@ -355,7 +355,7 @@ class Outputs:
     def keys(self) -> list[str]:
         return entry_keys(self.tensors) + entry_keys(self.items)
 
-    # What the report says of them.
+    # The facts for the report.
 
     @property
     def _topics(self) -> set[Topic]:
@@ -378,7 +378,7 @@ class Outputs:
 
     @property
     def checklist(self) -> tuple[Check, ...]:
-        """What became of each thing, where something was translated or left out."""
+        """The result for each tensor and item, where something was translated or left out."""
         if not (self.findings.programs or self.losses):
             return ()
         topics = self._topics

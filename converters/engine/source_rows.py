@@ -148,7 +148,7 @@ class CopiedRuns:
             return
         if runs.crc32 != self._columns.crc32[row]:
             tensor, chunk = self._unchecked.rows.at(row)
-            check_chunk(self._payloads, tensor, chunk)  # says what is wrong
+            check_chunk(self._payloads, tensor, chunk)  # names the fault
             where = f"tensor {tensor.key!r} box {chunk.box} in {self._payloads.place(chunk.item.file)}"
             raise DamageError(
                 f"{where} changed while it was read: what was copied has CRC-32 {runs.crc32:08x}, and what it has "

@@ -43,7 +43,7 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 """The variables in which torchrun, srun, Open MPI and MPICH store the rank and the number of processes; the first pair
-that is set counts.  ``SLURM_NTASKS`` is not used, because a batch script has it although it runs once."""
+that is set counts.  ``SLURM_NTASKS`` is not used, because batch scripts have it although they run once."""
 
 _SET_WITHOUT_A_LAUNCHER = {"SLURM_PROCID"}
 """Slurm sets it in a batch script, too."""

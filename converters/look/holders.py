@@ -228,7 +228,7 @@ def _fold(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
 
 
 def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
-    """Yield the tensors that end at a part of keys, and the module of those that go on."""
+    """Yield the tensors that end at a part of keys, and the module of the other tensors."""
     deeper: list[_Entry] = []
     for parts, tensor in below:
         if parts:

@@ -329,7 +329,7 @@ def _methods(view: ModelView) -> Iterator[dict[str, Any]]:
 
 
 def _unknown_state(manifest: Manifest, view: ModelView, not_read: Sequence[str]) -> Iterator[str]:
-    """Yield the keys of entries that lie in the state of optimizers with groups, and in no slot of a parameter."""
+    """Yield the keys of entries in the state of optimizers with groups, and in no slot of a parameter."""
     items = dict[str, Entry]()
     for parameter in view.parameters.values():
         items |= {item.key: item for item in parameter.items.values() if parameter.state}

@@ -46,11 +46,11 @@ class GroupWriter:
         like: the groups of the run that the result is for, if they are given.
         findings: gets every difference from the source.
         state: writes the state of their parameters, and so has its keys.
-        other_names: names by which the target may list options, each with its stored names, by the first of these.
+        other_names: names by which the target may list options, each with its stored names, by the first of them.
         option_findings: what the report says of options, by method, each with the parameters whose they are.
         members: the parameters of groups that Megatron's common state has without names, by optimizer.
         unsaid: options that are written and that the source does not say, by the parameters that groups list.
-        divided: the parameters that have parts of one matrix of the source, by the names of those that it was in.
+        divided: the parameters that have parts of one matrix of the source, by the names of the source's parameters.
     """
 
     source: TranslatedModel
@@ -222,7 +222,7 @@ class GroupWriter:
     ) -> WrittenOptions:
         """Return the options of a group in the target's words; the template's count where the source says nothing."""
         source, target, method = self.source, self.target, self.state.method(parameter)
-        # Of one program, options keep their words; only what would tell another convention goes.
+        # Within one program, options keep their words; only those of another convention go.
         if parameter.method.shares_options_with(method):
             is_rescaled = source.overrides.target not in (None, source.dialect.convention)
             omitted = target.unwritten_options if is_rescaled else ()
@@ -332,7 +332,7 @@ class GroupWriter:
         target, items = self.target, list[OutputItem]()
         assert target.option is not None
         is_list = target.option.listed
-        # Of flat keys, torch takes groups with equal values for one.
+        # With flat keys, torch takes groups with equal values for one.
         names_by_values: defaultdict[str, list[str]] = defaultdict(list)
         for group in groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
@@ -344,7 +344,7 @@ class GroupWriter:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
                 options[target.names_option] = list(group.parameters) if is_list else same_names
             places: list[dict[str, str]] = [{"group": str(number)}] if is_list else []
-            # What is listed by name stands in the optimizer of each parameter.
+            # Options listed by name are in the optimizer of each parameter.
             names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
             for name in () if is_list else group.parameters:
                 names_by_chain[self.state.chain(parameters[name]).get("chain", "")].append(name)
@@ -426,7 +426,7 @@ class GroupWriter:
                 places = places or [{"name": name} for name in self._listed_names(names)]
                 if template.chained:
                     places = [{**place, "chain": group.chain} for place in places]
-                # What has changed is written again; all else is copied, for each name where it is by name.
+                # Changed options are written again; all else is copied, for each name where it is by name.
                 for option in {**group.entries, **changes}:
                     paths = [template.write(**place, option=option) for place in places]
                     entry = group.entries.get(option)

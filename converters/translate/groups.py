@@ -250,7 +250,7 @@ class _OptionWriter:
         return {name: value}
 
     def _lent_options(self, name: str) -> Mapping[str, object]:
-        """Return the options of a new optimizer that stand in for those by which the target would say a common one."""
+        """Return the options of a new optimizer that replace those with which the target would express a common one."""
         options = [o for coding in self.method.codings if name in coding.common for o in coding.options]
         return {
             option: self.method.default_options[option] for option in options if option in self.method.default_options

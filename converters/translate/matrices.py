@@ -17,14 +17,14 @@ from ...names.vocabulary import FLATTEN
 
 
 class Label(NamedTuple):
-    """What the elements of a matrix have in common along a dim, and how many there are in the source."""
+    """The common label of a matrix's elements along a dim, and how many there are in the source."""
 
     key: Hashable
     size: int
 
 
 Runs = tuple[tuple[Label, int], ...]
-"""Labels along a dim, each with the number of elements that have it; neighbours have different ones."""
+"""Labels along a dim, each with the number of its elements; neighbours have different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Matrices:
             FLATTEN: self.is_flat,
         }
 
-    # What rules do.
+    # The effect of rules.
 
     def part(self, ranges: Sequence[tuple[int, int]], dim: int) -> Matrices:
         """Return the matrices in these ranges of a dim, one behind the other."""
@@ -131,7 +131,7 @@ def joined(
 
     Args:
         origins: of the parts; those of one origin are of one parameter of the source, whose matrices they share.
-        ranges: of the whole's dim, for each part in the order in which they lie in the part.
+        ranges: of the whole's dim, for each part, in their order within the part.
     """
     first = parts[0]
     for part in parts:

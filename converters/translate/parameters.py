@@ -231,7 +231,7 @@ class TranslatedModel:
 
 
 def hides_pieces(parameter: StoredParameter, dialect: Dialect, values: Values) -> str:
-    """Say why a parameter is split into matrices of which no option tells; empty if nothing shows that.
+    """Say why a parameter seems split into matrices that no option names; empty if nothing shows that.
 
     A slot that follows from the options has another value then: XTuner takes the sizes from its constructor.
     """

@@ -119,7 +119,7 @@ class StateWriter:
         return computed(record, tensor, scale, source_dtype)
 
     def _report_convention(self, convention: Convention | None) -> None:
-        """Report a momentum that is written as it is, and that runs of the target's program take for another."""
+        """Report a momentum that is written unchanged, and that runs of the target's program take for another."""
         runs_keep = self.target.runs_keep
         if runs_keep in (None, convention, self.source.dialect.runs_keep):
             return
@@ -135,7 +135,7 @@ class StateWriter:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(parameter).slots["step"]
         path = self.path(parameter, slot)
-        # The source's own counter moves as it is, where it can count on; else the number is written anew.
+        # The source's own counter moves unchanged, where it can count on; else the number is written again.
         counter = None if self.source.overrides.step is not None else parameter.counter
         if isinstance(counter, StateRecord):
             if counter.dtype == "float32" or (self.is_same_dialect and counter.dtype not in _MAX_COUNTS):
@@ -156,7 +156,7 @@ class StateWriter:
         return self._filled(record, struct.pack("<f", parameter.step))
 
     def _filled(self, record: StateRecord, element: bytes = b"") -> OutputTensor:
-        """Return a tensor of which every element has these bytes, or is zero if none are given."""
+        """Return a tensor whose elements all have the given bytes, or are zero if none are given."""
         content = record.dtype, element
         if content not in self.constants:
             self.constants[content] = constant(self.source.values.payloads, *content)

@@ -124,7 +124,7 @@ def translate(
 
 
 def _outputs(state: StateWriter, groups: GroupWriter) -> tuple[list[OutputTensor], list[OutputItem]]:
-    """Return what is written; ``groups`` come before keys, which may have the numbers of parameters in them."""
+    """Return the outputs; ``groups`` come before keys, which may have the numbers of parameters in them."""
     source, target = state.source, state.target
     stateful, stateless = source.stateful, source.stateless
     if target.numbered and source.dialect.numbered:
