@@ -105,7 +105,7 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
     When all ranks have saved, the first one reads the files back, as far as they can be judged (`saved.check_saved`),
     and adds to ``trainer_state.json`` the fingerprints of the live tensors and the other values of model, optimizer and
     schedule.  When training goes on from there, what will run is compared with them: the first rank prints the proof,
-    or warns of what is not as it was saved.
+    or warns of differences from the saved state.
     """
 
     def on_train_begin(
@@ -131,8 +131,8 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
                 parameters[group.get("algorithm", "the optimizer")] += len(group["params"])
             counts = ", ".join(f"{name}'s of {count} parameters" for name, count in parameters.items() if count)
             warning = (
-                f"without optimizer: all state begins anew ({counts}), and the schedule with its warm-up. For the same "
-                "run, resume from one that was saved with save_only_model=False"
+                f"without optimizer: all state begins from zero ({counts}), and the schedule with its warm-up. For the "
+                "same run, resume from one that was saved with save_only_model=False"
             )
         else:
             try:
