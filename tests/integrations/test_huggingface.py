@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import time
@@ -24,6 +25,7 @@ from support.pages import distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
+import muonckpt
 from muonckpt import SourceError
 from muonckpt.integrations.saved import check_saved
 from muonckpt.optimizer.groups import LLAMA, LORA, Rule, sort_parameters
@@ -397,6 +399,50 @@ def test_a_save_that_was_killed_before_all_ranks_had_written_is_passed_over(unin
     (tmp_path / "checkpoint-6" / "rng_state_1.pth").unlink()
     with pytest.warns(RuntimeWarning, match=r"checkpoint-6 is not whole \(rng_state_1.pth: not there\)"):
         assert last_whole(tmp_path) == str(tmp_path / "checkpoint-3")
+
+
+class Begin(transformers.TrainerCallback):
+    """The page's callback."""
+
+    def __init__(self, folder: str, begin_from: str) -> None:
+        self.folder, self.begin_from = folder, begin_from
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
+    ) -> None:
+        if state.global_step == 0:
+            run = muonckpt.Series(self.folder, model, optimizer.optimizer, scheduler=lr_scheduler)
+            run.resume(begin_from=self.begin_from, begin_step=3)
+
+
+def begin(rank: int, world: int, folder: str, begin_from: str | None) -> tuple[str, list[float]]:
+    """The script, with the Trainer's AdamW, or begun from that: what is told, and the rates of the first step."""
+    rates: list[list[float]] = []
+    with accelerated(rank, world, fsdp=False), redirect_stdout(StringIO()) as told:
+        names = script("huggingface.md")
+        if begin_from is None:
+            names["Trainer"] = lambda *given, optimizer_cls_and_kwargs, **others: transformers.Trainer(*given, **others)
+        trainer = names["build"](folder, BATCH // world, disable_tqdm=True)
+        if begin_from is not None:
+            trainer.add_callback(Begin(f"{folder}/begin", begin_from))
+            step = partial(lambda *_: rates.append(sorted(g["lr"] for g in trainer.optimizer.param_groups)))
+            trainer.create_optimizer().register_step_pre_hook(step)
+        trainer.train()
+        if begin_from is None and rank == 0:  # the names, which the Trainer does not write
+            name_of = {parameter: name for name, parameter in trainer.model.named_parameters()}
+            order = [name_of[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
+            Path(folder, "checkpoint-3", "parameter_names.json").write_text(json.dumps(order))
+        return told.getvalue(), rates[0] if rates else []
+
+
+def test_a_run_begins_from_one_of_adamw_as_the_page_says(tmp_path):
+    run(2, begin, str(tmp_path / "adamw"), None)
+    other = str(tmp_path / "adamw" / "checkpoint-3")
+    told, rates = run(1, begin, str(tmp_path / "muon"), other)[0]
+    counts = "the state of 7 parameters goes on, that of 14 begins at zero; schedules are at their step 3"
+    assert f"begun from {other}: 21 weights loaded; {counts}" in told, told
+    factor = 0.5 * (1 + math.cos(math.pi * 0.25))  # one of four steps after two of warm-up
+    assert rates == pytest.approx([factor * 3e-3, factor * 0.02])
 
 
 def with_own_buffers(rank: int, world: int, folder: str, resume: str | None = None) -> list[str]:

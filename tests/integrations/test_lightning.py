@@ -305,6 +305,35 @@ def test_a_checkpoint_that_lightning_writes_over_is_replaced_by_a_whole_one(name
     assert {2, 4} <= {*result["steps"]} <= {2, 4, 6}
 
 
+def begin(rank: int, world: int, folder: str, begin_from: str | None) -> tuple[str, list[float]]:
+    """The script, with AdamW, or begun from that by the page's method: what is told, and the rates at the end."""
+    with as_launched(rank, world), redirect_stdout(StringIO()) as told:
+        names = script("lightning.md")
+
+        class Net(names["Net"]):
+            def on_train_start(self) -> None:
+                if self.global_step == 0 and begin_from is not None:
+                    optimizer, schedule = self.optimizers().optimizer, self.lr_schedulers()
+                    run = muonckpt.Series(f"{folder}/begin", self, optimizer, scheduler=schedule)
+                    run.resume(begin_from=begin_from, begin_step=1)
+
+        if begin_from is None:
+            make = lambda model, *_, **__: torch.optim.AdamW(model.parameters(), lr=0.5)  # noqa: E731
+            names["Muon"] = SimpleNamespace(for_model=make)
+        names["Net"] = Net
+        model = names["train"](folder, world, "fsdp2")
+        return told.getvalue(), sorted(group["lr"] for group in model.trainer.optimizers[0].param_groups)
+
+
+def test_a_run_begins_from_one_of_adamw_as_the_page_says(tmp_path):
+    run(2, begin, str(tmp_path / "adamw"), None)
+    other = str(tmp_path / "adamw" / "epoch=0.ckpt")
+    told, rates = run(1, begin, str(tmp_path / "muon"), other)[0]
+    counts = "the state of 10 parameters goes on, that of 4 begins at zero; schedules are at their step 1"
+    assert told.startswith(f"begun from {other}: 14 weights loaded; {counts}"), told
+    assert rates == pytest.approx([0.7**3 * 3e-3, 0.7**3 * 0.02])
+
+
 def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, str]:
     """The script, resumed with a matrix moved to AdamW: its error, and its warnings."""
     names = script("lightning.md")
