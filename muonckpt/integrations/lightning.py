@@ -135,9 +135,12 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return str(place), str(staged)
 
     def _publish(self, staged: str, path: str) -> None:
-        """Give a checkpoint that was written beside another one its name.  Collective."""
-        if staged != path:
-            broadcast_from_first(None, lambda: swap_in(Path(staged), Path(path)))
+        """Give a checkpoint that was written beside another one its name, on the first rank.
+
+        The others hear of it by what follows: `teardown` may be of one rank that has failed, and so must not wait.
+        """
+        if staged != path and self.is_global_zero:
+            swap_in(Path(staged), Path(path))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before a running save has ended."""
@@ -158,7 +161,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             super().teardown()
 
     def settle(self) -> None:
-        """Wait for a running save, and raise its error or remove the checkpoints that it outdates.  Collective."""
+        """Wait for a running save, and raise its error or remove the checkpoints that it outdates."""
         running, outdated = self._saving, self._outdated
         self._saving, self._outdated = None, []
         if running is not None:

@@ -7,9 +7,12 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +28,19 @@ KINDS = ["padded-nscost", "decoupled-total-order"]
 """The layouts of Megatron's main branch and of its branch dev."""
 
 
-def train(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
-    """The script; whole parameters, and who owns matrices."""
-    with as_launched(rank, world):
-        model, optimizer = script("megatron.md")["train"](folder, kind)
+def train(rank: int, world: int, kind: str, folder: str, begin_from: str | None = None) -> dict[str, Any]:
+    """The script; whole parameters, who owns matrices, and what is told."""
+    with as_launched(rank, world), redirect_stdout(StringIO()) as told:
+        names = script("megatron.md")
+
+        class Begun(muonckpt.Series):
+            def resume(self) -> int:
+                return super().resume(begin_from=begin_from)
+
+        names["muonckpt"] = SimpleNamespace(Series=Begun)
+        model, optimizer = names["train"](folder, kind)
         return {
+            "told": told.getvalue(),
             "parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
             "owners": set(optimizer.buffers[0].owners.values()),
         }
@@ -55,6 +66,21 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, saved, re
         result = run(resumed, train, kind, str(tmp_path / kind))[0]
         gap = distance(result, uninterrupted[kind, resumed][1])
         assert gap == 0 if (saved, kind) == (resumed, KINDS[0]) else gap < 2e-5
+        assert result["told"].startswith(f"resumed from step 2, saved on {saved} rank"), result["told"]
+        assert f", now {resumed}, proved: 48 tensors and " in result["told"]
+
+
+def test_a_run_begins_from_one_of_adamw(tmp_path):
+    model = script("megatron.md")["Net"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.zeros(2, 3, dtype=torch.long)).square().sum().backward()
+    optimizer.step()
+    saved = muonckpt.Series(tmp_path / "adamw", model, optimizer).save(1)
+    told = run(2, train, KINDS[0], str(tmp_path / "muon"), saved.path)[0]["told"]
+    counts = "the state of 10 parameters goes on, that of 4 begins at zero; next step: 2"
+    assert told == f"begun from {saved.path}: 14 weights loaded; {counts}\n"
+    told = run(1, train, KINDS[1], str(tmp_path / "muon"), saved.path)[0]["told"]
+    assert told.startswith("resumed from step 2, saved on 2 ranks, now 1, proved: 48 tensors"), told
 
 
 def test_a_run_becomes_a_checkpoint_that_megatron_reads(uninterrupted, tmp_path):
