@@ -489,7 +489,8 @@ def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
     refuse_no_state_dict(state_dict, purpose)
     nested = dict(state_dict)
     for key in sorted(nested, key=str):  # in one order on all ranks: some objects communicate when they are asked
-        if isinstance(nested[key], Stateful):
+        # Whether an object follows a protocol is slow to tell, and tensors do not.
+        if type(nested[key]) is not Tensor and isinstance(nested[key], Stateful):
             nested[key] = nested[key].state_dict()
     return nested
 
