@@ -403,7 +403,7 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _follow_options(self) -> None:
         """Check groups and plan again if options other than rates have changed."""
-        if self._planned_options == [plan_options(group) for group in self.param_groups]:
+        if self._planned_options == [*map(plan_options, self.param_groups)]:
             check_rates(self.param_groups, self._method_of)
             return
         # Options may change between steps, but state cannot follow all of them.
@@ -418,7 +418,7 @@ class Muon(ForModel, CollectiveOptimizer):
             for param in group["params"]:
                 check_state(param, self._layout_of(param, (0,)), group, self.state[param], method)
         self._steps.plan_anew()
-        self._planned_options = [plan_options(group) for group in self.param_groups]
+        self._planned_options = [*map(plan_options, self.param_groups)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # also called by a step that has failed
     def _step_with_ranks(self, failure: Exception | None) -> None:

@@ -136,6 +136,8 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    if type(value) is float:
+        return True
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -166,7 +168,7 @@ _RATES: Mapping[str, Declaration] = {
     "momentum": _FRACTION,
     "beta2": _FRACTION,
     "betas": (
-        lambda betas: isinstance(betas, Sequence) and len(betas) == 2 and all(map(_FRACTION[0], betas)),
+        lambda betas: isinstance(betas, tuple | list | Sequence) and len(betas) == 2 and all(map(_FRACTION[0], betas)),
         "two numbers in [0, 1)",
     ),
 }

@@ -291,7 +291,7 @@ class SlotSnapshot:
     def is_current(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
         """Return whether these are the same slots, with none less or more: without looking parameters up."""
         return (
-            isinstance(state, Mapping)
+            isinstance(state, dict)
             and len(state) == len(self.slots)
             and all(map(is_, state.values(), self.slots))
             and [*map(len, self.slots)] == self.counts

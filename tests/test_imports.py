@@ -42,7 +42,7 @@ RULES = {
     "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
     "lab": "names record programs store/io store store/verify checkpoint optimizer/__init__",
-    "optimizer/ground": "algebra",
+    "optimizer/ground": "",
     "optimizer/triton": "algebra optimizer/ground",
     "converters/target": "names algebra record layouts layouts/buffers",
     "optimizer/newton_schulz": "names optimizer/ground optimizer/triton",

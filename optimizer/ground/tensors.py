@@ -17,8 +17,6 @@ from itertools import accumulate, chain, groupby, pairwise, repeat
 import torch
 from torch import Tensor
 
-from ...algebra.box import Index
-
 Tensors = list[Tensor] | tuple[Tensor, ...]
 """The lists that torch's ``_foreach_`` operators take."""
 
@@ -178,14 +176,6 @@ def mask_opposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
     torch._foreach_clamp_max_(opposed, 0)
     torch._foreach_mul_(opposed, signs)
     return torch._foreach_sub(params, opposed)
-
-
-def view_boxes(tensors: Tensors, sizes: Index, strides: Index, offsets: Sequence[int]) -> list[Tensor]:
-    """Return a view of a box in each of some contiguous tensors; without offsets each box is all of its tensor."""
-    if not offsets:
-        return list(tensors)
-    pairs = zip(tensors, offsets, strict=True)
-    return [tensor.as_strided(sizes, strides, tensor.storage_offset() + offset) for tensor, offset in pairs]
 
 
 def stack_boxes(boxes: Sequence[Tensor]) -> Tensor:

@@ -280,8 +280,8 @@ class LayerWise(CollectiveOptimizer):
         def compare(notes: Notes, intent: Intent) -> None:
             names = [name for name, group in group_of.items() if group is notes.group]
             flags = torch.tensor([name in arrived_names for name in names], dtype=torch.uint8, device=notes.device)
-            flags, differing = reduce_flags(flags, intent, notes.group)
-            notes.check(intent, differing, at_once=True)
+            flags, arrived, sent = reduce_flags(flags, intent, notes.group)
+            notes.check(intent, arrived, sent, at_once=True)
             active.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
         # Rates and options travel with the flags, as facts that must be the same.

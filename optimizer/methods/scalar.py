@@ -87,8 +87,8 @@ class Scalar:
 
         # A call takes tensors of one device, dtype and count of steps, and gradients of one dtype.
         averages = [slot for slot in self.slots if slot != STEP]
-        lists = [locals_of(params), *(locals_of(state[param][slot] for param in params) for slot in averages)]
-        lists.append(locals_of(param.grad for param in params if param.grad is not None))
+        lists = [locals_of(params), *[locals_of([state[param][slot] for param in params]) for slot in averages]]
+        lists.append(locals_of([param.grad for param in params if param.grad is not None]))
         by_kind: defaultdict[tuple[float, *tuple[Hashable, ...]], list[tuple[Tensor, ...]]] = defaultdict(list)
         for count, *tensors in zip(counts, *lists, strict=True):
             by_kind[count, tensors[0].device, tensors[0].dtype, tensors[-1].dtype].append(tuple(tensors))

@@ -18,7 +18,6 @@ from torch import Tensor
 from ...algebra.box import Index
 from ...algebra.overlap import IntArray, expanded
 from ...algebra.plan import Copies, dense_strides
-from ..ground.tensors import view_boxes
 from ..planning.schedule import Schedule
 
 MAX_BLOCK_ELEMENTS = 1 << 16
@@ -135,7 +134,12 @@ class EqualBoxes:
     wire_views: tuple[View, ...]
 
     def boxes(self, tensors: Tensors) -> list[Tensor]:
-        return view_boxes([tensors[param] for param in self.params], self.sizes, self.strides, self.offsets)
+        """Return a view of each box in its parameter's tensor, which is contiguous."""
+        whole = [tensors[param] for param in self.params]
+        if not self.offsets:
+            return whole
+        pairs = zip(whole, self.offsets, strict=True)
+        return [box.as_strided(self.sizes, self.strides, box.storage_offset() + offset) for box, offset in pairs]
 
     def write(self, memory: Tensor, boxes: Tensor) -> None:
         """Write ``[count, *sizes]`` to a memory of ``kind.wire_dtype``."""

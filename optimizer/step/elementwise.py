@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.plan import Copies
-from ...layouts.tensors import local_of, locals_of
+from ...layouts.tensors import locals_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..ground.tensors import cut_portions, decay, exact_dtype, interpolate_, rounded_once, stack_boxes
 from ..planning.matrices import Spec
@@ -61,10 +61,11 @@ class LocalTensors:
             return locals_here
 
         # Weights and state are changed in place, so copies of them are written back at the end; gradients are not.
-        weights, gradients = dense(params), [None if p.grad is None else local_of(p.grad).contiguous() for p in params]
+        weights, present = dense(params), iter(locals_of([p.grad for p in params if p.grad is not None]))
+        gradients = [None if param.grad is None else next(present).contiguous() for param in params]
         # A method without momentum takes the gradient in its place; an absent gradient is never read.
         given = [weight if gradient is None else gradient for weight, gradient in zip(weights, gradients, strict=True)]
-        momenta = dense(state.get(MOMENTUM, other) for state, other in zip(states, given, strict=True))
+        momenta = dense([state.get(MOMENTUM, other) for state, other in zip(states, given, strict=True)])
         slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         for number, state in enumerate(states):
             for name in state.keys() - {MOMENTUM}:

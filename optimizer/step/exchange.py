@@ -159,15 +159,17 @@ def gather_tensor(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def reduce_flags(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return which flags (0 or 1, uint8) any rank of a group has set, and whether intents differ.  One collective."""
+def reduce_flags(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which flags (0 or 1, uint8) any rank of a group has set; and the note that arrived and the one sent, for
+    `Notes.check`.  One collective.
+    """
     note = intent.note(flags.device)
     # The largest of each byte and of its complement: this rank's, unless notes differ.
-    maxima = torch.cat([flags, note, 255 - note])
+    sent = torch.cat([note, 255 - note])
+    maxima = torch.cat([flags, sent])
     with lost_ranks():
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    union, largest, complement = torch.split(maxima, [len(flags), NOTE, NOTE])
-    return union, (largest != note).any() | (complement != 255 - note).any()
+    return maxima[: len(flags)], maxima[len(flags) :], sent
 
 
 def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
@@ -200,17 +202,17 @@ class Notes:
         self.group, self.device, self.num_ranks = group, device, dist.get_world_size(group)
         self._unread: list[Tensor] = []
 
-    def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
+    def check(self, intent: Intent, arrived: Tensor, sent: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
         if not at_once and is_asynchronous(self.device):
-            self._unread.append(differing)
-        elif differing:
+            self._unread.append(arrived.ne(sent).any())
+        elif not torch.equal(arrived, sent):
             raise AgreedError(disagreement(intent, self.group))
 
     def compare(self, intent: Intent, at_once: bool = False) -> None:
         """Send notes and `check` them.  Collective."""
-        note = intent.note(self.device)
-        self.check(intent, (torch.stack(_gather(note, self.group)) != note).any(), at_once)
+        arrived = torch.cat(_gather(intent.note(self.device), self.group))
+        self.check(intent, arrived, intent.note(self.device, self.num_ranks), at_once)
 
     def read(self) -> None:
         """Raise an `AgreedError` if some rank failed in the last step."""
@@ -270,8 +272,7 @@ class StepExchange:
         def receive(at_once: bool) -> Tensor:
             received = arrive()
             if notes is not None and sent_notes is not None:
-                arrived_notes = received.index_select(0, wire.received_notes)
-                notes.check(self._intent, arrived_notes.ne(sent_notes).any(), at_once)
+                notes.check(self._intent, received.index_select(0, wire.received_notes), sent_notes, at_once)
             return received
 
         return receive

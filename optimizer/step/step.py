@@ -192,6 +192,8 @@ class Step:
         self._gradient_dtypes: tuple[torch.dtype | None, ...] = ()
         self._batches: list[list[Batch]] = []
         self._num_steps = 0
+        # The stages whose updates are under way when the first notes are read.
+        self._first_stages = range(min(STAGES_IN_FLIGHT, len(self.wires)))
 
     def update(
         self,
@@ -276,11 +278,6 @@ class Step:
         # Ranks that do not plan again send updates, so the wires are those of a step.
         for receive in [self._send(exchange, None, number) for number in self._first_stages]:
             receive(True)
-
-    @property
-    def _first_stages(self) -> range:
-        """The stages whose updates are under way when the first notes are read."""
-        return range(min(STAGES_IN_FLIGHT, len(self.schedule.stages)))
 
     def _read_gradients(self, groups: Sequence[ParamGroup], states: Sequence[Mapping[str, Tensor]]) -> LocalTensors:
         """Return the tensors of this step; batches are made again if other parameters have gradients."""
