@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -74,6 +75,21 @@ def test_a_checkpoint_whose_folders_cannot_be_listed_to_be_synced_is_not_there(t
     with pytest.raises(DestinationError, match=r"cannot publish .*, so it is not there"):
         muonckpt.save({"w": torch.arange(4.0)}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_in_a_store_is_there_though_its_claim_cannot_be_deleted(monkeypatch):
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(store), "rm_file", unable)
+    muonckpt.save({"w": torch.arange(4.0)}, "memory://claimed/step-00000001")
+    assert store.exists("/claimed/step-00000001/.muonckpt.saving")
+    assert not muonckpt.verify("memory://claimed/step-00000001").findings
+    template = {"w": torch.zeros(4)}
+    restored = muonckpt.Series("memory://claimed").restore(template)
+    assert restored is not None and restored.step == 1 and torch.equal(template["w"], torch.arange(4.0))
+
+
+def unable(*arguments: object) -> None:
+    raise OSError(errno.EIO, "503")
 
 
 def test_where_the_items_beside_a_file_cannot_be_synced_nothing_is_left(unsynced, tmp_path):

@@ -76,8 +76,10 @@ class Staging:
         """
         destination = self._destination
         if self.place == destination:
-            (destination / CLAIM).unlink(missing_ok=True)
+            # All objects are there, so it is published: readers pass a claim that stays beside them.
             self._has_moved = True
+            with suppress(OSError):
+                (destination / CLAIM).unlink(missing_ok=True)
             return
         # One rename, or link, makes it appear; its files were synced when they were written.
         refuse_existing(destination)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -20,15 +19,18 @@ import torch
 import muonckpt
 from muonckpt import BoxedTensor
 from muonckpt.names.errors import UnsyncedError
+from muonckpt.store.io.location import location
+from muonckpt.store.io.publish import sync_directory
 from muonckpt.store.verify.run import StepName, look_at_folder
 
 from . import world
+from .stores import PROTOCOL
 from .ranks import Killed
 from .world import KINDS, Fault, Machine
 
 ROWS = 6
 
-ROOT = f"/dev/shm/muonckpt-histories-{os.getpid()}"
+ROOT = f"/dev/shm/muonckpt-histories-{os.getpid():010}"
 
 
 class Wrong(Exception):
@@ -114,34 +116,38 @@ class Verify:
 Event = Program | Damage | Pause | Verify
 
 
+def is_in_store(seed: str) -> bool:
+    return random.Random(f"{seed} store").random() < 0.25
+
+
 def drawn(seed: str) -> tuple[Event, ...]:
-    dice = random.Random(f"{seed} history")
+    dice, in_store = random.Random(f"{seed} history"), is_in_store(seed)
     events = list[Event]()
     for _ in range(dice.choice((2, 2, 3))):
-        events.append(_event(dice))
+        events.append(_event(dice, in_store))
         if isinstance(events[-1], Damage) and dice.random() < 0.5:
-            events.append(_verification(dice))
+            events.append(_verification(dice, in_store))
     return tuple(events)
 
 
-def _verification(dice: random.Random) -> Verify:
-    return Verify(dice.choice((0, dice.randint(1, 60))), dice.choice((None, None, _fault(dice, 60))))
+def _verification(dice: random.Random, in_store: bool) -> Verify:
+    return Verify(dice.choice((0, dice.randint(1, 60))), dice.choice((None, None, _fault(dice, 60, in_store))))
 
 
-def _fault(dice: random.Random, calls: int) -> tuple[int, int, int]:
-    numbers = [number for number in KINDS if number < 400 and number != errno.ETIMEDOUT]
+def _fault(dice: random.Random, calls: int, in_store: bool) -> tuple[int, int, int]:
     at = dice.choice((dice.randint(0, 12), dice.randint(0, calls)))
+    numbers = [number for number, kinds in KINDS.items() if ("ask" in kinds) == in_store]
     return dice.choice(numbers), at, dice.choice((1, 1, 2, 5, 1000))
 
 
-def _event(dice: random.Random) -> Event:
+def _event(dice: random.Random, in_store: bool) -> Event:
     kind = dice.random()
     if kind < 0.06:
         return Pause(dice.choice((1, 30)))
     if kind < 0.16:
         return Damage(dice.randrange(8), dice.randrange(8), dice.random(), dice.choice(("byte", "byte", "cut", "lost")))
     if kind < 0.24:
-        return _verification(dice)
+        return _verification(dice, in_store)
     ranks = dice.choice((1, 1, 1, 1, 2, 2, 3, 4))
     saves = tuple(
         dice.choice(("save", "save", "replace", "async", "async, not waited for"))
@@ -153,7 +159,7 @@ def _event(dice: random.Random) -> Event:
         case 0 | 1 | 2:
             return replace(program, kill=(dice.randrange(ranks), dice.randint(1, calls), dice.random() < 0.6))
         case 3 | 4:
-            return replace(program, fault=_fault(dice, calls))
+            return replace(program, fault=_fault(dice, calls, in_store))
         case 5:
             return replace(program, beside=dice.choice(("reader", "writer")))
         case 6:
@@ -205,7 +211,8 @@ class Oracle:
         self.machine = Machine(seed, ROOT)
         self.disk = self.machine.disk
         self.disk.orders_names = random.Random(f"{seed} disk").random() < 0.5
-        self.folder = Path(ROOT) / "run"
+        self.is_store = is_in_store(seed)
+        self.folder = f"{PROTOCOL}://store/run" if self.is_store else f"{ROOT}/run"
         self.attempts: dict[int, Attempt] = {}
         self.programs = 0
         self.is_damaged = False
@@ -230,8 +237,24 @@ class Oracle:
         ]
         return max(whole, default=(-1, 0))
 
-    def _names(self) -> list[str]:
-        return sorted(entry.name for entry in self.folder.iterdir()) if self.folder.exists() else []
+    def _names(self, folder: str = "") -> list[str]:
+        """The names in the folder of the run, or in one of its steps."""
+        if self.is_store:
+            prefix = f"store/run/{folder and f'{folder}/'}"
+            below = [path.removeprefix(prefix) for path in self.machine.store.objects if path.startswith(prefix)]
+            return sorted({path.partition("/")[0] for path in below})
+        place = Path(self.folder) / folder
+        return sorted(entry.name for entry in place.iterdir()) if place.exists() else []
+
+    def _read(self, name: str) -> bytes:
+        """The bytes of a file in the folder of the run.
+
+        Raises:
+            OSError, KeyError: it is not there.
+        """
+        if self.is_store:
+            return self.machine.store.objects[f"store/run/{name}"][0]
+        return (Path(self.folder) / name).read_bytes()
 
     def _note_removals(self, keep_last: int) -> None:
         """Note which saves are gone for a reason: so many later ones are there."""
@@ -290,7 +313,7 @@ class Oracle:
             )
             if not (task.error is None or isinstance(task.error, Killed | SystemExit) or ours):
                 raise Wrong(f"rank {task.process.rank} of {task.process.name}: {task.trace}")
-        if len(programs) == 1 and starts[0][0].result is not None:
+        if len(programs) == 1 and not self.is_store and starts[0][0].result is not None:
             self._refuse_leftovers(first, starts[0][0].result)
 
     def _rank(self, program: Program, counters: Sequence[int], rank: int) -> int | None:
@@ -400,9 +423,8 @@ class Oracle:
     def _attempt_in(self, name: str) -> Attempt | None:
         """The save of which a step is, by its manifest."""
         try:
-            manifest = json.loads((self.folder / name / "muonckpt.json").read_bytes())
-            return self.attempts[manifest["provenance"]["counter"]]
-        except FileNotFoundError:
+            return self.attempts[json.loads(self._read(f"{name}/muonckpt.json"))["provenance"]["counter"]]
+        except (OSError, KeyError):
             return None
 
     def _damage(self, event: Damage) -> None:
@@ -410,12 +432,12 @@ class Oracle:
         if not steps:
             return
         name = steps[event.step % len(steps)]
-        files = sorted((self.folder / name).glob("*.distcp"))
+        files = [file for file in self._names(name) if file.endswith(".distcp")]
         attempt = self._attempt_in(name)
         if attempt is None or not files:
             return
-        path = files[event.file % len(files)]
-        data = path.read_bytes()
+        file = f"{name}/{files[event.file % len(files)]}"
+        data, path = self._read(file), Path(self.folder) / file
         counter = next(counter for counter, each in self.attempts.items() if each is attempt)
         rows = [data.find(row.numpy().tobytes()) for row in _rows(counter)]
         places = [at for at in rows if at >= 0]
@@ -423,7 +445,9 @@ class Oracle:
         attempt.damaged = self.is_damaged = True
 
         def damage(rank: int) -> None:
-            if event.how == "lost":
+            if self.is_store:
+                self._damage_object(f"store/run/{file}", event.how if places else "cut", at)
+            elif event.how == "lost":
                 path.unlink()
             else:
                 handle = os.open(path, os.O_RDWR)
@@ -433,16 +457,21 @@ class Oracle:
                     os.ftruncate(handle, at)
                 os.fsync(handle)
                 os.close(handle)
-            handle = os.open(self.folder / name, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            if not self.is_store:
+                sync_directory(path.parent)
 
         self.machine.start("damage", 1, damage)
         self.machine.run()
 
+    def _damage_object(self, path: str, how: str, at: int) -> None:
+        store = self.machine.store
+        data, _ = store.objects.pop(path)
+        if how != "lost":
+            store.put(path, data[:at] + (bytes([data[at] ^ 1]) + data[at + 1 :] if how == "byte" else b""))
+
     def _verify(self, fault: Any = None, kill_at: int = 0, every: bool = True) -> None:
         """Verify steps; then what is recorded has to be true."""
-        if not self.folder.exists():
+        if not self._names():
             return
         machine, kills = self.machine, self.machine.kills
         machine.fault = Fault(*fault) if fault else None
@@ -464,7 +493,7 @@ class Oracle:
         if not every:
             return
         # The record.
-        [task] = machine.start("look", 1, lambda rank: look_at_folder(self.folder))
+        [task] = machine.start("look", 1, lambda rank: look_at_folder(location(self.folder)))
         machine.run()
         if task.error is not None:
             raise Wrong(f"look: {task.trace}")

@@ -82,7 +82,6 @@ class Machine:
         self.fault: Fault | None = None
         self.calls = self.kills = 0
         self.trace = hashlib.blake2b()
-        self.late: list[Callable[[], None]] = []
 
     @property
     def process(self) -> Process | None:
@@ -105,7 +104,7 @@ class Machine:
         process.calls += 1
         self.disk.now += 1000
         self.trace.update(f"{process.name} {process.rank} {kind} {place.removeprefix(self.disk.root)} ".encode())
-        self.trace.update(data)
+        self.trace.update(bytes(data).replace(self.disk.root.encode(), b""))  # which names this process
         if self.calls > MOST_CALLS:
             self.schedule.is_hung = True
         if process.calls == process.kill_at:
@@ -205,6 +204,14 @@ class Machine:
 
 current: Machine | None = None
 """The machine that runs now."""
+
+
+def _store() -> stores.Store:
+    assert current is not None
+    return current.store
+
+
+stores.Files.store = staticmethod(_store)  # type: ignore[assignment]
 
 _CALLS = (
     "open close pwrite posix_fallocate fsync fdatasync pread preadv rename replace link unlink remove mkdir rmdir stat "
