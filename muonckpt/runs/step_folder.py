@@ -70,11 +70,13 @@ class StepFolder:
                 step = self._look(name)
                 if not step.has_loss:
                     return Newest(name, faults, step.fault)
-                if self.exists(name):
-                    faults[name] = step.fault
-            # While we looked, one may have been published and another removed: then look again.
-            if self._names() == names:
-                return Newest(None, faults)
+                if not self.exists(name):
+                    break
+                faults[name] = step.fault
+            else:
+                if self._names() == names:
+                    return Newest(None, faults)
+            # While we looked, one was removed, for which a newer one may have been published: look again.
 
     def whole(self, step: int) -> StepName | None:
         """Find the last whole checkpoint of a step, without reading data.

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonckpt
 from muonckpt import ArgumentError, DamageError, DestinationError, MuonckptError, Series, SourceError
 from muonckpt.optimizer import Muon
+from muonckpt.runs import step_folder
 from muonckpt.runs.run_audit import verify_run
 from muonckpt.runs.step_folder import superfluous
 from muonckpt.store.io.location import location
@@ -446,6 +447,20 @@ def test_a_step_that_is_still_being_saved(tmp_path):
         series.async_save(2, state(2))
         series.save(2, state(3), replace=True)
     assert saving.path.endswith("step-00000001.2") and names(tmp_path) == ["step-00000001.2", "step-00000002.2"]
+
+
+def test_a_step_that_is_removed_while_it_is_looked_at_is_no_reason_for_an_older_one(tmp_path, monkeypatch):
+    for step in (0, 1):
+        Series(tmp_path).save(step, state(step))
+    look = step_folder.look_at_step
+
+    def look_late(*arguments):
+        monkeypatch.setattr(step_folder, "look_at_step", look)
+        Series(tmp_path, keep_last=1, keep_every=2).save(2, state(2))
+        return look(*arguments)
+
+    monkeypatch.setattr(step_folder, "look_at_step", look_late)
+    assert restored(Series(tmp_path)) == 2 and names(tmp_path) == ["step-00000000", "step-00000002"]
 
 
 def test_a_removal_that_fails_is_a_warning(tmp_path):

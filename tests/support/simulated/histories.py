@@ -24,8 +24,8 @@ from muonckpt.store.io.publish import sync_directory
 from muonckpt.store.verify.run import StepName, look_at_folder
 
 from . import world
-from .stores import PROTOCOL
 from .ranks import Killed
+from .stores import PROTOCOL
 from .world import KINDS, Fault, Machine
 
 ROWS = 6
@@ -484,11 +484,9 @@ class Oracle:
             raise Wrong(f"verify: {task.trace}")
         for verdict in task.result or ():
             attempt = self._attempt_in(verdict.step.name)
-            if (
-                attempt is not None
-                and verdict.is_whole == attempt.damaged
-                and not (was_struck and not verdict.is_whole)
-            ):
+            if attempt is None or not (attempt.acknowledged or attempt.damaged):
+                continue  # a store may keep a part of it
+            if verdict.is_whole == attempt.damaged and not (was_struck and not verdict.is_whole):
                 raise Wrong(f"false verdict of {verdict.step.name}: {verdict.sentence or verdict.step.state}")
         if not every:
             return
@@ -499,7 +497,9 @@ class Oracle:
             raise Wrong(f"look: {task.trace}")
         for step in task.result.steps:
             attempt = self._attempt_in(step.name)
-            if attempt is not None and step.verified is not None and step.verified.is_whole == attempt.damaged:
+            if attempt is None or step.verified is None or not (attempt.acknowledged or attempt.damaged):
+                continue
+            if step.verified.is_whole == attempt.damaged:
                 raise Wrong(f"false record of {step.name}: {step.verified}")
 
 

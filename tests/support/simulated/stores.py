@@ -1,4 +1,4 @@
-"""An object store in memory: puts are atomic, and the last request of a killed process may come late."""
+"""An object store in memory: puts are atomic, and a killed process's last deletion may come late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Store:
         except Killed:
             process = self.machine.process
             if process.calls == process.kill_at and self.machine.dice.random() < 0.7:
-                self.late.append(change)
+                if kind == "delete":
+                    self.late.append(change)
+                else:
+                    change()
             raise
         change()
 
