@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from ..checkpoint.training import Training
 from ..names.errors import MuonckptError, SourceError, warn_on_rank
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
+from ..store.io.location import entries_of, is_there, local_errors
 from .saved import check_saved
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -218,19 +220,25 @@ def last_whole(folder: str | os.PathLike[str]) -> str | None:
 
     Raises:
         SourceError: checkpoints were finished, and none is whole.
+        UnavailableError: the folder, or a newer checkpoint in it, cannot be read now.
     """
     faults: dict[Path, str] = {}
     is_finished = False
-    for place in sorted(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]"), key=_step_of, reverse=True):
+    names: list[str] = []
+    with suppress(FileNotFoundError):
+        names = [entry.name for entry in entries_of(Path(folder))]
+    places = [Path(folder, name) for name in fnmatch.filter(names, f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
+    for place in sorted(places, key=_step_of, reverse=True):
         try:
-            state = TrainerState.load_from_json(str(place / TRAINER_STATE_NAME))
+            with local_errors(place):
+                state = TrainerState.load_from_json(str(place / TRAINER_STATE_NAME))
         except (OSError, ValueError, TypeError) as error:  # the Trainer writes this file last
             faults[place] = f"{TRAINER_STATE_NAME}: {error}"
             continue
         is_finished = True
         record = state.stateful_callbacks.get(RECORD, {})
         ranks = record.get("ranks", 1)
-        missing = [f"rng_state_{rank}.pth" for rank in range(ranks) if not (place / f"rng_state_{rank}.pth").exists()]
+        missing = [f"rng_state_{rank}.pth" for rank in range(ranks) if not is_there(place / f"rng_state_{rank}.pth")]
         try:
             if record.get("step") != _step_of(place):
                 if ranks > 1 and missing:
