@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
@@ -241,7 +242,14 @@ class Watch(Callback):
 
 
 def accumulate(
-    rank: int, world: int, folder: str, steps: int, resume: str | None, saving: dict[str, Any], along: bool = False
+    rank: int,
+    world: int,
+    folder: str,
+    steps: int,
+    resume: str | None,
+    saving: dict[str, Any],
+    along: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """The page's module with gradient accumulation and validation: eight micro-batches and four steps an epoch."""
     with as_launched(rank, world), redirect_stdout(StringIO()) as told:
@@ -261,7 +269,7 @@ def accumulate(
             max_steps=steps,
             accumulate_grad_batches=2,
             val_check_interval=4,
-            callbacks=[watch, names["ModelCheckpoint"](folder, **saving)],
+            callbacks=[watch, *callbacks, names["ModelCheckpoint"](folder, **saving)],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -332,6 +340,19 @@ def test_a_run_begins_from_one_of_adamw_as_the_page_says(tmp_path):
     counts = "the state of 10 parameters goes on, that of 4 begins at zero; schedules are at their step 1"
     assert told.startswith(f"begun from {other}: 14 weights loaded; {counts}"), told
     assert rates == pytest.approx([0.7**3 * 3e-3, 0.7**3 * 0.02])
+
+
+class SettleAlone(Callback):
+    """Has one rank end its saves before each micro-batch, as the teardown of a rank that has failed does."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.strategy.global_rank == 1:
+            trainer.strategy.settle()
+
+
+def test_a_rank_settles_its_saves_without_the_others(tmp_path):
+    run(2, accumulate, str(tmp_path), 8, None, TWICE["best"], True, [SettleAlone()])
+    assert muonckpt.open(tmp_path / "best.ckpt").provenance["step"] == 8
 
 
 def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, str]:
