@@ -258,10 +258,11 @@ def rules_to_try(options: Mapping[str, Any], method: str) -> list[UpdateRule]:
     base = UpdateRule(method if method in ("muon", "normuon") else "muon", mu)
     flags = (bool(options["nesterov"]), not options["nesterov"]) if "nesterov" in options else (True, False)
     sets = []
-    if "ns" in options:
+    if "ns_coefficients" in options:
         steps = int(options.get("ns_steps") or 5)
-        name = options["ns"] if isinstance(options["ns"], str) else "recorded"
-        sets.append((name, coefficient_set(options["ns"]), steps))
+        recorded = options["ns_coefficients"]
+        name = recorded if isinstance(recorded, str) else "recorded"
+        sets.append((name, coefficient_set(recorded), steps))
     for name, published in COEFFICIENTS.items():
         sets += [(name, published, steps) for steps in _STEPS.get(name, (5, 6))]
     # A recorded set of numbers may be a published one.

@@ -393,7 +393,7 @@ def _contradictions(
     mu = options.get("momentum")
     if isinstance(mu, int | float) and verdict.momenta and not verdict.momenta[0] <= mu <= verdict.momenta[1]:
         yield f"momentum was {_range(verdict.momenta)}; recorded: {mu:g}"
-    recorded_scale, lr = options.get("scale"), options.get("lr")
+    recorded_scale, lr = options.get("adjust_lr_fn"), options.get("lr")
     if recorded_scale in FACTORS and not any(rule.split(" of ")[0] == recorded_scale for rule in verdict.scales):
         factors = ", ".join(f"{rate / lr:.4g} for {shape}" for shape, rate in verdict.rates.items()) if lr else ""
         said = f"as {listed(verdict.scales)}" if verdict.scales else "as no known rule"
@@ -403,7 +403,7 @@ def _contradictions(
         yield f"weight decay was {best.decay / lr:.3g}; recorded: {decay:g}"
     # A recorded set may do the same as the one that fits, so bits of coefficients are not compared.
     recorded_rule = rules_to_try(options, best.rule.method)[0]
-    if "ns" in options and not any(
+    if "ns_coefficients" in options and not any(
         (rule.coefficients, rule.steps) == (recorded_rule.coefficients, recorded_rule.steps) for rule in verdict.rules
     ):
         said = f"{recorded_rule.steps} steps of {recorded_rule.name}"
