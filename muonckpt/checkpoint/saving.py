@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..algebra.box import Index
 from ..algebra.fingerprint import box_shares
-from ..names.errors import ArgumentError, DestinationError, unwritable
+from ..names.errors import ArgumentError, DestinationError, LostRankError, unwritable
 from ..names.version import PROGRAM
 from ..record import json_fields
 from ..store.formats import native
@@ -154,6 +154,7 @@ class JointSave:
     @gc_paused()
     def run(self, state: Callable[[], LiveState]) -> None:
         """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
+        is_rank_lost = False
         try:
             # All ranks agree on who writes what, and where, before any of them writes.
             live, plan, staged = self._agree(state)
@@ -171,10 +172,13 @@ class JointSave:
                 write,
                 lambda receipts: self._publish(plan, staged, receipts),
             )
+        except LostRankError:  # those that live may be writing still
+            is_rank_lost = True
+            raise
         finally:
             # A failed save leaves nothing behind, whatever ended it.
             if self._staging is not None:
-                self._staging.close()
+                self._staging.close(is_rank_lost)
 
     def _agree(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
         """Return what this rank has, the plan for it, kept by all ranks or new, and where they write."""

@@ -107,9 +107,14 @@ class Staging:
                     "or run sync and verify it"
                 ) from error
 
-    def close(self) -> None:
-        """Remove the unpublished, and unlock the others."""
-        if not self._has_moved:
+    def close(self, others_write: bool = False) -> None:
+        """Remove the unpublished, and unlock the others.
+
+        Args:
+            others_write: whether other processes may still write there.  A store does not refuse that, so its claim
+                stays, without which their objects would look like a damaged checkpoint.
+        """
+        if not self._has_moved and not (others_write and isinstance(self.place, Remote)):
             discard(self.place)
         if self._lock is not None:
             os.close(self._lock)
