@@ -102,17 +102,21 @@ def test_where_the_items_beside_a_file_cannot_be_synced_nothing_is_left(unsynced
 
 
 def test_every_folder_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monkeypatch):
-    honest, synced = publish.sync_directory, list[str]()
+    honest, synced, parents = publish.sync_directory, list[str](), []
 
     def sync_directory(path):
+        if not path.is_relative_to(tmp_path):
+            parents.append(path)
+            return honest(path)
         synced.append(str(path.relative_to(tmp_path)).partition(".tmp")[2])
         assert (tmp_path / "new").exists() == (path == tmp_path)
-        honest(path)
+        return honest(path)
 
     monkeypatch.setattr(publish, "sync_directory", sync_directory)
     muonckpt.convert(golden("deepspeed_bf16") / "global_step3", tmp_path / "new", to_dialect="deepspeed")
     folders = [path for path in (tmp_path / "new").rglob("*") if path.is_dir()]
     assert {*synced} == {"", *(f"/{path.relative_to(tmp_path / 'new')}" for path in folders)} and len(folders) > 5
+    assert parents == [tmp_path.parent], "a process may have been killed between making the folder and syncing this"
 
 
 @pytest.mark.parametrize("has_exchange", [True, False])

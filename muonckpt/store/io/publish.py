@@ -217,9 +217,15 @@ def refuse_existing(destination: Location) -> None:
 
 
 def make_parents(place: Location) -> None:
-    """Make the missing directories above a place, each on disk before anything is made in it."""
+    """Make the missing directories above a place, each on disk before anything is made in it.
+
+    A process may have been killed between making the last existing one and syncing its parent, so that is synced, too.
+    """
     if isinstance(place, Path):
         missing = [folder for folder in place.parents if not is_there(folder)]
+        existing = (missing[-1] if missing else place).parent
+        with suppress(PermissionError):  # a parent that this user cannot read was not made by such a process
+            sync_directory(existing.parent)
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             sync_directory(folder.parent)
