@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from support import workers
 
@@ -55,6 +58,29 @@ def printed(folder: Path, *command: object, timeout: float = 120) -> str:
         [(code, out, err)] = started.ended([0])
     assert code == 0, err[-6000:]
     return out
+
+
+def alone(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+    """What a function at the top of a module returns in a process of its own, in which no other test has run."""
+    receiver, sender = workers.context().Pipe(duplex=False)
+    process = workers.context().Process(target=_send, args=(sender, function, args), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        assert receiver.poll(timeout), f"{function.__name__} has not ended within {timeout:.0f} s"
+        result, error = receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert not error, error
+    return result
+
+
+def _send(sender: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        sender.send((function(*args), ""))
+    except BaseException:
+        sender.send((None, traceback.format_exc()))
 
 
 def _run(words: list[str], variables: dict[str, str], out: str, err: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import alone
 from support.simulated import world
 from support.simulated.histories import ROOT, drawn, fault_of, shrunk, traced
 from support.trials import SEED, count, tally
@@ -20,36 +22,52 @@ from muonckpt.runs.step_folder import DESCRIPTIONS, StepFolder
 from muonckpt.store.io import new_file, publish
 from muonckpt.store.verify.run import StepName
 
+MOST = 2000
+"""Histories within which a planted defect is found."""
 
-@pytest.fixture(autouse=True)
+PORTION = 300
+"""Histories of one process."""
+
+
+@contextmanager
 def simulation() -> Iterator[None]:
+    """Calls of the system go to the simulation: in a process without other threads, whose calls would go there, too."""
     with world.intercepted():
         yield
     shutil.rmtree(ROOT)
 
 
-def told(seed: str) -> str | None:
-    """What is wrong with a history, with the fewest events that show it."""
-    events = drawn(seed)
-    fault = fault_of(seed, events)
-    return fault and f"{fault}\n" + "\n".join(map(str, shrunk(seed, events)))
+def tried(seeds: list[str]) -> list[str | None]:
+    """What is wrong with each history, with the fewest events that show it."""
+    faults = []
+    with simulation():
+        for seed in seeds:
+            events = drawn(seed)
+            fault = fault_of(seed, events)
+            faults.append(fault and f"{fault}\n" + "\n".join(map(str, shrunk(seed, events))))
+    return faults
 
 
 def test_no_history_loses_or_mixes_anything():
+    seeds = [f"{SEED} {number}" for number in range(count(300, 10_000))]
     with tally("histories from one seed") as row:
-        for number in range(count(300, 10_000)):
-            seed = f"{SEED} {number}"
-            row.add(seed, told(seed))
+        for number in range(0, len(seeds), PORTION):
+            portion = seeds[number : number + PORTION]
+            for seed, fault in zip(portion, alone(tried, portion, timeout=1800), strict=True):
+                row.add(seed, fault)
+
+
+def traces(seeds: list[str]) -> list[Any]:
+    with simulation():
+        return [traced(seed) for seed in seeds]
 
 
 def test_one_seed_is_one_history():
-    for number in range(10):
-        assert traced(str(number)) == traced(str(number))
+    seeds = [str(number) for number in range(10)]
+    assert alone(traces, seeds, timeout=600) == alone(traces, seeds, timeout=600)
 
 
 # --- defects put in on purpose ----------------------------------------------------------------------------------------
-
-MOST = 2000
 
 
 def unsynced_folders(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +131,9 @@ def existence_that_swallows_errors(patch: pytest.MonkeyPatch) -> None:
 
 def lock_left(patch: pytest.MonkeyPatch) -> None:
     close = publish.Staging.close
-    patch.setattr(publish.Staging, "close", lambda staging: close(staging) if staging._has_moved else None)
+    patch.setattr(
+        publish.Staging, "close", lambda staging, *args: close(staging, *args) if staging._has_moved else None
+    )
 
 
 def step_number_used_twice(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +158,8 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
 
     def visible(staging: Any, destination: Any, file: str = "") -> None:
         begin(staging, destination, file)
-        staging.place = staging.place.rename(destination.with_name(f"{destination.name.partition('.')[0]}.99"))
+        if isinstance(staging.place, Path):
+            staging.place = staging.place.rename(destination.with_name(f"{destination.name.partition('.')[0]}.99"))
 
     patch.setattr(publish.Staging, "__init__", visible)
 
@@ -158,11 +179,18 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
         temporary_folder_taken_for_a_step,
     ],
 )
-def test_a_planted_defect_is_found(plant, monkeypatch):
-    plant(monkeypatch)
-    for number in range(MOST):
-        seed = f"planted {number}"
-        if fault := fault_of(seed, drawn(seed)):
-            print(number, fault)
-            return
-    pytest.fail(f"{plant.__name__} is not found within {MOST} histories")
+def test_a_planted_defect_is_found(plant):
+    number, fault = alone(found, plant, timeout=1800)
+    assert fault, f"{plant.__name__} is not found within {MOST} histories"
+    print(number, fault)
+
+
+def found(plant: Callable[[pytest.MonkeyPatch], None]) -> tuple[int, str | None]:
+    """The number of the first history that shows a defect, and its fault."""
+    with simulation(), pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        for number in range(MOST):
+            seed = f"planted {number}"
+            if fault := fault_of(seed, drawn(seed)):
+                return number, fault
+    return MOST, None
