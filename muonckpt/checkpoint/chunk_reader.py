@@ -1,7 +1,7 @@
 """Reading a rank's ranges of a checkpoint's chunks to where they belong, and checking them on the way.
 
-Bytes that lie in a target as they lie in the file are read there, and checked while they are in the processor's cache.
-All others pass through one staging buffer.  Every chunk of which something is read is compared with its digest by each
+Bytes with the same order in target and file are read into the target, and checked while in the processor's cache.
+All others pass through one staging buffer.  Every chunk that is read, even in part, is compared with its digest by each
 rank that reads all of it; or, where ranks read parts, with its CRC-32, which follows from those of the parts.
 """
 
@@ -65,10 +65,10 @@ class _Read(NamedTuple):
     """A range of a chunk that this rank reads.
 
     Attributes:
-        tensor: with located chunks, of which this one is ``chunks[number]``.
+        tensor: with located chunks; this one is ``chunks[number]``.
         boxes: of its elements in the tensor, if they are sent.
         file, offset, length: its bytes.
-        digest, crc32: the xxh3-128 of these bytes, and the CRC-32 of all of the chunk, where they are recorded.
+        digest, crc32: the xxh3-128 of the bytes, and the CRC-32 of all of the chunk, where they are recorded.
         order: the dims of a chunk that is not row-major, from the outermost in the file on.
         item: all bytes under the one checksum of a chunk that has none of its own, or shares it.
     """
@@ -187,7 +187,7 @@ class ChunkReader:
         if has_closed_items:
             chunks = [reading.chunks_of(self._place) for _, reading in readings]
             located = self._checkpoint.locate(with_chunks(located, chunks))
-        # Tensors mostly share their columns, of which all rows are looked at together.
+        # Tensors mostly share their columns; all rows are looked at together.
         ranges_by_columns: defaultdict[int, list[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]]
         ranges_by_columns = defaultdict(list)
         for number, tensor in enumerate(located):
@@ -376,7 +376,7 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
         is_one = len(ranges) == len({part.start for part in parts})
         if is_one and (total.reached, total.crc32) == (payload_of(tensor, chunk).length, chunk.crc32):
             continue
-        # Read it here, to find out what is wrong.
+        # Read it here, to find the fault.
         readers = listed(sorted({ranks[part.place] for part in parts}), 8)
         try:
             check_chunk(checkpoint.payloads, tensor, chunk)
@@ -518,7 +518,7 @@ def _runs(read: _Read, targets: Sequence[_Target], kept: Tensor) -> tuple[list[_
         low, high = _flat_range(target.box, read.stored_shape)
         first, last = max(low, start), min(high, stop)
         is_run = high - low == target.box.numel and (last - first) * size >= _MIN_DIRECT_BYTES
-        # What is sent is in one memory; otherwise runs follow one another.
+        # Sent bytes are in one memory; otherwise runs follow one another.
         is_free = (first, last) == (start, stop) if read.boxes else not runs or runs[-1].stop <= first
         if is_run and is_free and not (read.boxes and runs) and _is_plain(target.elements):
             memory = target.elements.reshape(-1)[first - low : last - low].view(torch.uint8)
@@ -527,7 +527,7 @@ def _runs(read: _Read, targets: Sequence[_Target], kept: Tensor) -> tuple[list[_
             copied.append(target)
     if read.boxes and not runs:
         return [_Run(start, stop, kept, False)], copied
-    # What lies between runs passes through the staging buffer.
+    # Bytes between runs pass through the staging buffer.
     filled, reached = list[_Run](), start
     for run in (*runs, _Run(stop, stop, None, False)):
         if reached < run.start:

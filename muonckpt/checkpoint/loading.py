@@ -110,7 +110,7 @@ class LoadCall:
 
     @property
     def arguments(self) -> Mapping[str, object]:
-        """Those that have to be the same on all ranks."""
+        """The arguments that must be the same on all ranks."""
         return {
             "path": str(self.place),
             **self.checked_choices.as_arguments(),
@@ -149,7 +149,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A rank's question to the first one; ``devices`` are the types of those that have its tensors.
+    """A rank's question to the first one; ``devices`` are the types of its tensors' devices.
 
     Attributes:
         outline_digest: of the checkpoint as it sees it.
@@ -184,12 +184,12 @@ class _Agreement:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the coordinator alone knows.
+    """The facts that only the coordinator knows.
 
     Attributes:
-        sources: keys of tensors of the checkpoint by those that all ranks know them under.
-        unloaded_keys: keys of the checkpoint that ``allow_extra`` leaves there.
-        initialised_keys, grown_keys: keys of weights that the checkpoint lacks, and of tensors of which it lacks rows.
+        sources: keys of tensors of the checkpoint by those that all ranks know them under. unloaded_keys: keys of the
+        checkpoint that ``allow_extra`` leaves there. initialised_keys, grown_keys: keys of weights that the checkpoint
+        lacks, and of tensors whose rows it lacks in part.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class _Prepared:
     Attributes:
         transfers: of the rounds.
         raw_items: items that are not tensors, by keys of the checkpoint.
-        targets: the tensors of this rank, by the keys of the checkpoint of which they are filled.
+        targets: the tensors of this rank, by the keys of the checkpoint that fill them.
     """
 
     plan: ReadingPlan
@@ -234,7 +234,7 @@ class Loaded:
 
     @property
     def state(self) -> LoadedState:
-        """What was loaded; the recorded fingerprints of tensors are on the coordinator."""
+        """The loaded state; the recorded fingerprints of tensors are on the coordinator."""
         checkpoint, known, matching = self.asked.checkpoint, self.known, self.asked.matching
         tensors = checkpoint.tensors
         stored = {key: tensors[source] for key, source in known.sources.items() if source in tensors}
@@ -396,7 +396,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     matching, report = judge([question.request for question in ranks], stored, call.checked_choices)
     if not matching.fits:
         raise SourceError(asked.refusal(matching))
-    # What is left, and under which keys all ranks know what is loaded.
+    # Drop the rest; all ranks know the loaded state by the same keys.
     claimed = matching.covered_keys.union(*(question.request.matching.sources.values() for question in ranks))
     unloaded_keys = sorted(
         key
@@ -407,7 +407,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     )
     sources = joint_sources([(question.boxes, question.request.matching) for question in ranks])
     known = _Known(sources, unloaded_keys, report.kept, sorted(matching.rows))
-    # What all ranks ask for; an object store is no cache that ranks share.
+    # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
     request = JointRequest.of([(question.boxes, question.request.matching.sources) for question in ranks])
     devices = frozenset[str]().union(*(question.devices for question in ranks))
@@ -428,7 +428,7 @@ def _seen(call: LoadCall, work: Callable[[], T]) -> T:
     """Return what ``work`` does, and tell files that this rank does not see from those that may be lost.
 
     Raises:
-        UnseenError: this rank does not see a file, of which the first one has to say whether it is there.
+        UnseenError: this rank does not see a file; the first rank finds whether it is there.
     """
     try:
         return work()

@@ -1,9 +1,9 @@
-"""Which rank reads which bytes of a checkpoint, and what ranks send each other of it.
+"""The plan of a load: the bytes that each rank reads, and those that ranks send each other.
 
 The requests of the ranks cut each chunk into ranges of its elements.  Ranks of one machine share its page cache, so
-each of them reads the ranges that it asks for, and sends nothing.  What several machines ask for is divided among them,
-and each sends its part to the others.  The plan follows from the outline, the requests and the machines: every rank
-derives the same one.
+each of them reads the ranges that it needs, and sends nothing.  Ranges that several machines need are divided among
+them, and each sends its part to the others.  The plan follows from the outline, the requests and the machines: every
+rank derives the same one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class JointRequest:
 
 
 class ChunkUnits:
-    """Which chunks can be read in parts: those whose checksum follows from those of the parts, or that have none.
+    """The chunks that can be read in parts: their checksum follows from those of the parts, or they have none.
 
     One rank reads all of any other chunk, together with all chunks of its item where they share that.
 
@@ -157,7 +157,7 @@ class ChunkUnits:
         return tuple(divisible.tolist())
 
     def shared_items(self, tensor: StateRecord) -> Mapping[int, Extent]:
-        """Return the items that chunks share with others, by the numbers of these chunks."""
+        """Return the items that chunks share with others, by the numbers of the chunks."""
         first = self._rows[tensor.key]
         numbers = np.flatnonzero(self._is_shared[first : first + len(tensor.chunks)]).tolist()
         return {number: tensor.chunks[number].item for number in numbers}
@@ -184,7 +184,7 @@ class TensorReading:
     kept_elements: NDArray[np.int64]
 
     def chunks_of(self, reader: int) -> Sequence[int]:
-        """Return the numbers of the chunks of which a rank reads something, ascending."""
+        """Return the numbers of the chunks that a rank reads, even in part, ascending."""
         return sorted({self.ranges[number].chunk for number in self.numbers_by_reader[reader]})
 
 
@@ -267,7 +267,7 @@ def _by_home(places: Sequence[int], homes: Sequence[int]) -> Mapping[int, tuple[
 
 
 class _Need(NamedTuple):
-    """A rank's need of ``numel`` elements of a chunk: they lie in ``start:stop``, whole rows of the first dim cut."""
+    """A rank's need of ``numel`` elements of a chunk: within ``start:stop``, in whole rows of the first dim cut."""
 
     start: int
     stop: int
@@ -295,7 +295,7 @@ class _Planner:
     def readings(
         self, tensors: Sequence[StateRecord], request: JointRequest
     ) -> Iterator[tuple[StateRecord, TensorReading]]:
-        """Yield how ranks read the tensors that are asked for: one reading each, or several where memory is short."""
+        """Yield how ranks read the requested tensors: one reading each, or several where memory is short."""
         geometries: dict[object, tuple[_Needs, tuple[TensorReading, ...]]] = {}
         num_turns = bytes_in_turn = 0
         for tensor in tensors:
@@ -354,7 +354,7 @@ class _Planner:
     def _divide(
         self, chunk: int, box: Box, needs: Sequence[_Need], homes: Sequence[int], size: int, turn: int
     ) -> Iterator[ChunkRange]:
-        """Yield ranges that tile a chunk: what nobody needs is read as well, for the checksum of the chunk."""
+        """Yield ranges that tile a chunk: unneeded ranges are read as well, for the checksum of the chunk."""
         changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for need in needs:
             changes[need.start][need.place] += 1
@@ -368,7 +368,7 @@ class _Planner:
             if not by_home:
                 yield ChunkRange(chunk, start, stop, readers[:1], False, False)
                 continue
-            # Homes take equal pieces of whole rows, unless rows are longer; what is sent has to fit into memory.
+            # Homes take equal pieces of whole rows, unless rows are longer; sent bytes must fit into memory.
             count, is_sent = 1, len(by_home) > 1
             if is_sent:
                 length = (stop - start) * size
@@ -386,7 +386,7 @@ class _Planner:
     def _readings_of(
         self, tensor: StateRecord, requests: Sequence[AskedTensor], ranges: Sequence[ChunkRange]
     ) -> Iterator[TensorReading]:
-        """Yield the readings of a tensor, in each of which no rank keeps too much, with the copies of what is sent."""
+        """Yield the readings of a tensor, each small enough for every rank, with the copies of the sent parts."""
         parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
         number_of_part: Counter[int] = Counter()
         bytes_in_part: Counter[int] = Counter()
