@@ -70,7 +70,7 @@ class Numbers:
 
 @contextmanager
 def fake_world(ranks: int, rank: int) -> Iterator[None]:
-    """A process group of which this process is one rank; the others are not there, and nobody waits for them."""
+    """A process group of which this process is one rank; the others are not there, and it waits for none."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield

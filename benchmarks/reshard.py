@@ -151,7 +151,7 @@ def _copy_ranges(job, file, to: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Give the pages of a directory's files back, as far as nobody has them mapped."""
+    """Give the pages of a directory's files back, as far as no process has them mapped."""
     for file in folder.iterdir():
         handle = os.open(file, os.O_RDONLY)
         os.fsync(handle)

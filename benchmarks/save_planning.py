@@ -29,8 +29,8 @@ from muonckpt.checkpoint.live_state import LiveState
 from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
 from muonckpt.store.io.location import location
 
-PROGRAMS = ("dcp", "anew", "later")
-"""Plain DCP; muonckpt when it plans anew, and when the ranks have agreed on a plan before."""
+PROGRAMS = ("dcp", "again", "later")
+"""Plain DCP; muonckpt when it plans again, and when the ranks have agreed on a plan before."""
 
 Seconds = tuple[float, float]
 """Of a rank: planning, and the whole."""
@@ -94,7 +94,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     gc.disable()
-    print(f"{describe()}; {count} alternating round{'s' * (count > 1)}; DCP / planned anew / later saves\n")
+    print(f"{describe()}; {count} alternating round{'s' * (count > 1)}; DCP / planned again / later saves\n")
     print(
         "| tensors | ranks | coordinator, planning ms | to DCP | coordinator, whole ms | to DCP | another rank, whole "
         "ms | KB exchanged |"

@@ -2,7 +2,7 @@
 
 Gradients are added up in float64 (`sharding.shard`), where a sum of a few float32 numbers is exact, so its order does
 not matter and the run that goes on on 2 ranks must be the run on 4 ranks, bit for bit, with the experts split over the
-two or not.  That claim is measured too: the 2-rank run is repeated with the batch dealt to the ranks in another order,
+two or not.  That claim is measured too: the 2-rank run is repeated with the batch given to the ranks in another order,
 and only as much difference as that makes is allowed.  As a control, a run whose momentum, an average, is
 as large as the sum that other programs keep must be visibly another run, and learn less.
 
@@ -51,20 +51,20 @@ class Continuation:
     Attributes:
         ep: so many of them share the experts.
         deal: rotates the rows of the batch.
-        misread: as if the momentum, taken for an average, were a sum, which is larger by ``1 / (1 - momentum)``.
+        wrong: as if the momentum, taken for an average, were a sum, which is larger by ``1 / (1 - momentum)``.
     """
 
     label: str
     ep: int = 1
     deal: int = 0
-    misread: bool = False
+    wrong: bool = False
 
 
 CONTINUATIONS = {
     "resumed": Continuation("resumed on 2 ranks, ep=1 fsdp=2"),
     "split": Continuation("resumed on 2 ranks, ep=2 fsdp=1", ep=2),
-    "dealt": Continuation("  batch dealt in another order", deal=2),
-    "misread": Continuation("  control: sum read as ema", misread=True),
+    "reordered": Continuation("  batch in another order", deal=2),
+    "wrong": Continuation("  control: sum read as ema", wrong=True),
 }
 
 
@@ -118,7 +118,7 @@ def resumed() -> None:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         loaded = time.perf_counter() - begin
         prints = momentum_fingerprints(state)
-        if continuation.misread:
+        if continuation.wrong:
             for group in optimizer.param_groups:
                 for parameter in group["params"] if group["algorithm"] == "muon" else ():
                     optimizer.state[parameter]["momentum_buffer"] /= 1 - group["momentum"]
@@ -190,7 +190,10 @@ def main() -> int:
     verify_seconds = muonckpt_command("verify", "four")
     reshard_seconds = muonckpt_command("reshard", "four", "two", "--mesh", "dp=2")
     muonckpt_command("verify", "two")
-    print("\nresuming on 2 ranks: ep=1; ep=2; with the batch dealt otherwise; with the momentum misread …", flush=True)
+    print(
+        "\nresuming on 2 ranks: ep=1; ep=2; with the batch in another order; with the momentum misinterpreted …",
+        flush=True,
+    )
     on_ranks(2, resumed)
 
     runs = {name: Outcome.load(OUT / f"{name}.pt") for name in ("reference", *CONTINUATIONS)}
@@ -205,15 +208,15 @@ def draw(runs: dict[str, Outcome]) -> None:
         CHART,
         chart.Curve("4 ranks (ep=2 fsdp=2), uninterrupted", runs["reference"].losses),
         chart.Curve("resumed on 2 ranks (ep=1 fsdp=2)", runs["resumed"].losses, SAVE_AT),
-        chart.Curve("resumed with a sum read as an average", runs["misread"].losses, SAVE_AT),
+        chart.Curve("resumed with a sum read as an average", runs["wrong"].losses, SAVE_AT),
         title=f"Saved on 4 ranks at step {SAVE_AT}, resharded offline, resumed on 2",
     )
 
 
 def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: float) -> bool:
     """Print the tables and the verdict."""
-    saved, loaded, split, misread = (runs[name] for name in ("reference", "resumed", "split", "misread"))
-    show_losses({"4 ranks": saved, "2, ep=1": loaded, "2, ep=2": split, "misread": misread}, SAVE_AT, LAST)
+    saved, loaded, split, wrong = (runs[name] for name in ("reference", "resumed", "split", "wrong"))
+    show_losses({"4 ranks": saved, "2, ep=1": loaded, "2, ep=2": split, "wrong": wrong}, SAVE_AT, LAST)
     distances = {name: Distance.between(runs[name], saved) for name in CONTINUATIONS}
     show_distances({continuation.label: distances[name] for name, continuation in CONTINUATIONS.items()})
     same_momentum = show_fingerprints(
@@ -230,7 +233,7 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
         f"load {loaded.io_seconds:.2f} s; checkpoint {size_of(OUT / 'four'):,} bytes in 4 files, "
         f"{size_of(OUT / 'two'):,} in 2; training {saved.train_seconds / LAST:.2f} s a step on 4 ranks\n"
     )
-    order, worst = distances["dealt"], max(distances["resumed"].parameters, distances["split"].parameters)
+    order, worst = distances["reordered"], max(distances["resumed"].parameters, distances["split"].parameters)
     return print_checks(
         {
             "every momentum has one fingerprint: on 4 ranks, in both checkpoints, in memory on 2 ranks": (
@@ -239,9 +242,9 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
             f"2 ranks differ from 4 by no more than the order of reduction makes ({order.parameters:.3g})": (
                 distances["resumed"].within(order) and distances["split"].within(order)
             ),
-            "with its momentum misread the run is visibly another one, and learns less": (
-                distances["misread"].parameters > 1000 * max(worst, 1e-6)
-                and sum(misread.losses) > sum(saved.losses[SAVE_AT:])
+            "with its momentum misinterpreted the run is visibly another one, and learns less": (
+                distances["wrong"].parameters > 1000 * max(worst, 1e-6)
+                and sum(wrong.losses) > sum(saved.losses[SAVE_AT:])
             ),
         }
     )

@@ -2,7 +2,7 @@
 
 Grouped-query attention with one fused qkv projection (unequal query, key and value rows), a fused gate/up
 pair, and a mixture-of-experts layer whose expert weights are three-dimensional. The model itself says, in
-`weights()`, what each of its parameters is, so that nobody has to guess it from a name.
+`weights()`, the kind of each parameter, which its name need not show.
 """
 
 from __future__ import annotations

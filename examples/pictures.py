@@ -85,7 +85,7 @@ def pictures(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(folder: str, killed_at: int = STEPS) -> float:
-    """Train to the last step, from the last checkpoint; return the share of unseen pictures that are told apart."""
+    """Train to the last step, from the last checkpoint; return the share of unseen pictures classified right."""
     torch.manual_seed(0)  # the same weights on every rank
     model = Network()
     for module in (*model.fine, *model.coarse, model):

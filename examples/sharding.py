@@ -1,6 +1,6 @@
 """Expert parallelism and FSDP2 for the demo's model: which rank holds what, and how tokens and gradients travel.
 
-A mesh of EP x FSDP ranks holds the experts: whole experts are dealt out over "ep", the rows of each over "fsdp".
+A mesh of EP x FSDP ranks holds the experts: whole experts are divided over "ep", the rows of each over "fsdp".
 Everything else is sharded by rows over all ranks, one unit per block and one for the rest.
 """
 

@@ -10,7 +10,7 @@ function findingsSection(look) {
   const symptoms = DATA.inspection.symptoms.filter((found) => !DATA.lost.told.includes(found.kind));
   const health = DATA.stats ? DATA.stats.health : [];
   const said = [];
-  if (!symptoms.length) said.push(`Nothing ${DATA.verdict.sentence ? "else " : ""}looks sick in the metadata.`);
+  if (!symptoms.length) said.push(`Nothing ${DATA.verdict.sentence ? "else " : ""}looks suspicious in the metadata.`);
   if (!DATA.stats) said.push("The numbers were not measured, so nothing is said of them (--stats none).");
   else if (!health.length && MEASURED.length) said.push(`Nothing is odd in the numbers of ${count(MEASURED.length, "tensor")}.`);
   const leftOut = DATA.stats ? DATA.stats.left_out.length : 0;

@@ -106,7 +106,7 @@ function findingsOfRun() {
     listed.length
       ? listed.map(([step, found], n) => el("details", { open: n === listed.length - 1 }, el("summary", {}, el("span", { class: "mono" }, step.name), ": " + count(found.length, "finding")),
         el("ul", { class: "findings" }, found.map((one) => finding(one, one.names, one.means, null)))))
-      : el("p", { class: "muted" }, (STEPS.some((_, i) => isOddStep(i)) ? "Besides what is not whole, nothing" : "Nothing") + " looks sick in the metadata" + (DATA.measured === "none" ? ". The numbers were not measured (--stats none)." : ", and nothing is odd in the numbers.")),
+      : el("p", { class: "muted" }, (STEPS.some((_, i) => isOddStep(i)) ? "Apart from steps that are not whole, nothing" : "Nothing") + " looks suspicious in the metadata" + (DATA.measured === "none" ? ". The numbers were not measured (--stats none)." : ", and nothing is odd in the numbers.")),
     changed.length ? el("details", {}, el("summary", {}, "What changed between steps, besides elements: " + count(changed.length)),
       el("ul", {}, changed.map((change) => el("li", {}, el("span", { class: "mono" }, change.since + " \u2192 " + change.name), ": " + change.lines.join("; "))))) : null);
 }

@@ -83,7 +83,7 @@ function picture(tensor, shards) {
     return (x, y) => {
       const [column, row] = [((x - 1) / w) * columns, ((y - 1) / h) * rows];
       const found = shards.filter((s) => s.lo[across] <= column && column < s.hi[across] && (down === null || (s.lo[down] <= row && row < s.hi[down])));
-      return found.length && y <= h ? { title: found[0].holder < 0 ? "nobody" : holderName(found[0].holder), lines: found.slice(0, 6).map((s) => (s.holder < 0 ? boxInWords(s) + " \u2014 lost: no file has it" : shardInWords(s))) } : null;
+      return found.length && y <= h ? { title: found[0].holder < 0 ? "no rank" : holderName(found[0].holder), lines: found.slice(0, 6).map((s) => (s.holder < 0 ? boxInWords(s) + " \u2014 lost: no file has it" : shardInWords(s))) } : null;
     };
   };
   return chart({ title: label, label, height: down === null ? 40 : 150, draw });

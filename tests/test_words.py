@@ -1,0 +1,46 @@
+"""The words of CONTRIBUTING's table stand nowhere that a user or a contributor reads."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("muonckpt", "optimizer", "converters", "cli", "examples", "benchmarks")
+TABLE = re.search(r"\| instead of \| write \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "CONTRIBUTING.md").read_text())
+assert TABLE
+REPLACED = [word for row in TABLE[1].splitlines() for word in row.split("|")[1].strip().split(", ")]
+PATTERN = re.compile(rf"\b({'|'.join(REPLACED)})(s|ed|ing)?\b", re.IGNORECASE)
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield comments and strings of several words of a module, or the paragraphs of a page, with their lines."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        pages = re.sub(r"```.*?```|`[^`\n]+`", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
+        yield from enumerate(pages.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def replaced_in(path: Path) -> list[str]:
+    return [f"{path.name}:{line}: {found[0]}" for line, text in prose_of(path) for found in PATTERN.finditer(text)]
+
+
+def test_words_of_our_own_are_written_as_the_field_does():
+    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    assert len(modules) > 200 and len(pages) > 40
+    assert [found for path in [*modules, *pages] for found in replaced_in(path)] == []
+
+
+def test_a_word_is_found_in_every_kind_of_prose(tmp_path):
+    (tmp_path / "a.py").write_text('"""Built anew."""\n# nobody waits\nx = "nobody"\ny = f"the rest is mended"\n')
+    (tmp_path / "b.md").write_text("`dealt` is a key.\n\n```\nanew\n```\nIt is told by\nSick.\n")
+    assert replaced_in(tmp_path / "a.py") == ["a.py:1: anew", "a.py:2: nobody", "a.py:4: mended"]
+    assert replaced_in(tmp_path / "b.md") == ["b.md:6: is told", "b.md:7: Sick"]
