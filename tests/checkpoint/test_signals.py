@@ -281,7 +281,7 @@ def test_series_that_are_closed_in_any_order_leave_no_handler_that_hears_nothing
 
 
 WITH_CHILDREN = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 from multiprocessing import get_context
 from torch.utils.data import DataLoader
 from muonckpt.checkpoint.signals import Signals
@@ -296,7 +296,11 @@ for step, _ in enumerate(loader):
 print(step + 1, signals.due("now"))
 context = get_context("fork")
 begun = context.Event()
-child = context.Process(target=lambda: begun.set() or signal.pause(), daemon=True)
+def wait():
+    begun.set()
+    while True:  # Python may note a signal just before a call that waits, and calls its handler after that
+        time.sleep(0.1)
+child = context.Process(target=wait, daemon=True)
 child.start()
 begun.wait()  # Python forgets what a child gets before that
 child.terminate()
