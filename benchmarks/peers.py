@@ -176,7 +176,7 @@ def titan(layers: Layers, ranks: int, ep: int = 1, *, together: int | None = Non
     """torchtitan/distributed/flex_shard/dist_muon.py:954-1087: exact splits in the parameter's dtype, longest first
     within a bucket of ``together`` layers (None: all), buckets one after the other; its two slots may hide up to half.
 
-    Routed experts have buckets of their own (models/kimi_k2_7/config_registry.py:395-420) and are distributed out evenly,
+    Routed experts have buckets of their own (models/kimi_k2_7/config_registry.py:395-420) and are distributed evenly,
     ``ceil(L / g)`` of each parameter a rank, even where other parameters would fill the gaps.
     """
     step = together or len(layers)

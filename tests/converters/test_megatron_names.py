@@ -60,14 +60,14 @@ def test_every_parameter_has_its_options_under_the_names_that_state_has():
 def test_a_run_is_converted_in_its_parts_with_a_warning_or_whole_and_comes_home(tmp_path):
     source, parts, whole = golden(GOLDEN), tmp_path / "parts", tmp_path / "whole"
     report = muonckpt.convert(source, parts, **grouped(to_dialect="muonckpt", convention="ema"))
-    (check,) = [check for check in report.checklist if "makes one" in check.subject]
+    (check,) = [check for check in report.checklist if "takes as one" in check.subject]
     assert {*check.values} == {Q, KV} and "megatron-mla" in check.reason
     assert {name: rate for name, rate in rates(parts).items() if name in (Q, KV)} == {Q: 0.02, KV: 0.02}
 
     # By the tables that the warning names, it is the matrix that Megatron orthogonalises.
     tables = ["megatron-mla", "megatron-mtp"]
     report = muonckpt.convert(source, whole, **grouped(to_dialect="muonckpt", convention="ema", rules=tables))
-    assert not [check for check in report.checklist if "makes one" in check.subject]
+    assert not [check for check in report.checklist if "takes as one" in check.subject]
     with muonckpt.open(source) as before, muonckpt.open(whole) as after:
         rows = [before.tensors[MOMENTUM.format(name)].numpy() for name in (Q, KV)]
         np.testing.assert_array_equal(
@@ -157,7 +157,7 @@ def test_halves_of_a_swiglu_have_the_options_of_the_whole_also_in_mtp(listed, tm
     path = saved(tmp_path / "run", [listed], halves)
     assert rates(path) == dict.fromkeys(halves, 0.02)
     report = muonckpt.convert(path, tmp_path / "parts", **grouped(to_dialect="muonckpt", convention="ema"))
-    (check,) = [check for check in report.checklist if "makes one" in check.subject]
+    (check,) = [check for check in report.checklist if "takes as one" in check.subject]
     assert {*check.values} == {*halves}
     # Joined by the table that the warning names, and split again, the run finds its options.
     options = grouped(to_dialect="muonckpt", convention="ema", rules=["megatron-swiglu"])

@@ -124,7 +124,7 @@ def plans_of_one_rank(rank: int, world: int) -> list[str]:
 
 def test_a_rank_that_alone_plans_anew_is_named() -> None:
     for messages in run(3, plans_of_one_rank):
-        assert all(f"rank {ODD}: the plan is made anew" in message for message in messages[::2])
+        assert all(f"rank {ODD}: the plan is made again" in message for message in messages[::2])
         assert set(messages[1::2]) == {"no error"}
 
 

@@ -201,7 +201,7 @@ def cleared_on_ranks(rank: int, world: int, algorithm: str) -> tuple[list[str], 
 @pytest.mark.parametrize("algorithm", ["muon", "adamuon", "adamw"])
 def test_ranks_begin_anew_together_or_stop(algorithm):
     for (alone, together, different), as_built in run(3, cleared_on_ranks, algorithm):
-        assert "rank 1: the plan is made anew" in alone
+        assert "rank 1: the plan is made again" in alone
         assert together == "no error"
         assert "the parameters whose state was cleared" in different
         assert as_built

@@ -358,7 +358,7 @@ def _own(key: str, pair: int) -> str:
 
 def test_different_experts_of_one_name_are_refused_and_with_names_of_their_own_saved(tmp_path):
     for message in run(4, experts, str(tmp_path / "one"), False):
-        assert "hold different data under one key" in message and "needs a key of its own" in message
+        assert "hold different data under one key" in message and "needs its own key" in message
     assert not (tmp_path / "one").exists()
     assert run(4, experts, str(tmp_path / "own"), True) == [""] * 4
     expected = {f"optimizer.state.{key}": value for key, value in of_dense(alone(4, 2)).items() if "." in key}

@@ -37,7 +37,7 @@ def error(spectrum: str, m: int, n: int, name: str | CoefficientSet, steps: int,
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plain_algorithm_of_the_docstring_is_what_runs(name: str) -> None:
     """It stands there for people to read; `orthogonalize` must be that, but for rounding."""
-    lines = iterations.__doc__.split("::\n\n")[1].split("\n\nThe rest")[0]
+    lines = iterations.__doc__.split("::\n\n")[1].split("\n\nThe other code")[0]
     names: dict = {}
     exec(textwrap.dedent(lines), names)
     matrix, coefficients = gauss(12, 30).double(), COEFFICIENTS[name]

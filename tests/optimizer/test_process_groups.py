@@ -210,7 +210,7 @@ def regrouped(rank: int, world: int, stores: list[str], expected: list[torch.Ten
             for step in (first, first + 1):
                 stepped(net, opt, step)
             dist.destroy_process_group()
-    assert all("has been destroyed. Build an optimizer anew" in each for each in told), told
+    assert all("has been destroyed. Build another optimizer" in each for each in told), told
     return len(told), same(contents(net, opt), expected)
 
 

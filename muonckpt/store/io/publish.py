@@ -7,6 +7,7 @@ that a checkpoint is being removed.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -223,9 +224,12 @@ def make_parents(place: Location) -> None:
     """
     if isinstance(place, Path):
         missing = [folder for folder in place.parents if not is_there(folder)]
-        existing = (missing[-1] if missing else place).parent
-        with suppress(PermissionError):  # a parent that this user cannot read was not made by such a process
-            sync_directory(existing.parent)
+        above = (missing[-1] if missing else place).parent.parent
+        try:
+            sync_directory(above)
+        except OSError as error:  # such a process made no folder where this user may not read, or nothing is synced
+            if error.errno not in (errno.EACCES, errno.EINVAL):
+                raise
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             sync_directory(folder.parent)
