@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -124,6 +125,10 @@ def _run_rank(rank: int, ranks: int, source: str | Make, folder: str) -> None:
             dist.destroy_process_group()
     if rank == 0:
         torch.save(trials, Path(folder) / "trials")
+    # Threads of torch's process groups would return into an interpreter that has ended, and abort.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _cases(ranks: int) -> Iterator[tuple[str, Sharding | None, str]]:
