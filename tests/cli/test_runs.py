@@ -236,7 +236,7 @@ def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path
     assert Path(found["checkpoint"]).name == "step-00000002"
     assert Path(found["since"]).name == "step-00000001"
     reported = printed(1, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
-    assert "1 of 3 steps is not whole: step-00000003 (damaged)" in reported
+    assert "1 of 3 steps not whole: step-00000003 (damaged)" in reported
 
 
 def test_a_run_is_planned_and_rewritten_as_its_newest_whole_step_and_sizes_agree(run, tmp_path):

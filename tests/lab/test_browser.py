@@ -251,6 +251,10 @@ def test_the_page_of_a_run_has_its_steps(driver, damaged):
     said = text(driver, "#verdict")
     assert "step-00000002 is damaged: rank 2's file __2_0.distcp is missing" in said
     assert "step-00000002.2, verified" in said
+    parts = ("1 of 3 steps not whole: ", "newest whole: ", "is damaged: ", "What to do")
+    assert [*parts] == sorted(parts, key=said.index), "one box has all, in this order"
+    place = "return document.querySelector('#verdict').getBoundingClientRect().bottom < innerHeight"
+    assert driver.execute_script(place), "it is on the first screen"
     driver.find_elements("css selector", "#steps tbody tr.row button")[1].click()
     waited(lambda: driver.execute_script("return document.getElementById('tensor').open"))
     assert "__2_0.distcp is missing" in text(driver, "#tensor")

@@ -332,7 +332,9 @@ def test_the_step_before_is_advised_first_and_restore_takes_it(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()
     [back] = diagnosed(broken).remedies
-    assert "Series.restore does so by itself" in back.gives
+    assert "by its files' sizes" in back.gives and "Series.restore does so by itself" in back.gives
+    assert [step.is_whole for step in muonckpt.verify_run(series)] == [False, True]
+    assert "by its last verification" in diagnosed(broken).remedies[0].gives
     assert pasted(back.command) == str(series / "step-00000002")
     template = state(0)
     with pytest.warns(RuntimeWarning, match="is not whole"):

@@ -83,9 +83,8 @@ class RunPage(HtmlPage):
 
     @property
     def findings(self) -> int:
-        """The number of findings in all steps, and of steps that are not whole."""
-        odd = sum(step.state != "whole" for step in self.history.steps)
-        return odd + sum(len(step.findings) for step in self.numbers.values())
+        """The number of findings in all steps, besides what the diagnosis tells."""
+        return sum(len(step.findings) for step in self.numbers.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page, as docs/guide/report.md describes it."""
@@ -185,8 +184,7 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
         return Diagnosis(history.run.path, "")
     # The sentence names the newest.
     names = ", ".join(f"{step.name} ({step.state})" for step in bad[-3:])
-    is_or_are = "is" if len(bad) == 1 else "are"
-    sentence = f"{len(bad)} of {counted(len(steps), 'step')} {is_or_are} not whole: {'… ' * (len(bad) > 3)}{names}"
+    sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {'… ' * (len(bad) > 3)}{names}"
     # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
     newer = steps[steps.index(newest) + 1 :] if newest else steps
     damaged = [step for step in reversed(bad) if step.state != "incomplete"]
@@ -197,7 +195,7 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
         remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
     # Other steps need nothing done before that.
     for step in damaged[:_MAX_STEPS]:
-        remedies.append(Remedy(command("verify", step.path), f"says what {step.name} has lost, and what to do"))
+        remedies.append(Remedy(command("verify", step.path), f"says what is wrong with {step.name}, and what to do"))
     return Diagnosis(history.run.path, sentence, tuple(remedies))
 
 

@@ -322,7 +322,8 @@ def _gone_back(path: Location, before: RunStep, is_automatic: bool, disk_fails: 
         automatic = "; move this one away first, as Series.restore does not pass over it"
     elif is_automatic and StepName.parsed(path.name) and StepName.parsed(before.name):
         automatic = "; Series.restore does so by itself"
-    step = f"step {before.step} is the newest whole one besides it, by its files' sizes"
+    known_by = "its last verification" if before.verified else "its files' sizes"
+    step = f"step {before.step} is the newest whole one besides it, by {known_by}"
     return Remedy(command("verify", before.path), f"{step}: reads it all, then resume from that{automatic}")
 
 

@@ -32,7 +32,7 @@ function build() {
   const about = [found.step === null ? null : "step " + found.step, count(found.tensors, "tensor"), count(found.chunks, "shard"), bytes(found.bytes),
     HOLDERS.ranked ? count(HOLDERS.places.length, "rank") : count(found.files, "file"), found.kind].filter(Boolean).join(" \u00b7 ");
   const well = DATA.stats ? "Whole, as far as sizes of files and checksums of what was measured tell." : "Whole, as far as names and sizes of files tell; muonckpt verify reads everything.";
-  show(found.checkpoint, about, [verdictSection({ well, verdict: DATA.verdict, more: lostItems() }), findingsSection(look), mapSection(openTensor),
+  show(found.checkpoint, about, [verdictSection({ well, verdict: DATA.verdict, facts: lostItems() }), findingsSection(look), mapSection(openTensor),
     overviewSection(), balanceSection(), normsSection(), differenceSection(), tensors.node]);
 }
 

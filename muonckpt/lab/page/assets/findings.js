@@ -1,12 +1,12 @@
 // The verdict on a checkpoint or a run, what to do about it, and findings.
 
-// In one line, if all is well; else the sentence and the remedies that every tool has, and what they concern.
-function verdictSection({ well, verdict, more }) {
-  if (!verdict.sentence) return section("verdict", "Verdict", el("p", { class: "verdict good" }, "\u2713 " + well), more);
+// One box: whether all is well, in the sentence that every tool has; the facts; and what to do.
+function verdictSection({ well, verdict, facts }) {
+  if (!verdict.sentence) return section("verdict", "Verdict", el("div", { class: "verdict good" }, el("p", {}, "\u2713 " + well), facts));
   const remedies = verdict.remedies.map((remedy) => el("li", {}, el("code", { class: "command" }, remedy.command), el("p", { class: "muted" }, remedy.gives)));
   return section("verdict", "Verdict",
-    el("div", { class: "verdict bad-news" }, el("p", {}, el("b", {}, "\u2715 "), verdict.sentence + "."),
-      remedies.length ? [el("h3", {}, "What to do"), el("ol", { type: "a", class: "remedies" }, remedies)] : null), more);
+    el("div", { class: "verdict bad-news" }, el("p", {}, el("b", {}, "\u2715 "), verdict.sentence + "."), facts,
+      remedies.length ? [el("h3", {}, "What to do"), el("ol", { type: "a", class: "remedies" }, remedies)] : null));
 }
 
 const GRAVE = new Set(["hole", "nonfinite", "muon_off"]);

@@ -4,11 +4,11 @@ const STEPS = DATA.steps;
 const STATES = { whole: "\u2713", damaged: "\u2715", incomplete: "\u25cb", unread: "?" };
 
 function when(seconds) {
-  return seconds === null ? "-" : new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ");
+  return seconds === null ? "" : new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ");
 }
 
 function duration(seconds) {
-  if (seconds === null) return "-";
+  if (seconds === null) return "";
   const units = [[86400, "d"], [3600, "h"], [60, "min"]];
   const [size, unit] = units.find(([length]) => seconds >= 2 * length) || [1, "s"];
   return short(seconds / size) + " " + unit;
@@ -53,10 +53,10 @@ function runVerdict() {
   return verdictSection({
     well: (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell.",
     verdict: DATA.verdict,
-    more: el("div", { class: "below" + (bad.length || differing.length ? " verdict bad-news" : "") }, about(["newest whole", "latest"]),
-      differing.map((resume) => el("p", {}, el("b", {}, "\u2715 "), "resume " + resume.attempt + ", from step " + resume.step + ": " + resume.verdict)),
-      bad.length ? el("ul", {}, bad.slice(-few).map(told)) : null,
-      bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).map(told))) : null),
+    facts: [about(["newest whole", "latest"]),
+      differing.map((resume) => el("p", { class: "bad" }, "\u2715 resume " + resume.attempt + ", from step " + resume.step + ": " + resume.verdict)),
+      bad.length ? el("ul", {}, bad.slice(-few).reverse().map(told)) : null,
+      bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).reverse().map(told))) : null],
   });
 }
 
@@ -66,11 +66,11 @@ function stepsSection() {
     columns: [
       { label: "step", value: (i) => i, text: (i) => STEPS[i].name },
       { label: "state", width: 112, value: (i) => STEPS[i].state, cell: (i) => stateCell(STEPS[i]) },
-      { label: "findings", width: 86, number: true, value: (i) => DATA.findings[i].length, text: (i) => count(DATA.findings[i].length) },
-      { label: "bytes", width: 90, number: true, value: (i) => STEPS[i].bytes, text: (i) => bytes(STEPS[i].bytes) },
-      { label: "saved (UTC)", width: 140, value: (i) => STEPS[i].saved, text: (i) => when(STEPS[i].saved) },
-      { label: "after", width: 84, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
-      { label: "verified (UTC)", width: 140, value: (i) => (STEPS[i].verified ? STEPS[i].verified.timestamp : null), text: (i) => (STEPS[i].verified ? when(STEPS[i].verified.timestamp) : "never") },
+      { label: "findings", width: 78, number: true, value: (i) => DATA.findings[i].length, text: (i) => count(DATA.findings[i].length) },
+      { label: "bytes", width: 80, number: true, value: (i) => STEPS[i].bytes, text: (i) => bytes(STEPS[i].bytes) },
+      { label: "saved (UTC)", width: 132, value: (i) => STEPS[i].saved, text: (i) => when(STEPS[i].saved) },
+      { label: "after", width: 76, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
+      { label: "verified (UTC)", width: 130, value: (i) => (STEPS[i].verified ? STEPS[i].verified.timestamp : null), text: (i) => (STEPS[i].verified ? when(STEPS[i].verified.timestamp) : "never") },
     ],
   });
   table.setRows(STEPS.map((_, i) => i));
@@ -145,7 +145,7 @@ function attemptsSection() {
   const proof = ({ proof, verdict }) => (proof ? el("span", { class: proof.equal ? "status-same" : "bad" }, (proof.equal ? "\u2713 " : "\u2715 ") + verdict) : verdict);
   const rows = resumes.map((resume) => [attemptName(resume.attempt), when(resume.timestamp), String(resume.step), (resume.ranks_saved === null ? "?" : count(resume.ranks_saved)) + " \u2192 " + count(resume.ranks), saved(resume.attempt), proof(resume)]);
   return section("attempts", "Attempts",
-    el("div", { class: "panel attempts" }, plainTable("Attempts of the run", ["attempt", "began (UTC)", "from step", "ranks", "saved", "proof of the resume"], [["start", "-", "-", "-", saved(0), "-"], ...rows])),
+    el("div", { class: "panel attempts" }, plainTable("Attempts of the run", ["attempt", "began (UTC)", "from step", "ranks", "saved", "proof of the resume"], [["start", "", "", "", saved(0), ""], ...rows])),
     resumes.some((resume) => !resume.proof) ? el("p", { class: "muted below" }, "To prove a resume, call ", el("code", {}, "check(model, optimizer)"), " on what Series.restore returns, before the first step.") : null,
     DATA.unread_resumes ? el("p", { class: "muted below" }, DATA.unread_resumes + ".") : null);
 }

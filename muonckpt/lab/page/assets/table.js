@@ -29,7 +29,7 @@ class LongTable {
     });
     this.table = el("table", { "aria-colcount": columns.length }, el("caption", { class: "visually-hidden" }, caption),
       el("colgroup", {}, widths), el("thead", {}, el("tr", { "aria-rowindex": 1 }, this.heads)), this.body);
-    const least = columns.reduce((sum, column) => sum + (column.width || (innerWidth < 640 ? 190 : 260)), 0);
+    const least = columns.reduce((sum, column) => sum + (column.width || (innerWidth < 640 ? 190 : 250)), 0);
     this.table.style.minWidth = least + "px";
     this.view = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, onscroll: () => this.soon() },
       this.table);
