@@ -28,6 +28,8 @@ MUON_OPTIONS = {**RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": 
 MUON_DEFAULTS = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
 PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
 """Facts of a program whose decay is never cautious."""
+STANDARD: Mapping[str, object] = {"gram": None, "ns_dtype": "bfloat16"}
+"""The form of Newton-Schulz that torch computes unless its options say another one."""
 
 
 def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
@@ -95,7 +97,7 @@ PROGRAM = Dialect(
     METHODS,
     OPTIONS,
     marks=(Mark(closed=True),),
-    constant_options={"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, "pieces": None, **STANDARD}, "adamw": PLAIN},
 )
 
 TITAN = Dialect(
@@ -108,7 +110,7 @@ TITAN = Dialect(
     FLAT,
     FLAT_OPTIONS,
     marks=(Mark(closed=True, at_home=True),),
-    constant_options={"muon": {**PLAIN, "gram": None}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, **STANDARD}, "adamw": PLAIN},
 )
 """torchtitan: all optimizers in one flat state dict, with the model's weights at the top."""
 

@@ -86,3 +86,18 @@ def test_what_a_template_says_is_said(tmp_path):
     with muonckpt.open(tmp_path / "ours") as made:
         assert "unsaid" not in made.provenance
         assert [group["ns_steps"] for group in made.groups.values()] == [6]
+
+
+def test_torch_says_all_that_its_matrices_compute_with(tmp_path):
+    weights = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+    model = nn.ParameterDict(weights)
+    theirs = torch.optim.Muon([*model.named_parameters()], lr=0.02)
+    sum(weight.square().sum() for weight in weights.values()).backward()
+    theirs.step()
+    state = get_state_dict(model, theirs)[1]
+    muonckpt.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "torch")
+    muonckpt.convert(tmp_path / "torch", tmp_path / "ours", **grouped(to_dialect="muonckpt"))
+    optimizer, told = resumed(
+        tmp_path / "ours", False, lr=0.02, adjust_lr_fn="original", eps=1e-7, ns_coefficients="keller"
+    )
+    assert told == [] and optimizer.param_groups[0]["ns_dtype"] == "bfloat16"
