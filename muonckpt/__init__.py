@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .names.public import public_names
 
-__all__, __getattr__ = public_names(__name__, __file__, "; Muon and what goes with it is in muonckpt.optimizer")
+__all__, __getattr__ = public_names(__name__, __file__, "; what goes with Muon is in muonckpt.optimizer")
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """The public names of the package, each with the module that it is imported from when it is first used."""
 
-from . import lab as lab
+from . import lab as lab, optimizer as optimizer
 from .checkpoint.async_saving import AsyncSave as AsyncSave, async_save as async_save
 from .checkpoint.attestation import (
     Attestation as Attestation,
@@ -36,6 +36,7 @@ from .names.errors import (
     TargetError as TargetError,
     UnavailableError as UnavailableError,
 )
+from .optimizer import Muon as Muon
 from .runs.run_audit import verify_run as verify_run
 from .runs.series.restored import Restored as Restored
 from .runs.series.series import SavedStep as SavedStep, Series as Series

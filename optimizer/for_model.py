@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..names.errors import called_like, warn_on_rank
+from ..names.errors import called_like, did_you_mean, warn_on_rank
 from ..names.renaming import WRAPPERS
 from ..names.resumption import in_globs
 from ..names.vocabulary import FUSION, GROUP_OPTIONS, MOMENTUM_DTYPE, STATE_DTYPE
@@ -94,6 +94,8 @@ def _refuse_group_options(options: Mapping[str, Any], arguments: Collection[str]
         if kinds:
             code = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
             raise TypeError(f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{code}}}")
+        if hint := did_you_mean(key, [*inspect.signature(ForModel.for_model).parameters]):
+            raise TypeError(f"for_model has no argument {key!r}{hint}")
 
 
 class ForModel:

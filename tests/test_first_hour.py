@@ -49,7 +49,8 @@ def run(script: str, names: dict[str, Any]) -> str:
 
 
 MADE = {
-    "muonckpt.Muon(model.parameters())": "module 'muonckpt' has no attribute 'Muon'; Muon and what goes with it",
+    "muonckpt.clip_grad_norm_(model.parameters())": "has no attribute 'clip_grad_norm_'; what goes with Muon is in ",
+    "muonckpt.Muon(model)": "TypeError: params: expected parameters or groups, found a model, Net. Write ",
     "Muon(model.parameters())": (
         "LayoutError: parameter 2 of group 0: Muon needs a matrix, got shape (24,); put this parameter in an "
     ),
@@ -58,15 +59,15 @@ MADE = {
     "Muon(model, lr=0.02)": "TypeError: params: expected parameters or groups, found a model, Net. Write ",
     "Muon.for_model(model, **RATES)": "UnsortedError: the parameters cannot be sorted:",
     "Muon.for_model(model, head='heads', **RATES)": "no such matrix in the model; did you mean 'head'? Write head=None",
-    "Muon.for_model(model, 'head', **RATES)": "TypeError: ForModel.for_model: too many positional arguments. Write ",
+    "Muon.for_model(model, 'head', **RATES)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
     "Muon.for_model(model, rules=RULES)": "TypeError: ForModel.for_model: missing a required argument: 'lr'. Write ",
-    "Muon.for_model(model, RULES, 0.02)": "TypeError: ForModel.for_model: too many positional arguments. Write ",
+    "Muon.for_model(model, RULES, 0.02)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
     "Muon.for_model(model, rules=RULES, lr=0.02)": "ValueError: a group of 'adamw' says no lr",
     "Muon.for_model(model.parameters(), rules=RULES, lr=0.02)": "TypeError: model: expected a model",
     "Muon.for_model(model, rules=RULES, lr='0.02', adamw_lr=3e-4)": "ValueError: lr='0.02': expected a finite rate",
     "Muon.for_model(model, rules=RULES, **RATES, momentum='0.9')": "ValueError: momentum='0.9': expected",
     "Muon.for_model(model, rules=RULES, **RATES, momentun=0.9)": "did you mean 'momentum'? Write ",
-    "Muon.for_model(model, rules=RULES, lr=0.02, adam_lr=3e-4)": "unexpected keyword argument 'adam_lr'. Write ",
+    "Muon.for_model(model, rules=RULES, lr=0.02, adam_lr=3e-4)": "argument 'adam_lr'; did you mean 'adamw_lr'?",
     "Muon.for_model(model, rules=RULES, **RATES, betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas'",
     "Muon.for_model(model, rules=RULES, **RATES, algorithm='normuon')": "kinds={'matrix': {'algorithm'",
     "Muon.for_model(model, rules=MODULE_TYPES, **RATES)": "head.weight [50, 16] in Linear has as many rows",
@@ -251,13 +252,17 @@ SAVED = {
     "muonckpt.save('there', state)": "found str; the state dict is the first argument, and the path comes after it",
     "muonckpt.load('there', state)": "found str; the state dict is the first argument, and the path comes after it",
     "series.restore()": "Write weights, state = get_state_dict(model, optimizer), then series.restore({'model': ",
-    "series.restore(model, optimizer)": "too many positional arguments. Write weights, state = get_state_dict(",
+    "series.restore(model, optimizer)": "by name only: required, allow_extra, fresh, grow, ungrouped, ",
     "series.save(4, model, optimizer)": "Write run = muonckpt.Series(folder, model, optimizer), then run.save(step)",
     "series.save(4, model=model)": "Write run = muonckpt.Series(folder, model, optimizer), then run.save(step)",
     "series.async_save(4)": "expected a state dict. Write Series(folder, model, optimizer).async_save(step)",
     "series.restore(state, step=3)": "got an unexpected keyword argument 'step'",
-    "muonckpt.Series()": "Write run = muonckpt.Series('run', model, optimizer, keep_last=3)",
-    "muonckpt.Series('there', on=15)": "on=15: expected several signals, found one. Write on=(signal.SIGTERM,)",
+    "muonckpt.Series()": "Write run = muonckpt.Series('run', model, optimizer, scheduler=scheduler)",
+    "muonckpt.Series('there', model, optimizer, schedule)": "too many positional arguments; by name only: scheduler, ",
+    "muonckpt.Series('there', keep_last='3')": "ArgumentError: keep_last='3': expected a number of checkpoints, 1 or",
+    "muonckpt.Series('there', on='SIGKILL')": "on='SIGKILL': expected some of SIGTERM, SIGINT, ",
+    "muonckpt.Series('there', model, optimizer).resume(required=True)": "there, found none: is it the folder of this",
+    "muonckpt.Series('there', model, optimizer).resume(stict=True)": "did you mean 'strict'? Write first = run.",
     "muonckpt.Series('there', keep=3)": "unexpected keyword argument 'keep'; did you mean 'keep",
     "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",
     "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",
@@ -267,7 +272,7 @@ SAVED = {
     "step, state = series.restore(state)": "Write first = restored.step + 1",
     "first = series.restore(state) + 1": "Write first = restored.step + 1",
     "muonckpt.Series(series.latest()).restore(state)": "expected the folder of a run, found a checkpoint: ",
-    "muonckpt.load(state, folder)": "there is one in step-00000003",
+    "muonckpt.load(state, folder)": "expected a checkpoint, found a folder of 1 checkpoint, such as a run's: ",
     "series.restore({**state, 'step': 0})": "missing key 'step'. The checkpoint has nothing of 'step': to load all "
     "else, leave it out of the state dict",
     "series.restore({**state, 'schedule': schedule})": "and 5 more. The checkpoint has nothing of 'schedule': to load "

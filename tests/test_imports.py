@@ -76,7 +76,7 @@ RULES = {
     "lab/conformity lab lab/step_audit converters",
     "lab/__init__": "names lab/conformity lab/forecasting lab/step_audit",
     "": "names layouts store store/verify checkpoint runs runs/series converters/look converters/compare lab/page "
-    "lab lab/__init__ converters",
+    "lab lab/__init__ converters optimizer/__init__",
     "integrations": "names store/io store/verify checkpoint optimizer optimizer/__init__",
     "__main__": "cli",
 }

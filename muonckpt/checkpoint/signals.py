@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ..names.errors import ArgumentError
 from .all_ranks import bits_of_all, is_coordinator
 
 Then = Literal["go on", "stop"]
@@ -41,7 +42,10 @@ _LISTENS = 4
 STOPPED = 75
 """The exit code of a program that a signal has stopped after a save; it means "try again" in sysexits.h."""
 
-On = Iterable[signal.Signals] | Mapping[signal.Signals, Then]
+Signal = signal.Signals | str
+"""A signal, or its name: ``"SIGUSR1"``."""
+
+On = Signal | Iterable[Signal] | Mapping[Signal, Then]
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -53,17 +57,17 @@ class Signals:
     """Signals to any rank, told to all.  One rank's handlers are put in place when it is made.
 
     Args:
-        on: the signals that ask for a checkpoint; as a mapping, with what follows it.
+        on: the signals that ask for a checkpoint, or their names; as a mapping, with what follows it.
         process_group: the ranks that save together.
 
     Raises:
-        ValueError: a signal is not among `SIGNALS`, what follows is unknown, or this is not the main thread.
+        ArgumentError: a signal is not among `SIGNALS`, what follows is unknown, or this is not the main thread.
     """
 
     def __init__(self, on: On, process_group: dist.ProcessGroup | None) -> None:
         # All is checked before the first handler is put in place, so that an error leaves signals as they were.
         self._group = process_group
-        sequels = _checked(on)
+        sequels = sequels_of(on)
         self._requests = 0
         """The requests that all ranks know of, and that are not met."""
         self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
@@ -72,10 +76,10 @@ class Signals:
         self._hears = True
         """Whether a rank may listen; the same on all ranks."""
         if sequels and threading.current_thread() is not threading.main_thread():
-            raise ValueError("on=: Python handles signals in the main thread only, so make this there")
+            raise ArgumentError("on=: Python handles signals in the main thread only, so make this there")
         formers = {number: signal.getsignal(number) for number in sequels}
         if unknown := [number.name for number, former in formers.items() if former is None]:
-            raise ValueError(
+            raise ArgumentError(
                 f"on=: {', '.join(unknown)} has a handler that was not installed from Python, and could not be put "
                 "back: leave it out, or make this before that handler is installed"
             )
@@ -195,14 +199,21 @@ def end_in_order(busy: Callable[[], bool]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _checked(on: On) -> dict[signal.Signals, Then]:
-    if isinstance(on, int):
-        raise ValueError(f"on={on!r}: expected several signals, found one. Write on=(signal.SIGTERM,)")
-    sequels = on if isinstance(on, Mapping) else {number: SIGNALS.get(number) for number in on}
-    for number, sequel in sequels.items():
+def sequels_of(on: On) -> dict[signal.Signals, Then]:
+    """Return what follows each signal of a user's argument.
+
+    Raises:
+        ArgumentError: a signal is not among `SIGNALS`, or what follows is unknown.
+    """
+    by_name: Mapping[Any, signal.Signals] = {number.name: number for number in SIGNALS}
+    sequels: dict[signal.Signals, Then] = {}
+    for given in (on,) if isinstance(on, int | str) else on:
+        number: Any = by_name.get(given, given)
+        sequel: Any = on[given] if isinstance(on, Mapping) else SIGNALS.get(number)
         if number not in SIGNALS or sequel not in BITS:
-            raise ValueError(
-                f"on={on!r}: expected some of {', '.join(each.name for each in SIGNALS)}, or a dict of them with "
+            raise ArgumentError(
+                f"on={on!r}: expected some of {', '.join(by_name)}, or a dict of them with "
                 f"{' or '.join(map(repr, BITS))}"
             )
-    return {signal.Signals(number): sequel for number, sequel in sequels.items()}  # type: ignore[misc]
+        sequels[signal.Signals(number)] = sequel
+    return sequels

@@ -27,7 +27,7 @@ from ..checkpoint.loading import load_for
 from ..checkpoint.resume_check import compare
 from ..checkpoint.resume_proof import LoadedState
 from ..checkpoint.saving import save
-from ..checkpoint.signals import On, Signals
+from ..checkpoint.signals import On, Signals, sequels_of
 from ..names.errors import DestinationError, SourceError, warn_on_rank
 from ..store.io.location import absolute_name, is_file, location
 from ..store.io.publish import make_parents, remove_any, swap_in
@@ -253,8 +253,8 @@ class CheckpointOnSignal(Callback):  # type: ignore[misc]
 
     def __init__(self, folder: str | os.PathLike[str], on: On = (signal.SIGTERM,)) -> None:
         self._folder = Path(folder).absolute()
-        self._on = on
-        self._formers = {number: signal.getsignal(number) for number in on}
+        self._on = sequels_of(on)
+        self._formers = {number: signal.getsignal(number) for number in self._on}
         """The program's own handlers, which are called, too."""
         self._signals: Signals | None = None
         self._step = 0

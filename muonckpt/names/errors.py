@@ -211,6 +211,9 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                 except TypeError as misfit:
                     name = str(misfit).rpartition("argument ")[2].strip("'")
                     hint = did_you_mean(name, [*signature.parameters]) or "."
+                    if name == str(misfit):  # too many: some are given by name only
+                        by_name = [key for key, each in signature.parameters.items() if each.kind == each.KEYWORD_ONLY]
+                        hint = f"; by name only: {', '.join(by_name)}." if by_name else "."
                     cure = elsewhere.get(name, line)
                     raise TypeError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
                 raise

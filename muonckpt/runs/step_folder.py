@@ -135,7 +135,7 @@ class StepFolder:
         return StepName(step, max((name.attempt for name in names), default=0) + 1)
 
     def prune(
-        self, saved: StepName, keep_last: int, keep_every: int | None, is_whole: Callable[[StepName], bool]
+        self, saved: StepName, keep_last: int | None, keep_every: int | None, is_whole: Callable[[StepName], bool]
     ) -> list[StepName]:
         """Remove the `superfluous` checkpoints, now that ``saved`` has been published.
 
@@ -202,7 +202,7 @@ class StepFolder:
 def superfluous(
     names: Iterable[StepName],
     saved: StepName,
-    keep_last: int,
+    keep_last: int | None,
     keep_every: int | None,
     is_whole: Callable[[StepName], bool],
 ) -> Iterator[StepName]:
@@ -217,7 +217,7 @@ def superfluous(
     for name in sorted((name for name in names if name <= saved), reverse=True):
         if name.step in steps:
             yield name
-        elif whole < keep_last:
+        elif keep_last is None or whole < keep_last:
             if name == saved or is_whole(name):
                 whole += 1
                 steps.add(name.step)

@@ -42,13 +42,13 @@ class StepExecution:
     exchange: str = "all_to_all"
     """The collective: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes."""
 
-    cost: Cost = flops
+    cost: Cost | None = None
     """The cost of a matrix, by which owners share the work: a function of rows, columns, steps and ``gram``, or a
-    `costs.CostTable` of measured times."""
+    `costs.CostTable` of measured times.  None: `recipe.flops`."""
 
-    form: Choice = prefer_kernels
-    """The choice of kernels or torch for a matrix and, with ``gram``, of the Gram form or not: a function that
-    estimates, or the ``form`` of a `costs.CostTable`."""
+    form: Choice | None = None
+    """The choice of kernels or torch for a matrix and, with ``gram``, of the Gram form or not: a function, or the
+    ``form`` of a `costs.CostTable`.  None: `products.prefer_kernels`, which estimates."""
 
     def __post_init__(self) -> None:
         if self.exchange not in LINKS:
@@ -173,7 +173,8 @@ class Planner:
     def _spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
         method = self.methods[group["algorithm"]]
         steps, gram = (group["ns_steps"], group["gram"]) if method.orthogonalizes else (1, None)
-        compute, cost_of = method.precision(group).compute, self.execution.cost
+        compute, cost_of = method.precision(group).compute, self.execution.cost or flops
+        choose_form = self.execution.form or prefer_kernels
 
         def cost(m: int, n: int) -> int:
             iterations = cost_of(m, n, steps, gram) if method.orthogonalizes else 0
@@ -185,7 +186,7 @@ class Planner:
         return Spec(
             slots,
             cost,
-            lambda m, n, copies: self.execution.form(device, compute, m, n, copies),
+            lambda m, n, copies: choose_form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
         )
 

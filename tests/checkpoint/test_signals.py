@@ -254,7 +254,7 @@ def test_a_series_that_listens_to_nothing_leaves_a_signal_to_the_one_that_does(t
     """As for the best weights so far, from which a run does not go on."""
     weights = {"w": torch.ones(2)}
     best = muonckpt.Series(tmp_path / "best")
-    with muonckpt.Series(tmp_path / "run", on={SIGUSR2: "stop"}) as series:
+    with muonckpt.Series(tmp_path / "run", on={"SIGUSR2": "stop"}) as series:
         signal.raise_signal(SIGUSR2)
         best.save(1, weights)
         best.async_save(2, weights).result()
@@ -268,7 +268,7 @@ def test_series_that_are_closed_in_any_order_leave_no_handler_that_hears_nothing
     heard: list[int] = []
     before = signal.signal(SIGUSR2, lambda number, frame: heard.append(number))
     try:
-        first, second = (muonckpt.Series(tmp_path / name, on=(SIGUSR2,)) for name in ("first", "second"))
+        first, second = (muonckpt.Series(tmp_path / name, on="SIGUSR2") for name in ("first", "second"))
         first.close()
         signal.raise_signal(SIGUSR2)
         assert second.due(0) == "go on" and len(heard) == 1
@@ -316,7 +316,7 @@ def test_workers_of_a_loader_outlive_a_signal_to_all_processes_and_other_childre
     assert done.stdout.split("\n")[:2] == ["40 stop", "-15"], done.stderr
 
 
-@pytest.mark.parametrize("on", [(signal.SIGKILL,), (signal.SIGSEGV,), {SIGTERM: "wait"}, ("SIGTERM",)])
+@pytest.mark.parametrize("on", [(signal.SIGKILL,), (signal.SIGSEGV,), {SIGTERM: "wait"}, "TERM", 9])
 def test_other_signals_are_refused_by_name(on, tmp_path):
     with pytest.raises(ValueError, match="expected some of SIGTERM, SIGINT"):
         muonckpt.Series(tmp_path, on=on)

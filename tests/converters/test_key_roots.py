@@ -160,7 +160,7 @@ def test_model_and_optimizers_in_sibling_folders_are_one_checkpoint(tmp_path):
         save({"model": MODEL}, folder / "pytorch_model_fsdp_0")
         for number, optimizer in enumerate(optimizers):
             save({"optimizer": optimizer}, folder / f"optimizer_{number}")
-        with pytest.raises(SourceError, match="there is one in checkpoint-10: give the path"):
+        with pytest.raises(SourceError, match=r"Give the path of one, such as .*/checkpoint-10"):
             muonckpt.open(folder.parent)
         report = muonckpt.convert(folder, tmp_path / place / "ours", **grouped(to_dialect="muonckpt", convention="sum"))
         same = muonckpt.convert(

@@ -91,6 +91,12 @@ def test_a_series_from_its_first_start_on(tmp_path):
     assert muonckpt.open(saved).provenance["step"] == 7 and muonckpt.open(saved).provenance["loss"] == 0.5
 
 
+def test_a_series_that_keeps_all_removes_none(tmp_path):
+    for step in range(5):
+        Series(tmp_path, keep_last=None).save(step, state(step))
+    assert len(names(tmp_path)) == 5
+
+
 def test_a_run_stays_where_it_was_when_the_program_goes_to_another_folder(tmp_path, monkeypatch):
     """Hydra changes the working directory when its function begins, and some launchers do."""
     (tmp_path / "other").mkdir()

@@ -95,19 +95,19 @@ class Series:
             `restore` take state dicts.
         scheduler: one learning rate scheduler or several.
         extra: other objects with ``state_dict`` and ``load_state_dict``, such as a data loader, by name.
-        keep_last: how many of the newest whole checkpoints stay; at least one.
+        keep_last: how many of the newest whole checkpoints stay, at least one; None keeps all.
         keep_every: checkpoints whose step is a multiple of this stay as well.
-        on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
-            what follows it: ``{signal.SIGUSR1: "stop"}``.  Handlers are installed at once, and call those before them;
-            `close` puts these back.
+        on: signals to any rank that make `due` ask for a checkpoint on all: ``"SIGTERM"``, or several of
+            ``signals.SIGNALS``.  A dict says what follows it: ``{"SIGUSR1": "stop"}``.  Handlers are installed at once,
+            and call those before them; `close` puts these back.
 
     Raises:
-        ArgumentError: one of the objects is something else.
-        ValueError: a number is below 1; or a signal is not known, or this is not the main thread.
+        ArgumentError: one of the objects is something else; a number is no integer, or below 1; or a signal is not
+            known, or this is not the main thread.
         DestinationError: no installed library supports the protocol of the URL.
     """
 
-    @called_like("run = muonckpt.Series('run', model, optimizer, keep_last=3)")
+    @called_like("run = muonckpt.Series('run', model, optimizer, scheduler=scheduler)")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -116,13 +116,14 @@ class Series:
         *,
         scheduler: Any | Sequence[Any] | None = None,
         extra: Mapping[str, Any] | None = None,
-        keep_last: int = 3,
+        keep_last: int | None = 3,
         keep_every: int | None = None,
         on: On = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"keep_last and keep_every are at least 1, got {keep_last} and {keep_every}")
+        for name, number in {"keep_last": keep_last, "keep_every": keep_every}.items():
+            if number is not None and (type(number) is not int or number < 1):
+                raise ArgumentError(f"{name}={number!r}: expected a number of checkpoints, 1 or more, or None")
         has_objects = any(each is not None for each in (model, optimizer, scheduler, extra))
         self._training = Training.of(model, optimizer, scheduler, extra) if has_objects else None
         self._folder = StepFolder(location(folder, DestinationError).absolute())
@@ -268,10 +269,12 @@ class Series:
         details["frozen"] = sorted({*chain.from_iterable(frozen_by_rank)})
         return self._training.state_dict(), details
 
+    @called_like("first = run.resume()")
     def resume(
         self,
         *,
         strict: bool = False,
+        required: bool = False,
         allow_extra: bool | Iterable[str] = False,
         fresh: Iterable[str] = (),
         grow: Iterable[str] = (),
@@ -282,10 +285,12 @@ class Series:
         """Restore the newest whole checkpoint into the objects, and prove that they are as they were saved.
 
         Call it once, before the first step.  One line on the first rank says what was resumed, and that it is proved;
-        a difference from the saved state is a warning.
+        a difference from the saved state is a warning.  Rates are those of the checkpoint, not of the code: set others
+        in ``optimizer.param_groups`` afterwards.
 
         Args:
             strict: a difference from the saved state is an error.
+            required: an empty folder is an error.
             allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
                 `convert` reads: weights go on, and the state of parameters whose method stays.  Other state begins at
@@ -304,9 +309,11 @@ class Series:
             raise ArgumentError("the series has no objects to resume. Write Series(folder, model, optimizer)")
         state_dict = self._training.state_dict()
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
-        restored = self._restored(RESUME, state_dict, choices)
+        restored = self._restored(RESUME, state_dict, choices, required)
         if restored is None:
             if begin_from is None:
+                if is_coordinator(self._group):
+                    print(f"nothing in {self._folder.place}: starting at step 0", flush=True)
                 return 0
             source, place = os.fspath(begin_from), self._folder.place
             with self._noting_half_loaded(source):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ...algebra.box import Box, Index
 from ...names.errors import DamageError, SourceError, about
 from ...names.keys import optimizers_of, slot_in
-from ...names.wording import listed
+from ...names.wording import counted, listed
 from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE, UNREAD
 from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
@@ -280,8 +280,10 @@ def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
     unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
     checkpoints = [name for name in names if is_checkpoint(path / name)]
     if checkpoints:
-        instead = f"there is one in {listed(checkpoints)}: give the path of one"
-        return SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}; {instead}")
+        return SourceError(
+            f"expected a checkpoint, found a folder of {counted(len(checkpoints), 'checkpoint')}, such as a run's: "
+            f"{path}{unfinished}. Give the path of one, such as {path / checkpoints[-1]}"
+        )
     if data_files := fnmatch.filter(names, "__*_*.distcp"):
         return DamageError(f"expected {METADATA_FILE} beside {data_files[0]}, found none{unfinished}")
     if not unfinished and (other_format := _unread_format(path)):
