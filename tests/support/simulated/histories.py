@@ -19,8 +19,9 @@ import torch
 import muonckpt
 from muonckpt import BoxedTensor
 from muonckpt.names.errors import UnsyncedError
+from muonckpt.runs.step_folder import DESCRIPTIONS
 from muonckpt.store.io.location import location
-from muonckpt.store.io.publish import sync_directory
+from muonckpt.store.io.publish import MARK, sync_directory
 from muonckpt.store.verify.run import StepName, look_at_folder
 
 from . import world
@@ -179,6 +180,7 @@ class Attempt:
     acknowledged: bool = False
     outcomes: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
+    is_cut: bool = False
     is_gone: bool = False
 
     @property
@@ -257,12 +259,17 @@ class Oracle:
         return (Path(self.folder) / name).read_bytes()
 
     def _note_removals(self, keep_last: int) -> None:
-        """Note which saves are gone for a reason: so many later ones are there."""
-        there = {*filter(None, map(StepName.parsed, self._names()))}
+        """Note which saves are gone for a reason: so many later ones are there, and are not known to be damaged."""
+        there = {name for name in map(StepName.parsed, self._names()) if name and self._is_published(name)}
+        cut = {attempt.key for attempt in self.attempts.values() if attempt.is_cut}
         for attempt in self.attempts.values():
             if attempt.acknowledged and attempt.key not in there:
-                later = {step for step, number in there if (step, number) > attempt.key}
+                later = {name.step for name in there - cut if name > attempt.key}
                 attempt.is_gone |= len(later) >= keep_last or attempt.step in later
+
+    def _is_published(self, name: StepName) -> bool:
+        files = {*self._names(str(name))}
+        return files >= {*DESCRIPTIONS} and MARK not in files
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -443,6 +450,7 @@ class Oracle:
         places = [at for at in rows if at >= 0]
         at = places[int(event.place * len(places))] if places and event.how == "byte" else int(event.place * len(data))
         attempt.damaged = self.is_damaged = True
+        attempt.is_cut |= event.how != "byte" or not places
 
         def damage(rank: int) -> None:
             if self.is_store:
