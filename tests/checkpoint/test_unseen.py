@@ -97,22 +97,32 @@ def test_a_file_that_no_rank_sees_is_lost(tmp_path):
         assert told.startswith("DamageError: ") and step == 1
 
 
+SHORT = timedelta(seconds=0.3)
+
+
 def slow(rank: int, world: int, path: str) -> tuple[str, str]:
-    real, waits = os.fsync, [rank == 1]
+    real, given_up = os.fsync, Path(path, "given up")
 
     def fsync(handle: int) -> None:
-        if waits.pop() if waits else False:
-            time.sleep(4)
+        if pauses:
+            pauses.pop()()
         real(handle)
 
+    def wait_until_given_up() -> None:
+        while not given_up.exists():
+            time.sleep(0.01)
+
+    pauses: list[Callable[[], None]] = []
     os.fsync = fsync
     try:
         group = dist.new_group()
         dist.barrier(group)  # they meet before the time counts
-        group._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=1))
+        group._get_backend(torch.device("cpu")).set_timeout(SHORT)
+        pauses += [wait_until_given_up] * rank
         told = raised(lambda: muonckpt.save(sharded(), f"{path}/short", process_group=group))
-        waits.append(rank == 1)
+        given_up.touch()
         dist.barrier()
+        pauses += [lambda: time.sleep(2 * SHORT.total_seconds())] * rank
         group = dist.new_group(timeout=timedelta(seconds=60))
         return told, raised(lambda: muonckpt.save(sharded(), f"{path}/long", process_group=group))
     finally:

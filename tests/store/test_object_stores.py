@@ -316,17 +316,19 @@ def test_places_that_are_none(source, memory, tmp_path):
 
 
 def test_a_rank_that_dies_ends_the_save_of_all_and_what_was_there_stays(server, tmp_path):
-    """In a directory while it publishes, in a store while it writes: before the time-out, which this does not await."""
+    """In a directory while it publishes, in a store while it writes: before the time-out, which this does not await.
+
+    The claim in the store stays, as other ranks may still write there: without it their files would look like a step.
+    """
     place = f"{S3}/{uuid.uuid4().hex}"
     told = printed(tmp_path, lost_ranks.__file__, tmp_path / "run", f"{place}/run", timeout=250)
-    for case, codes in zip(json.loads(told), ([-9, 0, 0], [0, -9, 0]), strict=True):
+    expected = (([-9, 0, 0], False, "/step-00000002"), ([0, -9, 0], True, "/step-00000002.2"))
+    for case, (codes, is_claimed, following) in zip(json.loads(told), expected, strict=True):
         assert case["codes"] == codes
         [(_, heard), (_, same)] = case["survivors"]
         assert heard == same and len(set(heard)) == 1 and len(heard) == 2 and "a rank ended" in heard[0]
         assert case["restored"] == 1 and case["values"] == [1.0]
-        assert case["next"] in ("/step-00000002", "/step-00000002.2"), (
-            "what the lost save has written is not in the way"
-        )
+        assert case["claimed"] == is_claimed and case["next"] == following
 
 
 def test_a_request_that_fails_fails_the_save_and_the_next_one_is_whole(server):

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 import muonckpt
+from muonckpt.store.io.location import is_there, location
+from muonckpt.store.io.publish import CLAIM
 
 warnings.filterwarnings("ignore")
 
@@ -29,19 +31,18 @@ RANKS = 3
 
 
 class Deadly:
-    """Ends the process with a signal when it is written; before that it is looked at once."""
+    """Ends the process when it is written; before that it is pickled twice, to be checked and compared."""
 
-    def __init__(self, number: signal.Signals) -> None:
-        self.number = number
-        self.has_looked = False
+    def __init__(self) -> None:
+        self.looks = 2
 
     def __deepcopy__(self, memo: Any) -> Deadly:
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        if self.has_looked:
-            os.kill(os.getpid(), self.number)
-        self.has_looked = True
+        if not self.looks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.looks -= 1
         return OrderedDict, ()
 
 
@@ -62,7 +63,7 @@ def saver(rank: int, store: str, place: str, victim: int, manner: str, messages:
     series.async_save(1, state(rank, 1)).result()
     doomed = state(rank, 2)
     if rank == victim and manner == "writing":
-        doomed[f"deadly {rank}"] = Deadly(signal.SIGKILL)
+        doomed[f"deadly {rank}"] = Deadly()
     if rank == victim and manner == "publishing":
         sys.addaudithook(at_publish)
     received = []
@@ -104,6 +105,7 @@ def main(folder: str, url: str) -> None:
         template = {key: torch.zeros_like(value) for rank in range(RANKS) for key, value in state(rank, 0).items()}
         answer["restored"] = series.restore(template).step
         answer["values"] = sorted({float(value) for tensor in template.values() for value in tensor})
+        answer["claimed"] = is_there(location(place) / "step-00000002" / CLAIM)
         answer["next"] = series.save(2, template).path.removeprefix(place)
     print(json.dumps(outcomes))
 
