@@ -28,6 +28,9 @@ MOST = 2000
 PORTION = 300
 """Histories of one process."""
 
+ONCE_FAILED = ("0 9370",)
+"""The oracle took a step in a store for lost, of which a newer attempt was there, and whose removal had begun."""
+
 
 @contextmanager
 def simulation() -> Iterator[None]:
@@ -49,7 +52,7 @@ def tried(seeds: list[str]) -> list[str | None]:
 
 
 def test_no_history_loses_or_mixes_anything():
-    seeds = [f"{SEED} {number}" for number in range(count(300, 10_000))]
+    seeds = [*ONCE_FAILED, *(f"{SEED} {number}" for number in range(count(300, 10_000)))]
     with tally("histories from one seed") as row:
         for number in range(0, len(seeds), PORTION):
             portion = seeds[number : number + PORTION]
@@ -165,32 +168,28 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "known"),
     [
-        unsynced_folders,
-        rename_before_the_data,
-        removal_before_the_rename,
-        record_before_the_check,
-        existence_that_swallows_errors,
-        lock_left,
-        step_number_used_twice,
-        retention_of_the_only_whole_step,
-        async_error_dropped,
-        temporary_folder_taken_for_a_step,
+        (unsynced_folders, 1),
+        (rename_before_the_data, 4),
+        (removal_before_the_rename, 1),
+        (record_before_the_check, 165),
+        (existence_that_swallows_errors, 284),
+        (lock_left, 206),
+        (step_number_used_twice, 0),
+        (retention_of_the_only_whole_step, 3),
+        (async_error_dropped, 5),
+        (temporary_folder_taken_for_a_step, 18),
     ],
 )
-def test_a_planted_defect_is_found(plant):
-    number, fault = alone(found, plant, timeout=1800)
-    assert fault, f"{plant.__name__} is not found within {MOST} histories"
-    print(number, fault)
+def test_a_planted_defect_is_found(plant, known):
+    """Within `MOST` histories; the first that has shown it is tried first, and all where it does not any more."""
+    assert alone(found, plant, known, timeout=1800), f"{plant.__name__} is not found within {MOST} histories"
 
 
-def found(plant: Callable[[pytest.MonkeyPatch], None]) -> tuple[int, str | None]:
-    """The number of the first history that shows a defect, and its fault."""
+def found(plant: Callable[[pytest.MonkeyPatch], None], known: int) -> str | None:
+    """The fault of a history that shows a defect."""
     with simulation(), pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        for number in range(MOST):
-            seed = f"planted {number}"
-            if fault := fault_of(seed, drawn(seed)):
-                return number, fault
-    return MOST, None
+        seeds = [f"planted {number}" for number in (known, *range(MOST))]
+        return next(filter(None, (fault_of(seed, drawn(seed)) for seed in seeds)), None)
