@@ -315,7 +315,7 @@ def test_a_script_that_is_killed_goes_on_exactly(tmp_path):
 
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "killed").touch()
-    _, [expected] = call(tmp_path / "whole")
+    _, [_, expected] = call(tmp_path / "whole")
     assert call(tmp_path / "cut")[0] == -9
     _, (line, found) = call(tmp_path / "cut")
     assert line.startswith("resumed from step 3, ") and "proved" in line and found == expected
