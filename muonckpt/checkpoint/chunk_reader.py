@@ -42,9 +42,6 @@ _ALIGNMENT = 64
 _MIN_DIRECT_BYTES = 64 << 10
 """The least bytes that are read into a target by themselves: fewer are copied there."""
 
-_AHEAD_BYTES = 32 << 20
-"""Bytes that the system is asked to have ready beyond those that are read: a disk works while bytes are checked."""
-
 Targets = Mapping[str, Sequence[LocalParts]]
 """The tensors of this rank that a tensor of the checkpoint fills, by its key."""
 
@@ -203,9 +200,7 @@ class ChunkReader:
         """Read this rank's ranges of a round to where they belong, check them, and return the elements to be sent."""
         kept: defaultdict[str, list[tuple[_Read, Tensor]]] = defaultdict(list)
         num_kept = 0
-        ahead = self._read_ahead(self._spans[number])
         for span in self._spans[number]:
-            next(ahead, None)
             memory = list[Tensor]()
             for read in span.reads:
                 memory.append(self._kept[num_kept : num_kept + read.length * read.range.is_sent])
@@ -217,16 +212,6 @@ class ChunkReader:
                     kept[read.tensor.key].append((read, elements))
         self._staging.finish()
         return {key: _joined(of_tensor) for key, of_tensor in kept.items()}
-
-    def _read_ahead(self, spans: Sequence[_Span]) -> Iterator[None]:
-        """Ask for the bytes of the spans beyond the one that is read, whenever the next one is."""
-        asked, done, number = 0, 0, 0
-        for span in spans:
-            while number < len(spans) and asked <= done + span.extent.length + _AHEAD_BYTES:
-                self._payloads.will_need(spans[number].extent)
-                asked, number = asked + spans[number].extent.length, number + 1
-            done += span.extent.length
-            yield
 
     @contextmanager
     def _about(self, span: _Span) -> Iterator[None]:

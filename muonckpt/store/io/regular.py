@@ -8,7 +8,6 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import compress, pairwise
 from pathlib import Path
 from threading import Lock
@@ -113,11 +112,6 @@ class LocalFile:
                     f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
                 )
             filled += count
-
-    def will_need(self, offset: int, length: int) -> None:
-        """Ask the system to have a range ready in its cache; a file system that cannot does nothing."""
-        with suppress(OSError):
-            os.posix_fadvise(self._handle, offset, length, os.POSIX_FADV_WILLNEED)
 
     def _unreadable(self, error: OSError) -> UnavailableError:
         return unavailable(self._path, error)

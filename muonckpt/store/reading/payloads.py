@@ -23,7 +23,7 @@ from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location, is_there
-from ..io.regular import READ_BYTES, BytesInMemory, FileBytes, LocalFile, Pace, PacedFile, open_regular
+from ..io.regular import READ_BYTES, BytesInMemory, FileBytes, Pace, PacedFile, open_regular
 from .blocks import bands, batches, blocks, strided_span, strided_view
 from .dtypes import PARTS, dtype, itemsize
 
@@ -251,11 +251,6 @@ class Payloads:
             part = buffer[start : start + BAND_BYTES]
             file.fill(part, extent.offset + start)
             yield part
-
-    def will_need(self, extent: Extent) -> None:
-        """Ask the system to have bytes of a local file ready, as they are read soon."""
-        if self.is_verbatim(extent.file) and isinstance(file := self._bytes(extent.file), LocalFile):
-            file.will_need(extent.offset, extent.length)
 
     def has_checksum(self, chunk: Chunk) -> bool:
         """Return whether `check_chunk` has a checksum to compare a chunk's bytes with."""
