@@ -251,14 +251,19 @@ def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> 
     dropped_names, explained_keys, differences = set[str](), set[str](), dict[str, str]()
     for optimizer in optimizers.values():
         parameter_names = {name for key, name in joint.parameters if key == optimizer.key}
-        unclaimed_state = optimizer.state_of_names(unclaimed_keys, parameter_names | stored.names(optimizer))
+        stored_names = set(chain.from_iterable(group.names for group in stored.groups(optimizer)))
+        unclaimed_state = optimizer.state_of_names(unclaimed_keys, parameter_names | stored_names)
         for name, keys in unclaimed_state.items():
             explained_keys.update(keys.values())
             if name not in parameter_names and fresh.match(name):
                 dropped_names.add(name)
             elif name not in parameter_names and not all(map(extra.match, keys.values())):
                 differences[name] = GONE
-        explained_keys.update(_superfluous_options(optimizer, unclaimed_keys, stored, joint.loaded))
+        # Names need no warning, nor do options of groups without loaded parameters.
+        for group_names, options in stored.groups(optimizer):
+            is_used = not joint.loaded.isdisjoint(zip(repeat(optimizer.key), group_names, strict=False))
+            for option, option_keys in options.items():
+                explained_keys.update(option_keys if not is_used or option in NAMES_OF_GROUPS else ())
     # 3. Everything else that only the checkpoint has: weights dropped on purpose, and extra items.
     dropped_weights, extra_keys = dict[str, str](), list[str]()
     for key in unclaimed_keys:
@@ -305,19 +310,3 @@ def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> 
 def _sorted_names(parameters: Iterable[OptimizerParameter]) -> tuple[str, ...]:
     """Return the names of parameters, whichever optimizers have them."""
     return tuple(sorted({name for _, name in parameters}))
-
-
-def _superfluous_options(
-    optimizer: NamedOptimizer, keys: Sequence[str], stored: Stored, loaded: frozenset[OptimizerParameter]
-) -> Iterator[str]:
-    """Yield options that need no warning: names, and all options of groups without loaded parameters."""
-    if optimizer.groups is None:
-        for name, option_keys in optimizer.options_of_names(keys).items():
-            yield from option_keys.values() if (optimizer.key, name) not in loaded else ()
-        return
-    groups = stored.groups(optimizer)
-    for number, options in optimizer.options_of_groups(keys).items():
-        is_used = not loaded.isdisjoint(zip(repeat(optimizer.key), groups[number], strict=False))
-        for option, key in options.items():
-            if not is_used or option in NAMES_OF_GROUPS:
-                yield key

@@ -1,9 +1,10 @@
-"""The matching of one optimizer: state by the names of parameters; options by groups, or by names if flat."""
+"""The matching of one optimizer: state by the names of parameters, and options by groups."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, repeat
 from types import MappingProxyType
@@ -14,6 +15,7 @@ import torch
 from ..names.keys import NamedOptimizer
 from ..names.resumption import (
     NAMES_OF_GROUPS,
+    OTHER_OPTIONS,
     Choices,
     LoadReport,
     ParameterMatcher,
@@ -22,9 +24,9 @@ from ..names.resumption import (
     meaning_options,
     scheduler_misfit,
 )
-from ..names.vocabulary import FLATTEN, FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
+from ..names.vocabulary import FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
 from ..names.wording import listed
-from .template import LoadTemplate, Matching, OptimizerParameter, Stored
+from .template import LoadTemplate, Matching, OptimizerParameter, OptionGroup, Stored, option_groups
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -37,217 +39,184 @@ _MERGEABLE_OPTIONS = NAMES_OF_GROUPS | {*FUSION, *CODE_OPTIONS}
 _OPTIONAL_OPTIONS = RUN_OPTIONS | CODE_OPTIONS
 """Options whose absence in a checkpoint is not reported: it must lack them, or has them only where they differ."""
 
-_Keys = Mapping[str, str]
-"""Keys by slot, or by option."""
+
+def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
+    """Decide what an optimizer takes: the state of each parameter by its name, then the options of its groups."""
+    match = _OptimizerMatch.of(optimizer, template, stored)
+    live_states, saved_states = match.states()
+    names: dict[str, str] = {}
+    for name, state in live_states.items():
+        names |= dict.fromkeys(state.slots.values(), name)
+
+    def slot_fault(key: str, saved_key: str) -> str | None:
+        entry = stored.entries[saved_key]
+        grows = template.saved_rows(key, entry) is not None and choices.grow.match(names[key])
+        return next(iter(template.misfits(key, entry, grows)), None)
+
+    def is_zeroed(state: ParameterState, slot: str) -> bool:
+        is_tensor = isinstance(template.values[state.slots[slot]], torch.Tensor)
+        return is_tensor and begins_as_zeros(slot, state.options)
+
+    # 1. Fitting state is loaded, other state begins from zero or is refused.
+    groups = [group.names for group in match.groups]
+    matcher = ParameterMatcher(
+        live_states, saved_states, groups, cache(match.group_options), slot_fault, is_zeroed, template.partial
+    )
+    report, differences, faults, origins = matcher.match(choices.fresh, choices.ungrouped)
+    if optimizer.groups is None and any(reason.startswith(OTHER_OPTIONS) for reason in differences.values()):
+        faults = (
+            *faults,
+            "parameters have the same options now, and had others: a flattened state dict does not say which are one "
+            "group; load a nested one (flatten_optimizer_state_dict=False)",
+        )
+    # 2. Loaded tensors may have more rows, if it is known how these begin.
+    loaded_keys, unknown_rows = list[str](), list[str]()
+    grown, rows = dict[str, str](), dict[str, int]()
+    for name in report.loaded:
+        for slot, key in live_states[name].slots.items():
+            loaded_keys.append(key)
+            if (saved_rows := template.saved_rows(key, stored.entries[key])) is not None:
+                grown[key], rows[key] = name, saved_rows
+                if not is_zeroed(live_states[name], slot):
+                    unknown_rows.append(f"{name!r} cannot grow: it is not known how new rows of its {slot} begin")
+    fresh_keys = chain.from_iterable(live_states[name].slots.values() for name in report.fresh)
+    # 3. The outcome by keys, and by parameters of this optimizer, as others may have some of equal names.
+    taken = Matching(
+        dict(zip(loaded_keys, loaded_keys, strict=True)),
+        zeros=tuple(fresh_keys),
+        grown=grown,
+        rows=rows,
+        loaded=match.parameters(report.loaded),
+        fresh=match.parameters(report.fresh),
+        discarded=frozenset(report.discarded),
+        ungrouped=match.parameters(name for name in report.loaded if not saved_states[name].groups),
+        parameters=match.parameters(live_states),
+        differences=differences,
+        faults=(*faults, *unknown_rows),
+    )
+    return Matching.joined([taken, *match.options_of_groups(report, origins)])
 
 
+@dataclass(frozen=True, slots=True)
 class _OptimizerMatch:
-    """One optimizer, with its state by the names of parameters; its two forms say where options are.
+    """One optimizer and its groups on both sides.
 
     Attributes:
-        options, saved_options: keys of options by parameter and option, in the template and in the checkpoint;
-            parameters of a group share theirs.
+        saved_groups: without the options that no run said: the running optimizer's stay.
+        unsaid_keys: those of these options.
+        homes: the numbers of each parameter's groups in the checkpoint.
     """
 
-    options: Mapping[str, _Keys]
-    saved_options: Mapping[str, _Keys]
+    optimizer: NamedOptimizer
+    template: LoadTemplate
+    stored: Stored
+    groups: Sequence[OptionGroup]
+    saved_groups: Sequence[OptionGroup]
+    unsaid_keys: frozenset[str]
+    homes: Mapping[str, Sequence[int]]
 
-    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
-        self.optimizer, self.template, self.stored, self.choices = optimizer, template, stored, choices
-        self._growing_keys = set[str]()
-        self._unsaid_keys = set[str]()
+    @classmethod
+    def of(cls, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> _OptimizerMatch:
+        values = template.values
+        groups = option_groups(optimizer, values, values.__getitem__, lambda key: str(as_tuples(values[key])))
+        saved_groups, unsaid_keys = list[OptionGroup](), set[str]()
+        homes: defaultdict[str, list[int]] = defaultdict(list)
+        for number, (names, keys) in enumerate(stored.groups(optimizer)):
+            unsaid = frozenset[str]().union(*(stored.unsaid.get(name, ()) for name in names))
+            said = {option: keys[option] for option in keys if option not in unsaid}
+            unsaid_keys.update(chain.from_iterable(keys[option] for option in keys.keys() - said.keys()))
+            saved_groups.append(OptionGroup(names, said))
+            for name in names:
+                homes[name].append(number)
+        return cls(optimizer, template, stored, groups, saved_groups, frozenset(unsaid_keys), dict(homes))
 
-    def _said_options(self, keys: _Keys, names: Iterable[str]) -> _Keys:
-        """Return the saved options of parameters without the unsaid ones: the running optimizer's stay."""
-        unsaid = frozenset[str]().union(*(self.stored.unsaid.get(name, ()) for name in names)) & keys.keys()
-        self._unsaid_keys.update(map(keys.__getitem__, unsaid))
-        return {option: key for option, key in keys.items() if option not in unsaid} if unsaid else keys
+    def parameters(self, names: Iterable[str]) -> frozenset[OptimizerParameter]:
+        return frozenset(zip(repeat(self.optimizer.key), names, strict=False))
 
-    def saved_groups_of(self, name: str) -> Sequence[int] | None:
-        """Return the numbers of a parameter's groups in the checkpoint; None if options are by parameter."""
-        return None
+    def states(self) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
+        """Return the state of parameters on both sides, with the options on which its meaning depends."""
+        values, stored = self.template.values, self.stored
+        options: dict[str, Mapping[str, Any]] = {}
+        for names, keys in self.groups:
+            options |= dict.fromkeys(names, {option: values[first] for option, (first, *_) in keys.items()})
+
+        @cache
+        def meaning(number: int, of_meaning: tuple[str, ...]) -> Mapping[str, Any]:
+            keys = self.saved_groups[number].keys
+            return {option: stored.option(keys[option][0]) for option in of_meaning if option in keys}
+
+        state = self.optimizer.state_of_names(values, options)
+        saved_state = self.optimizer.state_of_names(stored.entries, {*options, *self.homes})
+        live_states, saved_states = {}, {}
+        for name in dict.fromkeys((*options, *state)):
+            slots, saved_slots = state.get(name, _NONE), saved_state.get(name, _NONE)
+            if saved_slots and not slots:  # as if only the checkpoint had it
+                continue
+            homes = self.homes.get(name, ())
+            saved_options = meaning(homes[0], meaning_options(saved_slots)) if homes else _NONE
+            live_states[name] = ParameterState(slots, options.get(name, _NONE))
+            saved_states[name] = ParameterState(saved_slots, saved_options, homes)
+        return live_states, saved_states
 
     def group_options(self, number: int) -> Mapping[str, Any]:
         """Return the options of a saved group in which others may not differ that become one group with it."""
-        return _NONE
+        keys = self.saved_groups[number].keys
+        return {option: self.stored.option(keys[option][0]) for option in keys if option not in _MERGEABLE_OPTIONS}
 
-    def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
-        """Decide which options are taken, after the state; ``origins`` has the saved group of each group."""
-        raise NotImplementedError
-
-    def match(self) -> Matching:
-        """Decide what the optimizer takes: the state of each parameter by its name, then options by groups."""
-        # Fitting state is loaded, other state begins from zero or is refused.
-        live_states, saved_states = self._states()
-        groups, partial = self.optimizer.groups or (), self.template.partial
-        matcher = ParameterMatcher(
-            live_states, saved_states, groups, cache(self.group_options), self._slot_fault, self._is_zeroed, partial
-        )
-        report, differences, faults, origins = matcher.match(self.choices.fresh, self.choices.ungrouped)
-        # Its outcome by keys, and by parameters of this optimizer, as others may have some of equal names.
-        loaded_keys, fresh_keys, unknown_rows = list[str](), list[str](), list[str]()
-        grown, rows = dict[str, str](), dict[str, int]()
+    def options_of_groups(self, report: LoadReport, origins: Sequence[int | None]) -> Iterator[Matching]:
+        """Yield which options are taken, after the state; ``origins`` has the saved group of each group."""
+        # Groups that were merged with others have options that are not taken, though parameters were loaded.
+        merged_numbers, covered_keys = set[int](), {*self.unsaid_keys}
         for name in report.loaded:
-            for slot, key in live_states[name].slots.items():
-                loaded_keys.append(key)
-                if (saved_rows := self.template.saved_rows(key, self.stored.entries[key])) is not None:
-                    grown[key], rows[key] = name, saved_rows
-                    if not self._is_zeroed(live_states[name], slot):
-                        unknown_rows.append(f"{name!r} cannot grow: it is not known how new rows of its {slot} begin")
-        for name in report.fresh:
-            fresh_keys += live_states[name].slots.values()
-        loaded, fresh, parameters = map(self._parameters, (report.loaded, report.fresh, live_states))
-        state = Matching(
-            dict(zip(loaded_keys, loaded_keys, strict=True)),
-            zeros=tuple(fresh_keys),
-            grown=grown,
-            rows=rows,
-            loaded=loaded,
-            fresh=fresh,
-            discarded=frozenset(report.discarded),
-            ungrouped=self._parameters(name for name in report.loaded if _is_homeless(saved_states[name])),
-            parameters=parameters,
-            differences=differences,
-            faults=(*faults, *unknown_rows),
-        )
-        unsaid = Matching(covered_keys=frozenset(self._unsaid_keys))
-        return Matching.joined([state, self.match_options(report, origins), unsaid])
+            merged_numbers.update(self.homes.get(name, ()))
+        for number in merged_numbers.difference(origins):
+            covered_keys.update(chain.from_iterable(self.saved_groups[number].keys.values()))
+        yield Matching(covered_keys=frozenset(covered_keys))
+        if self.optimizer.groups is not None:
+            yield self._scheduler_misfit(origins)
+        homeless = {name for name in report.loaded if name not in self.homes}
+        for number, (group, origin) in enumerate(zip(self.groups, origins, strict=True)):
+            if ungrouped := [name for name in group.names if name in homeless]:
+                text = f"all of {listed(ungrouped, 3)}, which has those of group {number} here"
+                yield Matching(own_options=(text,))
+            # A group that starts fresh as a whole keeps its options.
+            if origin is not None:
+                owner = "parameters" if self.optimizer.groups is None else f"group {number}"
+                yield self._taken_options(group.keys, self.saved_groups[origin].keys, owner)
 
-    def _states(self) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
-        """Return the state of parameters on both sides, with the options on which its meaning depends."""
+    def _taken_options(
+        self, keys: Mapping[str, Sequence[str]], saved_keys: Mapping[str, Sequence[str]], owner: str
+    ) -> Matching:
+        """Give a group, in words the owner of its options, those of a saved one; its own stay where that has none."""
         template, stored = self.template, self.stored
-        keys = self.optimizer.state_of_names(template.values, self.options)
-        saved_keys = self.optimizer.state_of_names(stored.entries, {*self.options, *self.saved_options})
-        live_states, saved_states = {}, {}
-        # Parameters of a group share their options and mostly the names of slots, so few are looked at.
-        live_options: dict[int, Mapping[str, Any]] = {}
-        meanings: dict[tuple[object, ...], Mapping[str, Any]] = {}
-        for name in dict.fromkeys((*self.options, *keys)):
-            slots, saved_slots = keys.get(name, _NONE), saved_keys.get(name, _NONE)
-            if saved_slots and not slots:  # as if only the checkpoint had it
-                continue
-            if self.choices.grow.match(name):
-                self._growing_keys.update(slots.values())
-            option_keys, saved_option_keys = self.options.get(name, _NONE), self.saved_options.get(name, _NONE)
-            group = id(option_keys)
-            if group not in live_options:
-                live_options[group] = {option: template.values[key] for option, key in option_keys.items()}
-            meaning = group, id(saved_option_keys), meaning_options(saved_slots)
-            if meaning not in meanings:
-                # A group that is not flattened does not say so, so the checkpoint's word counts without the template's.
-                common_options = {*option_keys, FLATTEN} & saved_option_keys.keys() & {*meaning_options(saved_slots)}
-                meanings[meaning] = {option: stored.option(saved_option_keys[option]) for option in common_options}
-            live_states[name] = ParameterState(slots, live_options[group])
-            saved_states[name] = ParameterState(saved_slots, meanings[meaning], self.saved_groups_of(name))
-        return live_states, saved_states
-
-    def _slot_fault(self, key: str, saved_key: str) -> str | None:
-        entry = self.stored.entries[saved_key]
-        grows = key in self._growing_keys and self.template.saved_rows(key, entry) is not None
-        return next(iter(self.template.misfits(key, entry, grows)), None)
-
-    def _is_zeroed(self, state: ParameterState, slot: str) -> bool:
-        is_tensor = isinstance(self.template.values[state.slots[slot]], torch.Tensor)
-        return is_tensor and begins_as_zeros(slot, state.options)
-
-    def _parameters(self, names: Iterable[str]) -> frozenset[OptimizerParameter]:
-        return frozenset(zip(repeat(self.optimizer.key), names, strict=False))
-
-    def take_options(self, keys: _Keys, saved_keys: _Keys, origin: str, owner: str) -> Matching:
-        """Take options; those that only one side has stay as they are, or are added.
-
-        Args:
-            keys, saved_keys: by option, the latter of a group or parameter ``origin`` of the checkpoint.
-            owner: the group or the parameters that have the options, for people.
-        """
-        # Options of both sides are loaded where they fit.
-        sources, faults, live_options = dict[str, str](), list[str](), list[str]()
-        for option in sorted(keys.keys() - saved_keys.keys()):
-            if not saved_keys or option in RUN_OPTIONS:
-                faults.append(f"missing key {f'{self.optimizer.options}{origin}.{option}'!r}")
-            if saved_keys and option not in _OPTIONAL_OPTIONS:
-                live_options.append(f"{option}={self.template.values[keys[option]]!r}")
-        for option, key in keys.items():
-            if option in saved_keys:
-                sources[key] = saved_keys[option]
-                for fault in self.template.misfits(key, self.stored.entries[sources[key]]):
-                    faults.append(f"{key!r} {fault}")
-        # The history of a group goes on with it, although no code has set it.
-        history_keys, added_options = [], {}
-        for option, saved_key in saved_keys.items():
-            if option in HISTORY_OPTIONS and option not in keys:
-                history_keys.append(saved_key)
-                if keys:
-                    *parents, leaf = self.template.paths[next(iter(keys.values()))]
+        sources, faults, live_options, covered_keys = dict[str, str](), list[str](), list[str](), list[str]()
+        for option in sorted(keys.keys() - NAMES_OF_GROUPS - saved_keys.keys()):
+            if option in RUN_OPTIONS:
+                faults.append(f"missing key {keys[option][0]!r}")
+            elif option not in _OPTIONAL_OPTIONS:
+                live_options.append(f"{option}={template.values[keys[option][0]]!r}")
+        added_options: dict[KeyPath, Any] = {}
+        for option, (saved_key, *equal_keys) in saved_keys.items():
+            # Each group keeps its name and its parameters.
+            if option in keys and option not in NAMES_OF_GROUPS:
+                covered_keys += equal_keys
+                for key in keys[option]:
+                    sources[key] = saved_key
+                    faults += (f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[saved_key]))
+            # The history of a group goes on with it, although no code has set it.
+            elif option in HISTORY_OPTIONS:
+                covered_keys += (saved_key, *equal_keys)
+                for key in next(iter(keys.values()), ()):
+                    *parents, leaf = template.paths[key]
                     flattened, dot, _ = str(leaf).rpartition(".")
-                    added_options[*parents, f"{flattened}{dot}{option}"] = self.stored.option(saved_key)
+                    added_options[*parents, f"{flattened}{dot}{option}"] = stored.option(saved_key)
         return Matching(
             sources,
-            frozenset(history_keys),
+            frozenset(covered_keys),
             own_options=(f"{owner}: {', '.join(live_options)}",) if live_options else (),
             added=added_options,
             faults=tuple(faults),
         )
-
-
-class _GroupedMatch(_OptimizerMatch):
-    """An optimizer in the nested form, whose groups list their parameters.
-
-    Attributes:
-        groups, saved_groups: keys of options by group and option, in the template and in the checkpoint.
-        homes: the numbers of each parameter's groups in the checkpoint.
-    """
-
-    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
-        super().__init__(optimizer, template, stored, choices)
-        self.groups = optimizer.options_of_groups(template.values)
-        self.saved_groups = {}
-        saved_names = dict(enumerate(stored.groups(optimizer)))
-        for number, keys in optimizer.options_of_groups(stored.entries).items():
-            self.saved_groups[number] = self._said_options(keys, saved_names.get(number, ()))
-        # Parameters are in the groups that list them, on both sides.
-        self.homes: defaultdict[str, list[int]] = defaultdict(list)
-        for number, names in enumerate(stored.groups(optimizer)):
-            for name in names:
-                self.homes[name].append(number)
-        options: dict[str, _Keys] = {}
-        for number, names in enumerate(optimizer.groups or ()):
-            for name in names:
-                options[name] = self.groups[number]
-        self.options = options
-        self.saved_options = {name: self.saved_groups[numbers[0]] for name, numbers in self.homes.items()}
-
-    def saved_groups_of(self, name: str) -> Sequence[int]:
-        return self.homes.get(name, ())
-
-    def group_options(self, number: int) -> Mapping[str, Any]:
-        options = {}
-        for option, key in self.saved_groups[number].items():
-            if option not in _MERGEABLE_OPTIONS:
-                options[option] = self.stored.option(key)
-        return options
-
-    def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
-        """Give each group the options of the saved group in which its parameters were."""
-        # Groups that were merged with others have options that are not taken, though parameters were loaded.
-        superfluous_numbers, superfluous_keys = set[int](), list[str]()
-        for name in report.loaded:
-            superfluous_numbers.update(self.homes[name] if name in self.options else ())
-        for number in superfluous_numbers.difference(origins):
-            superfluous_keys += self.saved_groups[number].values()
-        matchings = [Matching(covered_keys=frozenset(superfluous_keys)), self._scheduler_misfit(origins)]
-        homeless = {name for name in report.loaded if not self.saved_groups_of(name)}
-        for number, names in enumerate(self.optimizer.groups or ()):
-            if ungrouped := [name for name in names if name in homeless]:
-                text = f"all of {listed(ungrouped, 3)}, which has those of group {number} here"
-                matchings.append(Matching(own_options=(text,)))
-        # A group that starts fresh as a whole keeps its options, and each group its name and its parameters.
-        for number, keys in self.groups.items():
-            origin = origins[number]
-            if origin is not None:
-                options = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
-                matchings.append(self.take_options(options, self.saved_groups[origin], str(origin), f"group {number}"))
-        return Matching.joined(matchings)
 
     def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
         """Return why state of schedulers, which know groups by their numbers, would not be that of the present groups.
@@ -255,15 +224,14 @@ class _GroupedMatch(_OptimizerMatch):
         Args:
             origins: the saved group of each group, None where all of it starts fresh.
         """
-        names_by_group = {number: names for number, names in enumerate(self.optimizer.groups or ()) if names}
-        rates = self._saved_rates()
-        saved_rates = list(map(rates.get, range(max(self.saved_groups, default=-1) + 1)))
-        # The rates of the groups after the load: a group that starts fresh as a whole keeps its own.
-        rate_keys = [self.groups.get(number, _NONE).get("initial_lr") for number in range(len(origins))]
+        # The rates with which groups began, where a scheduler has written them, and those of the groups after the load:
+        # a group that starts fresh as a whole keeps its own.
+        saved_rates = [self._saved_rate(group) for group in self.saved_groups]
         live_rates: list[Any] = []
-        for number, (origin, key) in enumerate(zip(origins, rate_keys, strict=True)):
-            own_rate = self.template.values[key] if key and number in names_by_group else None
-            live_rates.append(own_rate if origin is None else rates.get(origin))
+        for group, origin in zip(self.groups, origins, strict=True):
+            has_own = origin is None and group.names and "initial_lr" in group.keys
+            own_rate = self.template.values[group.keys["initial_lr"][0]] if has_own else None
+            live_rates.append(own_rate if origin is None else saved_rates[origin])
         # A scheduler that says for which rates it was made needs no guess; with several, it does not say whose it is.
         has_schedulers, base_rates = self._base_rates()
         if any(scheduler_misfit(base, live_rates) is None for base in base_rates.values()):
@@ -272,39 +240,36 @@ class _GroupedMatch(_OptimizerMatch):
         has_several, is_merged = len(self.template.optimizers) > 1, False
         if misfit:
             # Each saving rank has groups; this rank may have some of them, or several as one.
-            saved_homes = list(map(self._saved_homes, names_by_group.values()))
+            used_numbers = [number for number, group in enumerate(self.groups) if group.names]
+            saved_homes = [self._saved_homes(self.groups[number].names) for number in used_numbers]
             joint_numbers = sorted({*chain.from_iterable(saved_homes)})
             in_order = saved_homes == sorted(saved_homes)
-            is_merged = all(saved_homes) and len(joint_numbers) > len(names_by_group) and in_order
+            is_merged = all(saved_homes) and len(joint_numbers) > len(used_numbers) and in_order
             base_rates = base_rates if not has_several else {}
-            joint_rates = list(map(rates.get, joint_numbers))
-            if scheduler_misfit(joint_rates, list(map(live_rates.__getitem__, names_by_group))) is None:
+            joint_rates = [saved_rates[number] for number in joint_numbers]
+            if scheduler_misfit(joint_rates, [live_rates[number] for number in used_numbers]) is None:
                 misfit = next((scheduler_misfit(base, live_rates) for base in base_rates.values()), None)
         if misfit:
-            is_certain = bool(base_rates) or (not is_merged and (has_schedulers or any(rate_keys)))
+            has_own_rates = any("initial_lr" in group.keys for group in self.groups)
+            is_certain = bool(base_rates) or (not is_merged and (has_schedulers or has_own_rates))
             return Matching(faults=(misfit,)) if is_certain else Matching(doubts=(misfit,))
         doubts = []
         for key, base in base_rates.items() if not has_several and None not in live_rates else ():
             # A scheduler of some of the groups steps an optimizer that was saved together with others.
-            if len(base) != len(live_rates):
-                continue
-            doubts.append(
-                f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {live_rates}: the scheduler "
-                "gives groups other rates than they began with, as it does if their order has changed in the saved run"
-            )
+            if len(base) == len(live_rates):
+                doubts.append(
+                    f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {live_rates}: the "
+                    "scheduler gives groups other rates than they began with, as it does if their order has changed "
+                    "in the saved run"
+                )
         return Matching(doubts=tuple(doubts))
 
     def _saved_homes(self, names: Iterable[str]) -> list[int]:
         """Return the numbers of the first saved group of each given parameter, sorted."""
-        return sorted({self.homes[name][0] for name in names if self.homes[name]})
+        return sorted({self.homes[name][0] for name in names if name in self.homes})
 
-    def _saved_rates(self) -> dict[int, Any]:
-        """Return the rates with which saved groups began, by number, where a scheduler has written them."""
-        rates = {}
-        for number, keys in self.saved_groups.items():
-            if "initial_lr" in keys:
-                rates[number] = self.stored.option(keys["initial_lr"])
-        return rates
+    def _saved_rate(self, group: OptionGroup) -> Any:
+        return self.stored.option(group.keys["initial_lr"][0]) if "initial_lr" in group.keys else None
 
     def _base_rates(self) -> tuple[bool, dict[str, tuple[Any, ...]]]:
         """Return whether the template has schedulers, and the rates for which saved ones were made, by key.
@@ -321,69 +286,6 @@ class _GroupedMatch(_OptimizerMatch):
             if isinstance(rates, tuple):
                 base_rates[key] = rates
         return has_schedulers, base_rates
-
-
-class _UngroupedMatch(_OptimizerMatch):
-    """An optimizer in the flat form, whose parameters have options each."""
-
-    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> None:
-        super().__init__(optimizer, template, stored, choices)
-        self.options = optimizer.options_of_names(template.values)
-        self.saved_options = {}
-        for name, keys in optimizer.options_of_names(stored.entries).items():
-            self.saved_options[name] = self._said_options(keys, (name,))
-
-    def match_options(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
-        """Give each parameter its own options; a fresh one gets those of its group, which has equal options now."""
-        names_by_options: defaultdict[str, list[str]] = defaultdict(list)
-        for name in report.loaded:
-            names_by_options[self._live_options(name)].append(name)
-        sources = dict(zip(report.loaded, report.loaded, strict=True))
-        for name in report.fresh:
-            if similar_names := names_by_options.get(self._live_options(name)):
-                sources[name] = similar_names[0]
-        faults = tuple(filter(None, map(self._find_distinct_options, names_by_options.values())))
-        matchings = [Matching(faults=faults)]
-        for name, source in sources.items():
-            options, saved_options = self.options.get(name, _NONE), self.saved_options.get(source, _NONE)
-            matchings.append(self.take_options(options, saved_options, source, "parameters"))
-        return Matching.joined(matchings)
-
-    def _live_options(self, name: str) -> str:
-        """Return text that is the same for parameters with equal options."""
-        options = self.options.get(name, _NONE).items()
-        return str(sorted((option, as_tuples(self.template.values[key])) for option, key in options))
-
-    def _find_distinct_options(self, names: Sequence[str]) -> str | None:
-        """Return a fault if parameters with equal options now had different ones in the saved run."""
-        saved_keys, option_of = self.saved_options, self.stored.option
-        for option in saved_keys.get(names[0], {}).keys() - _MERGEABLE_OPTIONS:
-            # Equal values have one mark, so few are read.
-            names_by_mark = {}
-            for name in names:
-                if option in saved_keys.get(name, _NONE):
-                    names_by_mark[self.stored.mark(saved_keys[name][option])] = name
-            value = option_of(saved_keys[names[0]][option])
-            for other_name in names_by_mark.values():
-                other_value = option_of(saved_keys[other_name][option])
-                if other_value != value:
-                    return (
-                        f"{names[0]!r} and {other_name!r} have the same options now, and {option}={value!r} and "
-                        f"{other_value!r} in the checkpoint; a flattened state dict does not say whether "
-                        "they are one group: load a nested one (flatten_optimizer_state_dict=False)"
-                    )
-        return None
-
-
-def _is_homeless(saved: ParameterState) -> bool:
-    """Return whether a saved parameter is in no group, in a form that has groups."""
-    return saved.groups is not None and not saved.groups
-
-
-def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
-    """Decide what an optimizer of the template takes from a checkpoint."""
-    kind = _UngroupedMatch if optimizer.groups is None else _GroupedMatch
-    return kind(optimizer, template, stored, choices).match()
 
 
 def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:

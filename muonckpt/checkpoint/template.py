@@ -99,6 +99,43 @@ class LoadTemplate:
         return faults
 
 
+class OptionGroup(NamedTuple):
+    """Parameters that have their options in common.
+
+    Attributes:
+        keys: by option; in the flat form those of all its parameters, otherwise one.
+    """
+
+    names: tuple[str, ...]
+    keys: Mapping[str, Sequence[str]]
+
+
+def option_groups(
+    optimizer: NamedOptimizer, keys: Iterable[str], value: Callable[[str], Any], mark: Callable[[str], str]
+) -> list[OptionGroup]:
+    """Return an optimizer's groups by number; in the flat form, the parameters with equal options.
+
+    Args:
+        value, mark: return the value at a key, and text that is the same for equal ones.
+    """
+    groups: list[OptionGroup] = []
+    if optimizer.groups is None:
+        names_by_options: defaultdict[object, dict[str, Mapping[str, str]]] = defaultdict(dict)
+        for name, options in optimizer.options_of_names(keys).items():
+            names_by_options[frozenset((option, mark(key)) for option, key in options.items())][name] = options
+        for members in names_by_options.values():
+            columns = {option: [each[option] for each in members.values()] for option in next(iter(members.values()))}
+            groups.append(OptionGroup(tuple(members), columns))
+        return groups
+    by_number = optimizer.options_of_groups(keys)
+    # A number without a list of parameters keeps its place, as groups are known by their numbers.
+    for number in range(max(by_number, default=-1) + 1):
+        options = by_number.get(number, {})
+        names = tuple(map(str, value(options[PARAMS]) or ())) if PARAMS in options else ()
+        groups.append(OptionGroup(names, {option: [key] for option, key in options.items()}))
+    return groups
+
+
 class Stored:
     """The entries of a checkpoint, or of other ranks' state, by key; ``read`` gives the value of an option.
 
@@ -120,7 +157,7 @@ class Stored:
         self.by_rank: defaultdict[str, dict[tuple[int, int], str]] = defaultdict(dict)
         self._read = read
         self._options: dict[str, Any] = {}
-        self._groups: dict[NamedOptimizer, list[tuple[str, ...]]] = {}
+        self._groups: dict[NamedOptimizer, list[OptionGroup]] = {}
         # Values by rank stand beside the item that they are of, which programs read that know no ranks.
         for key, entry in self.entries.items():
             if (value := rank_in(entry.path)) is not None and (item := key_of(value.path)) in self.entries:
@@ -174,23 +211,11 @@ class Stored:
         recorded = entry.digest if isinstance(entry, Blob) else entry.fingerprint
         return recorded or str(self.option(key))
 
-    def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
-        """Return the names of each group's parameters in the nested form, none in the other."""
+    def groups(self, optimizer: NamedOptimizer) -> list[OptionGroup]:
+        """Return the groups of an optimizer, with their options."""
         if optimizer not in self._groups:
-            options = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
-            groups: list[tuple[str, ...]] = []
-            # A number without a list of parameters keeps its place, as groups are known by their numbers.
-            for number in range(max(options, default=-1) + 1):
-                key = options.get(number, _NONE).get(PARAMS)
-                groups.append(() if key is None else tuple(map(str, self.option(key) or ())))
-            self._groups[optimizer] = groups
+            self._groups[optimizer] = option_groups(optimizer, self.entries, self.option, self.mark)
         return self._groups[optimizer]
-
-    def names(self, optimizer: NamedOptimizer) -> set[str]:
-        """Return the names of an optimizer's parameters, as its options have them."""
-        if optimizer.groups is None:
-            return {*optimizer.options_of_names(self.entries)}
-        return set(chain.from_iterable(self.groups(optimizer)))
 
 
 class MissingTensor(NamedTuple):

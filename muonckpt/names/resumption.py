@@ -26,6 +26,9 @@ UNGROUPED = "in no parameter group of the checkpoint, which has their state with
 OTHER_CONVENTION = "of momentum convention"
 """The beginning of the reason where momentum accumulates otherwise."""
 
+OTHER_OPTIONS = "from a group with other options than their other groups"
+"""The same where parameters of one group come from several that differ."""
+
 _MEANING = (ALGORITHM, CONVENTION)
 _FUSED_MEANING = (*_MEANING, *FUSION)
 _ALWAYS_FUSION = {*FUSION} - {FLATTEN}
@@ -331,12 +334,12 @@ class ParameterState(NamedTuple):
     Attributes:
         slots: its state: tensors, or the keys of tensors.
         options: those of its group; for a saved one at least those on which the meaning of its state depends.
-        groups: the numbers of its groups in the saved run, which may differ on ranks; None if options are by parameter.
+        groups: the numbers of its groups in the saved run, which may differ on ranks.
     """
 
     slots: Mapping[str, Any]
     options: Mapping[str, Any]
-    groups: Sequence[int] | None = None
+    groups: Sequence[int] = ()
 
 
 class Continuation(NamedTuple):
@@ -359,7 +362,7 @@ class ParameterMatcher:
     """The parameters of an optimizer, of a program and of the saved run, by name.
 
     Attributes:
-        groups: the names of the parameters of each live group; empty where options are kept by parameter.
+        groups: the names of the parameters of each live group.
         group_options: returns the options of a saved group that have to be equal in groups which become one.
         slot_fault: returns why a saved slot (second) cannot be loaded as a live one, in words that follow the slot.
         is_zeroed: returns whether a live parameter's slot begins as zeros, so that it can start fresh.
@@ -409,7 +412,7 @@ class ParameterMatcher:
             origins.append(by_count[0] if by_count else None)
             for number in by_count[1:]:
                 if options := self._option_differences(by_count[0], number):
-                    reason = f"from a group with other options than their other groups ({options})"
+                    reason = f"{OTHER_OPTIONS} ({options})"
                     differences |= {name: reason for name in names if saved_groups.get(name) == number}
         report = LoadReport(*map(tuple, (loaded, fresh, discarded, dropped)))
         return Continuation(report, differences, tuple(faults), tuple(origins))
@@ -419,7 +422,7 @@ class ParameterMatcher:
         # Its groups: one, or several with the same options.
         if saved is None or (live.slots and not saved.slots):
             return NEW
-        if saved.groups is not None and not saved.groups and not may_be_ungrouped:
+        if not saved.groups and not may_be_ungrouped:
             return UNGROUPED
         origin, *numbers = saved.groups or (0,)
         if numbers and any(self._option_differences(origin, number) for number in numbers):

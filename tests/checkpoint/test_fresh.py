@@ -214,7 +214,7 @@ def test_groups_of_different_options_are_not_joined_silently(tmp_path):
 def test_a_flattened_state_dict_that_does_not_tell_groups_apart_is_refused(fresh, tmp_path):
     path = two_groups("flat", tmp_path / "c", 0.25, 0.5)
     message = refusal(template(*grouped((1.0, (0, 1, 2))), "flat"), path, fresh=fresh)
-    assert "'0.weight' and '2.weight' have the same options now, and lr=0.25 and 0.5 in the checkpoint" in message
+    assert "(lr=0.25, theirs 0.5): 2.weight" in message and "flatten_optimizer_state_dict=False" in message
 
 
 def test_what_the_template_does_not_ask_for_is_passed_over_only_if_that_is_allowed(tmp_path):
