@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 from ..names.errors import warn_on_rank
 from ..names.resumption import (
@@ -324,21 +325,12 @@ class FreshStart:
 
 def _are_equal(live: Mapping[str, Any], loaded: Mapping[str, Any]) -> bool:
     """Return whether two state dicts are equal, perhaps on different devices."""
-    if live["state"].keys() != loaded["state"].keys() or len(live["param_groups"]) != len(loaded["param_groups"]):
-        return False
-    for group, loaded_group in zip(live["param_groups"], loaded["param_groups"], strict=True):
-        if any(group.get(key) != loaded_group.get(key) for key in ("params", "param_names")):
-            return False
-    for key, slots in live["state"].items():
-        loaded_slots = loaded["state"][key]
-        if slots.keys() != loaded_slots.keys():
-            return False
-        for slot, a in slots.items():
-            b = loaded_slots[slot]
-            # Anything but plain tensors is equal only if it is the same object.
-            if a is not b:
-                if type(a) is not Tensor or type(b) is not Tensor or a.shape != b.shape or a.dtype != b.dtype:
-                    return False
-                if not torch.equal(a, b.to(a.device)):
-                    return False
-    return True
+    (leaves, structure), (loaded_leaves, loaded_structure) = tree_flatten(live), tree_flatten(loaded)
+    return bool(structure == loaded_structure) and all(map(_are_equal_values, leaves, loaded_leaves))
+
+
+def _are_equal_values(a: Any, b: Any) -> bool:
+    if type(a) is Tensor and type(b) is Tensor:
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+    # Tensors of other classes, which may have parts on other ranks, are equal only if they are one object.
+    return a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
