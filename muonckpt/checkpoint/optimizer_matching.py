@@ -138,7 +138,8 @@ class _OptimizerMatch:
         values, stored = self.template.values, self.stored
         options: dict[str, Mapping[str, Any]] = {}
         for names, keys in self.groups:
-            options |= dict.fromkeys(names, {option: values[first] for option, (first, *_) in keys.items()})
+            common_options = {option: values[first] for option, (first, *_) in keys.items()}
+            options |= dict.fromkeys(names, common_options)
 
         @cache
         def meaning(number: int, of_meaning: tuple[str, ...]) -> Mapping[str, Any]:
