@@ -32,6 +32,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
 from .live_state import LiveState
 from .template import Matching, Stored
+from .training import MODEL, OPTIMIZER
 
 _MAX_KEYS = 2
 """Keys of one kind that the error lists."""
@@ -76,6 +77,8 @@ class Refusal:
 
     def __str__(self) -> str:
         sides = ("the source", "the target") if self.checkpoint is None else (self.checkpoint.path, "the state dict")
+        if self.call == RESUME:
+            sides = sides[0], "the objects of the run"
         step = self._translation() or self._dequantisation()
         renaming = "" if step else self._renaming()
         facts = f"{sides[0]} does not fit {sides[1]}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
@@ -130,7 +133,8 @@ class Refusal:
         if call not in (LOAD, RESTORE, RESUME, REDISTRIBUTE):
             return ""
         globs = [*_globs_of_extra(matching.extra_keys, matching.sources)]
-        return f"To leave it there: {call}(..., allow_extra={globs!r}); to load it, give it in the state dict"
+        receiver = "to Series" if call == RESUME else "in the state dict"
+        return f"To leave it there: {call}(..., allow_extra={globs!r}); to load it, give it {receiver}"
 
     # Names and programs: each name by itself would be missing or extra.
 
@@ -209,6 +213,15 @@ class Refusal:
 
     def _advice_on_missing(self) -> str:
         """Return what to do about keys that only the state dict has."""
+        # A scheduler or another object of a run, that is new or of another kind: only a new run may begin without it.
+        objects = {self.live.paths[key][0] for key in self.matching.missing_keys if key in self.live.paths}
+        if self.call == RESUME and self.checkpoint and objects and not objects & {MODEL, OPTIMIZER}:
+            names = listed(sorted(map(repr, objects)))
+            return (
+                f"It was saved without {names}, or with another kind. To go on with weights, optimizer state "
+                "and the schedule's rates at that step, begin a run in another folder: "
+                f"resume(begin_from={str(self.checkpoint.path)!r})"
+            )
         # A part without tensors that the checkpoint lacks is no model or optimizer: it can be left out as one.
         roots = {entry.path[0] for entry in self.stored.entries.values()}
         roots.update(self.live.paths[key][0] for key, value in self.live.flat.items() if isinstance(value, Tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,37 @@ def test_several_optimizers_schedulers_and_other_objects_come_back(tmp_path, cap
     assert [s.get_last_lr() for s in job.schedulers] == [s.get_last_lr() for s in again.schedulers]
     again.series.async_save(4).result()
     assert again.series.latest().step == 4
+
+
+@pytest.mark.parametrize("saved", [None, "other kind"])
+def test_a_scheduler_and_a_loader_that_a_run_was_saved_without_come_in_by_a_new_run(saved, tmp_path, capsys):
+    job = Job(tmp_path / "new")
+    former = ExponentialLR(job.optimizers[0], 0.5) if saved else None
+    old = muonckpt.Series(tmp_path / "old", job.model, job.optimizers, scheduler=former)
+    job.train(3)
+    for _ in range(3 if former else 0):
+        former.step()
+    old.save(2)
+    weights = [param.clone() for param in job.model.parameters()]
+    again = Job(tmp_path / "old", seed=1)
+    with pytest.raises(muonckpt.SourceError, match="It was saved without 'loader'") as refused:
+        again.series.resume()
+    [call] = re.findall(r"begin a run in another folder: (resume\(.*\))$", str(refused.value))
+    again = Job(tmp_path / "new", seed=1)
+    assert eval(f"series.{call}", {"series": again.series}) == 3
+    assert "; as the code made it: loader; schedules are at their step 3;" in capsys.readouterr().out
+    assert all(map(torch.equal, weights, again.model.parameters()))
+    assert [optimizer.param_groups[0]["lr"] for optimizer in again.optimizers] == [0.02 * 0.9 * 0.9 * 0.9, 1e-3 * 0.1]
+
+
+def test_objects_that_a_run_has_no_longer_stay_in_its_checkpoint(tmp_path):
+    job = Job(tmp_path)
+    job.series.save(2)
+    series = muonckpt.Series(tmp_path, job.model, job.optimizers)
+    with pytest.raises(muonckpt.SourceError, match=r"to load it, give it to Series$") as refused:
+        series.resume()
+    [globs] = re.findall(r"allow_extra=(\[.*\])\)", str(refused.value))
+    assert series.resume(allow_extra=eval(globs)) == 3
 
 
 WRONG: dict[str, tuple[Callable[[Job], object], str]] = {

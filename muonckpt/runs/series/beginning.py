@@ -42,6 +42,9 @@ _METHODS_OF_TORCH: Mapping[type[torch.optim.Optimizer], tuple[str, frozenset[str
 }
 """Our names of the methods of torch's optimizers, and the slots that they keep."""
 
+_METHOD_BY_SLOTS = {slots: method for method, slots in _METHODS_OF_TORCH.values()}
+"""The method of a group that does not say it, such as that of torch's AdamW beside a Muon of ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
@@ -55,6 +58,7 @@ class Beginning:
         kept: how many weights are as the code made them.
         grown: the names of parameters that have more rows than in the checkpoint.
         unused: the names of weights that only the checkpoint has.
+        extra: the names of other objects, which are as the code made them.
         is_known: whether the checkpoint's optimizer is known.
         schedule_steps: how often the schedulers have been stepped; None without any.
     """
@@ -67,6 +71,7 @@ class Beginning:
     kept: int
     grown: Sequence[str]
     unused: Sequence[str]
+    extra: Sequence[str]
     is_known: bool
     schedule_steps: int | None
 
@@ -80,6 +85,8 @@ class Beginning:
         if not self.is_known:
             parts.append("its optimizer is not known")
         parts.append(f"the state of {counted(self.continued, 'parameter')} goes on, that of {self.new} begins at zero")
+        if self.extra:
+            parts.append(f"as the code made it: {in_short(self.extra)}")
         if self.schedule_steps is not None:
             parts.append(f"schedules are at their step {self.schedule_steps}")
         return f"begun from {self.path}: {'; '.join(parts)}; next step: {self.step}"
@@ -172,6 +179,7 @@ def begin(
         len(weights) - len(loaded_weights),
         report.grown,
         sorted(found.weights.keys() - weights.keys()),
+        sorted(training.extra),
         is_known,
         schedule_steps if training.schedulers else None,
     )
@@ -249,7 +257,9 @@ def _read(copy: Location) -> _Source:
                     updates.append(int(tensor.numpy().item()))
         methods: dict[str, str] = {}
         for options in opened.groups.values():
-            methods |= dict.fromkeys(options[PARAMS], str(options[ALGORITHM]))
+            for name in options[PARAMS]:
+                slots_of_group = frozenset(slots.get(name, ()))
+                methods[name] = str(options.get(ALGORITHM) or _METHOD_BY_SLOTS.get(slots_of_group, ""))
         epochs = opened.items.get(f"{SCHEDULER}.last_epoch")
         is_count = isinstance(epochs, int) and not isinstance(epochs, bool)
         return _Source(weights, slots, methods, max(updates) or None, epochs if is_count else None)
