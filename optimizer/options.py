@@ -273,7 +273,7 @@ def adopt_saved_options(
     groups: Sequence[dict[str, Any]], former_groups: Sequence[ParamGroup], code_options: Sequence[dict[str, Any]]
 ) -> None:
     """Warn, on the first rank, of options of the code that loaded groups override, and take over the saved run's."""
-    overridden = []
+    overridden, lines = list[str](), list[str]()
     for number, (group, former, options) in enumerate(zip(groups, former_groups, code_options, strict=True)):
         saved = {option: group.pop(key) for option, key in GIVEN_KEYS.items() if key in group}
         # Compare the options of both codes, and what schedulers have written.
@@ -282,13 +282,18 @@ def adopt_saved_options(
         differing = {option for option in live.keys() & loaded.keys() if not same_value(live[option], loaded[option])}
         if "lr" in differing:  # which it follows
             differing.discard("initial_lr")
+        # The saved run may have changed an option to what the code gives now; schedules change rates from the first.
+        present = {**group, "lr": group.get("initial_lr", group["lr"])}
+        differing = {option for option in differing if not same_value(as_numbers(present[option]), live[option])}
         if differing:
             changes = ", ".join(f"{option}={loaded[option]!r}, not {live[option]!r}" for option in sorted(differing))
             overridden.append(f"group {number} ({group['algorithm']}): {changes}")
+            option = min(differing)
+            lines.append(f"optimizer.param_groups[{number}][{option!r}] = {live[option]!r}")
         options.update(saved)
     if overridden and not (dist.is_initialized() and dist.get_rank()):
         warn_on_rank(
             "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
-            f"gives now: {listed(overridden, SHOWN_GROUPS, '; ')}. To train with the code's, set them in "
-            "optimizer.param_groups after loading; with a scheduler set initial_lr and its base_lrs as well",
+            f"gives now: {listed(overridden, SHOWN_GROUPS, '; ')}. To train with the code's, write after loading "
+            f"{lines[0]}, and so on; with a scheduler, begin a run in another folder: run.resume(begin_from=...)",
         )

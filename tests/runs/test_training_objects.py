@@ -258,6 +258,24 @@ def test_objects_that_a_run_has_no_longer_stay_in_its_checkpoint(tmp_path):
     assert series.resume(allow_extra=eval(globs)) == 3
 
 
+def test_a_new_rate_is_set_by_the_line_to_write_and_then_kept_in_silence(tmp_path, recwarn):
+    def resumed(lr: float) -> tuple[muonckpt.Series, Muon]:
+        model = nn.Linear(6, 6, bias=False)
+        optimizer = Muon(model.parameters(), lr=lr)
+        series = muonckpt.Series(tmp_path, model, optimizer)
+        series.resume()
+        return series, optimizer
+
+    resumed(0.02)[0].save(0)
+    with pytest.warns(UserWarning, match=r"group 0 \(muon\): lr=0.02, not 0.01") as told:
+        series, optimizer = resumed(0.01)
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    [line] = re.findall(r"write after loading (.*), and so on", str(told[0].message))
+    exec(line)
+    series.save(1)
+    assert resumed(0.01)[1].param_groups[0]["lr"] == 0.01 and not recwarn.list
+
+
 WRONG: dict[str, tuple[Callable[[Job], object], str]] = {
     "frozen": (lambda job: job.model[0].weight.requires_grad_(False), "0.weight.requires_grad: True -> False"),
     "another scheduler": (
