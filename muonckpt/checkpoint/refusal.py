@@ -76,9 +76,8 @@ class Refusal:
     call: str
 
     def __str__(self) -> str:
-        sides = ("the source", "the target") if self.checkpoint is None else (self.checkpoint.path, "the state dict")
-        if self.call == RESUME:
-            sides = sides[0], "the objects of the run"
+        receiver = "the objects of the run" if self.call == RESUME else "the state dict"
+        sides = ("the source", "the target") if self.checkpoint is None else (self.checkpoint.path, receiver)
         step = self._translation() or self._dequantisation()
         renaming = "" if step else self._renaming()
         facts = f"{sides[0]} does not fit {sides[1]}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
