@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from muonckpt.checkpoint import saving
 from muonckpt.checkpoint.live_state import LiveState
-from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
+from muonckpt.checkpoint.saving import AgreedPlans, SaveCall, SaveProgress, run_save
 from muonckpt.store.io.location import location
 
 PROGRAMS = ("dcp", "again", "later")
@@ -76,9 +76,8 @@ def measure(tensors: int, ranks: int, rounds: int) -> tuple[dict[str, list[dict[
                     dcp.save(state, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
                 else:
                     agreed_plans = plans if program == "later" else AgreedPlans()
-                    JointSave(location(place, ValueError), {}, None, agreed_plans, SaveProgress()).run(
-                        lambda state=state: LiveState.of(state, "to save")
-                    )
+                    call = SaveCall(location(place, ValueError), {}, None, agreed_plans, SaveProgress())
+                    run_save(call, lambda state=state: LiveState.of(state, "to save"))
                 whole = time.thread_time() - begin - marks.writing
                 traffic.counted(None)
                 if not counting:

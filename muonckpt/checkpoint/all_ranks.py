@@ -110,14 +110,24 @@ def scatter_from_first(
     process_group: dist.ProcessGroup | None,
     kind: type[MuonckptError],
     answer: Callable[[], T],
-    deal: Callable[[list[T]], list[R]],
-) -> R:
+    divide: Callable[[list[T]], tuple[list[R], D]],
+) -> tuple[R, D | None]:
     """Return this rank's value among those that the first rank makes from all answers: one gather and one scatter.
 
     Args:
-        deal: runs on the first rank of the group; returns a value for each rank.
+        divide: runs on the first rank of the group; returns a value for each rank, and what the first rank keeps.
+
+    Returns:
+        The value, and what the first rank keeps; None on others.
     """
-    decisions, cause = _decisions(process_group, kind, answer, deal)
+    kept: list[D] = []
+
+    def divide_and_keep(answers: list[T]) -> list[R]:
+        values, own = divide(answers)
+        kept.append(own)
+        return values
+
+    decisions, cause = _decisions(process_group, kind, answer, divide_and_keep)
     # A failure goes to every rank, as a value would.
     if decisions is not None and isinstance(decisions[0], _Outcome):
         decisions = decisions * len(group_ranks(process_group))
@@ -125,7 +135,7 @@ def scatter_from_first(
     if dist.is_initialized():
         with lost_ranks():
             dist.scatter_object_list(messages, decisions, group=process_group, group_src=0)
-    return _unless_failed(messages[0], cause)
+    return _unless_failed(messages[0], cause), kept[0] if kept else None
 
 
 def gather_on_all(

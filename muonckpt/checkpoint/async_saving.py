@@ -34,7 +34,7 @@ from ..ranks.new_group import new_group, time_out
 from ..store.io.location import absolute_name
 from .all_ranks import decide_on_first, refuse_mixed_calls
 from .live_state import LiveState, nested_state, refuse_no_state_dict
-from .saving import AgreedPlans, JointSave, SaveProgress, as_json
+from .saving import AgreedPlans, SaveCall, SaveProgress, as_json, run_save
 from .shared_memory import Elements
 from .signals import end_in_order
 from .storable import is_writable
@@ -178,7 +178,7 @@ class Lane:
 
         def work() -> None:
             with self._failing_together(path):
-                JointSave(path, details, self._group, self._plans, progress).run(copied)
+                run_save(SaveCall(path, details, self._group, self._plans, progress), copied)
             then()
 
         # One thread, so that saves of this lane meet those of other ranks in one order.

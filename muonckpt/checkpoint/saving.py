@@ -15,7 +15,9 @@ import secrets
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,7 +40,14 @@ from ..store.io.checksums import Sums, crc32_of, xxh3_128
 from ..store.io.limits import gc_paused
 from ..store.io.location import Location, location, refuse_unseen
 from ..store.io.new_file import Writing, create_file
-from .all_ranks import decide_on_first, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
+from .all_ranks import (
+    decide_keeping,
+    decide_on_first,
+    place_in,
+    refuse_differing,
+    refuse_mixed_calls,
+    scatter_from_first,
+)
 from .bits import bits_of, dtype_name, integer_view
 from .live_state import Digests, Item, LiveState, RankState
 from .storable import refuse_unstorable
@@ -118,131 +127,117 @@ def refuse_lone_process(path: str | os.PathLike[str]) -> None:
         )
 
 
-class JointSave:
-    """One save.
+@dataclass(frozen=True, eq=False)
+class SaveCall:
+    """One call, with the arguments of `save`, and what is kept from one to the next.
 
-    Args:
-        path, provenance: as for `save`.
-        plans: kept from save to save, by each rank for the same process group.
+    Attributes:
+        plans: kept by each rank for the same process group.
         progress: is kept up to date for this rank's file.
+    """
+
+    path: str | os.PathLike[str]
+    provenance: Mapping[str, Any]
+    group: dist.ProcessGroup | None
+    plans: AgreedPlans
+    progress: SaveProgress
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A save before any rank writes: this rank's state, the destination, and the provenance as it will be read."""
+
+    live: LiveState
+    destination: Location
+    details: Mapping[str, Any]
+
+
+_NamedDigests = dict[bytes, dict[int, int]]
+"""The digests of kept plans, by their names, as `AgreedPlans.fitting` returns them."""
+
+
+@gc_paused()
+def run_save(call: SaveCall, state: Callable[[], LiveState]) -> None:
+    """Save what ``state`` returns, or fail on all ranks with one error and leave nothing.
 
     Raises:
         DestinationError: torchrun started several processes, and this one has no process group.
     """
+    refuse_lone_process(call.path)
+    with ExitStack() as unpublished:  # a failed save leaves nothing behind, whatever ended it
+        # 1. All ranks hear where they write, and which plan serves again: one exchange while the structure stays.
+        begun, (name, place), staging = decide_keeping(
+            call.group, DestinationError, lambda: _begin(call, state), partial(_reserve, call, unpublished)
+        )
+        # 2. Where no plan serves, the coordinator makes one, and each rank gets its share of it alone.
+        plan = _agree(call, begun.live) if name is None else call.plans[name]
+        # 3. Each rank writes its file.  The coordinator publishes only when the receipts of all are there.
+        write = partial(_write_share, call, begun.live, plan, place)
+        decide_on_first(call.group, DestinationError, write, partial(_publish, plan, staging, begun.details))
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        provenance: Mapping[str, Any],
-        process_group: dist.ProcessGroup | None,
-        plans: AgreedPlans,
-        progress: SaveProgress,
-    ) -> None:
-        refuse_lone_process(path)
-        self._path = path
-        self._provenance = provenance
-        self._group = process_group
-        self._plans = plans
-        self._progress = progress
-        self._rank, _ = place_in(process_group)
-        self._destination: Location
-        self._details: Mapping[str, Any]
-        """The provenance, as it will be read."""
-        self._staging: publish.Staging | None = None
-        """On the coordinator, where files are written until they are published."""
 
-    @gc_paused()
-    def run(self, state: Callable[[], LiveState]) -> None:
-        """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
-        is_rank_lost = False
-        try:
-            # All ranks agree on who writes what, and where, before any of them writes.
-            live, plan, staged = self._agree(state)
-            file = staged / rank_file(self._rank)
+def _begin(call: SaveCall, state: Callable[[], LiveState]) -> tuple[tuple[str, _NamedDigests], _Begun]:
+    """Make the state of this rank; the others hear of its destination, and of the plans that fit it."""
+    live = state()
+    begun = _Begun(live, location(call.path, DestinationError), as_json(call.provenance))
+    refuse_unstorable(live.flat)
+    return (str(begun.destination), call.plans.fitting(live)), begun
 
-            def write() -> bytes:
-                if plan.joint_plan is None:  # another rank has made the folder
-                    refuse_unseen(staged, f"rank {dist.get_rank()}", DestinationError)
-                return _write_share(live, plan.share, file, self._progress)
 
-            # Each rank writes its file; the coordinator publishes only when the receipts of all are there.
-            decide_on_first(
-                self._group,
-                DestinationError,
-                write,
-                lambda receipts: self._publish(plan, staged, receipts),
-            )
-        except LostRankError:  # those that live may be writing still
-            is_rank_lost = True
-            raise
-        finally:
-            # A failed save leaves nothing behind, whatever ended it.
-            if self._staging is not None:
-                self._staging.close(is_rank_lost)
+def _reserve(
+    call: SaveCall, unpublished: ExitStack, ranks: Sequence[tuple[str, _NamedDigests]], begun: _Begun
+) -> tuple[tuple[bytes | None, Location], publish.Staging]:
+    """Return the name of a plan that serves again, if one does, and the place for files, on the coordinator."""
+    refuse_differing(call.group, "save", [{"path": path} for path, _ in ranks])
+    try:
+        staging = publish.Staging(begun.destination)
+    except OSError as error:
+        raise unwritable(begun.destination, error) from error
+    # Where a rank was lost, those that live may be writing still.
+    unpublished.push(lambda _, error, __: staging.close(isinstance(error, LostRankError)))
+    # A plan serves again only where every rank has kept it, and equal objects are equal still.
+    digests_by_plan = [digests for _, digests in ranks]
+    kept_by_all = [name for name in digests_by_plan[0] if all(name in digests for digests in digests_by_plan)]
+    for name in kept_by_all:
+        if _have_equal_objects([digests[name] for digests in digests_by_plan]):
+            return (name, staging.place), staging
+    return (None, staging.place), staging
 
-    def _agree(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
-        """Return what this rank has, the plan for it, kept by all ranks or new, and where they write."""
-        live: LiveState
 
-        def fitting() -> tuple[str, dict[bytes, dict[int, int]]]:
-            nonlocal live
-            live = state()
-            self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
-            refuse_unstorable(live.flat)
-            return str(self._destination), self._plans.fitting(live)
+def _agree(call: SaveCall, live: LiveState) -> AgreedPlan:
+    """Make a plan of what all ranks hold, on the coordinator, and keep this rank's share of it."""
+    (name, share, common_items), joint_plan = scatter_from_first(
+        call.group, DestinationError, lambda: (live.described, live.digests), _divide
+    )
+    plan = AgreedPlan(name, live.described, share, common_items, joint_plan)
+    call.plans.keep(plan)
+    return plan
 
-        def choose(ranks: list[tuple[str, dict[bytes, dict[int, int]]]]) -> tuple[bytes, Location] | None:
-            refuse_differing(self._group, "save", [{"path": path} for path, _ in ranks])
-            digests_by_plan = [digests for _, digests in ranks]
-            # A plan serves again only where every rank has kept it, and equal objects are equal still.
-            for name in digests_by_plan[0]:
-                if not all(name in digests for digests in digests_by_plan):
-                    continue
-                if _have_equal_objects([digests[name] for digests in digests_by_plan]):
-                    return name, self._reserve()
-            return None
 
-        # One exchange is enough while the structure stays, as it does from save to save.
-        decision = decide_on_first(self._group, DestinationError, fitting, choose)
-        if decision is not None:
-            return live, self._plans[decision[0]], decision[1]
-        # No plan fits: the coordinator makes one, and each rank gets its share of it alone.
-        joint_plan: WholePlan | None = None
+def _divide(
+    ranks: list[tuple[RankState, Digests]],
+) -> tuple[list[tuple[bytes, RankItems, AlikeItems]], WholePlan]:
+    """Plan for all ranks, and return the name of the plan with each rank's share, and all of it."""
+    plan = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
+    name = secrets.token_bytes(16)
+    return [(name, *items) for items in zip(plan.shares, plan.common_items, strict=True)], plan
 
-        def deal(ranks: list[tuple[RankState, Digests]]) -> list[tuple[bytes, RankItems, AlikeItems, Location]]:
-            nonlocal joint_plan
-            joint_plan = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
-            name, place = secrets.token_bytes(16), self._reserve()
-            return [(name, *of_rank, place) for of_rank in zip(joint_plan.shares, joint_plan.common_items, strict=True)]
 
-        def describe() -> tuple[RankState, Digests]:
-            return live.described, live.digests
-
-        name, share, common_items, place = scatter_from_first(self._group, DestinationError, describe, deal)
-        plan = AgreedPlan(name, live.described, share, common_items, joint_plan)
-        self._plans.keep(plan)
-        return live, plan, place
-
-    def _reserve(self) -> Location:
-        try:
-            self._staging = publish.Staging(self._destination)
-        except OSError as error:
-            raise unwritable(self._destination, error) from error
-        return self._staging.place
-
-    def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
-        # The description comes last, and then the one rename: a reader finds all of it or nothing.
-        assert plan.joint_plan is not None and self._staging is not None, "this is the coordinator"
-        provenance = {
-            "program": PROGRAM,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": sys.platform,
-            "world": len(receipts),
-            **self._details,
-        }
-        native.write_native(plan.joint_plan.manifest(receipts, provenance), staged)
-        self._staging.publish()
+def _publish(
+    plan: AgreedPlan, staging: publish.Staging | None, details: Mapping[str, Any], receipts: list[bytes]
+) -> None:
+    # The description comes last, and then the one rename: a reader finds all of it or nothing.
+    assert plan.joint_plan is not None and staging is not None, "this is the coordinator"
+    provenance = {
+        "program": PROGRAM,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": sys.platform,
+        "world": len(receipts),
+        **details,
+    }
+    native.write_native(plan.joint_plan.manifest(receipts, provenance), staging.place)
+    staging.publish()
 
 
 def _have_equal_objects(ranks: Sequence[Mapping[int, int]]) -> bool:
@@ -299,18 +294,20 @@ def save(
     refuse_mixed_calls(process_group, "save")
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     plans = _ungrouped_plans if group is None else _plans.setdefault(group, AgreedPlans())
-    JointSave(path, provenance or {}, process_group, plans, SaveProgress()).run(
-        lambda: LiveState.of(state_dict, "to save")
-    )
+    call = SaveCall(path, provenance or {}, process_group, plans, SaveProgress())
+    run_save(call, lambda: LiveState.of(state_dict, "to save"))
 
 
 # --- The file of one rank: stock items end to end, digested in the pass that writes them ------------------------------
 
 
-def _write_share(live: LiveState, share: RankItems, file: Location, progress: SaveProgress) -> bytes:
+def _write_share(call: SaveCall, live: LiveState, plan: AgreedPlan, place: Location) -> bytes:
     """Write a rank's file, digest what it holds as a witness, and return its receipt."""
-    stored_numbers, witness_numbers = share
-    rows = write_items(live, [live.items[number] for number in stored_numbers], file, progress)
+    if plan.joint_plan is None:  # another rank has made the folder
+        refuse_unseen(place, f"rank {dist.get_rank()}", DestinationError)
+    stored_numbers, witness_numbers = plan.share
+    file = place / rank_file(place_in(call.group)[0])
+    rows = write_items(live, [live.items[number] for number in stored_numbers], file, call.progress)
     # Replicas are compared by the coordinator, so that each byte is written by one rank alone.
     rows += [_witness(live, live.items[number]) for number in witness_numbers]
     return b"".join(rows)

@@ -17,7 +17,7 @@ import muonckpt
 from muonckpt import DestinationError, LayoutError
 from muonckpt.algebra.box import Box
 from muonckpt.checkpoint.live_state import Annotation, LiveState, RankState, ShardSpec
-from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
+from muonckpt.checkpoint.saving import AgreedPlans, SaveCall, SaveProgress, run_save
 from muonckpt.checkpoint.whole_plan import WholePlan
 from muonckpt.store.io.location import location
 
@@ -69,7 +69,7 @@ class Ranks:
         """Save, and say what was exchanged."""
         self.exchanged.clear()
         place = location(self.folder / name, DestinationError)
-        JointSave(place, {"step": 1}, None, plans, SaveProgress()).run(lambda: LiveState.of(state, "to save"))
+        run_save(SaveCall(place, {"step": 1}, None, plans, SaveProgress()), lambda: LiveState.of(state, "to save"))
         return list(self.exchanged)
 
     def same_as_first(self, name: str, state: dict, plans: AgreedPlans | None = None) -> bool:
