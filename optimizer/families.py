@@ -15,7 +15,7 @@ _COMMON = (
     Rule("embedding", module=nn.EmbeddingBag, attribute="weight"),
     Rule("vector", dims=(0, 1)),
 )
-_HEAD = Rule("head", ("lm_head.weight", "*.lm_head.weight"))
+_HEAD = Rule("head", "*.lm_head.weight")
 
 
 def _ready(*rules: Rule) -> tuple[Rule, ...]:

@@ -130,6 +130,9 @@ class ForModel:
             Muon.for_model(model, lr=0.02, adamw_lr=3e-4)
             Muon.for_model(model, lr=3e-4, adjust_lr_fn="match_rms_adamw", head="lm_head", split={"*.qkv_proj": 3})
 
+        Everything decays by ``weight_decay``, 0.1 by default, as with one ``torch.optim.AdamW`` for all: also norms,
+        biases and embeddings.  Recipes that spare them write ``kinds={"vector": {"weight_decay": 0.0}}``.
+
         Frozen parameters are in no group; a step warns of gradients of parameters in no group.
 
         Args:

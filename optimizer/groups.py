@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from glob import escape
 from itertools import accumulate, chain
 from types import EllipsisType, MappingProxyType
@@ -35,6 +34,7 @@ from .rules import (
     Use,
     grouped_qkv,
     is_convolution,
+    is_match,
     is_no_convolution,
     layers_of,
     stacked_qkv,
@@ -132,7 +132,7 @@ def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
     matrices = [use.name for use in uses if use.parameter.dim() > 1]
     for pattern, parts in split.items():
         names = pattern, f"{pattern}.weight"
-        if not any(fnmatchcase(name, glob) for name in matrices for glob in names):
+        if not any(is_match(name, glob) for name in matrices for glob in names):
             raise ValueError(f"split: {pattern!r} names no matrix{_close_names(pattern, uses)}")
         match parts:
             case None:

@@ -39,6 +39,7 @@ class GroupReport:
         elements: of all its parameters, on all ranks.
         names: of its parameters, where the optimizer knows them: by `for_model`, or made of named parameters.
         fused: the matrices in each parameter, in words; empty if it is one.
+        weight_decay: as the group has it.
         update_rms: the smallest and largest expected root mean square of an update at the present rate, without decay
             (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix); None where the method does not say.
     """
@@ -49,6 +50,7 @@ class GroupReport:
     parameters: int
     matrices: int
     elements: int
+    weight_decay: float
     update_rms: tuple[float, float] | None
     names: tuple[str, ...] = ()
     fused: str = ""
@@ -82,11 +84,11 @@ class MuonReport:
 
     def __str__(self) -> str:
         # A table of the groups, and their names.
-        rows = [("group", "name", "algorithm", "parameters", "matrices", "elements", "update RMS")]
+        rows = [("group", "name", "algorithm", "parameters", "matrices", "elements", "decay", "update RMS")]
         for group in self.groups:
             rms = " to ".join(dict.fromkeys(f"{rms:.2g}" for rms in group.update_rms or ())) or "-"
             counts = str(group.parameters), str(group.matrices), f"{group.elements:,}"
-            rows.append((str(group.number), group.name, group.algorithm, *counts, rms))
+            rows.append((str(group.number), group.name, group.algorithm, *counts, f"{group.weight_decay:g}", rms))
         lines = table(rows)
         for group in self.groups:
             lines += [f"group {group.number}: {group.layers}"] if group.names else []
@@ -146,7 +148,8 @@ def report_group(
     elements = sum(param.numel() for param in params)
     labels = tuple(group.get("param_names") or (names[param] for param in params if param in names))
     name = str(group.get("name", ""))
-    return GroupReport(number, name, algorithm, len(params), len(matrices), elements, bounds, labels, str(fused))
+    sizes = len(params), len(matrices), elements
+    return GroupReport(number, name, algorithm, *sizes, float(group["weight_decay"]), bounds, labels, str(fused))
 
 
 def find_doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:

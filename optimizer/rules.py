@@ -56,6 +56,11 @@ def is_no_convolution(module: nn.Module) -> bool:
     return not is_convolution(module)
 
 
+def is_match(name: str, pattern: str) -> bool:
+    """Return whether a pattern of a rule is one of a name; a ``*.`` before it also matches at the top of the model."""
+    return fnmatchcase(name, pattern) or (pattern.startswith("*.") and fnmatchcase(name, pattern.removeprefix("*.")))
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """One place of a parameter in a model: its qualified name, its module, and its name there."""
@@ -73,7 +78,8 @@ class Rule:
     Args:
         kind: a key of `KINDS`.
         names: one or more patterns over the whole qualified name.  ``*`` matches anything (dots too), ``?`` one
-            character, ``[qkv]`` one of the three; case counts.
+            character, ``[qkv]`` one of the three; case counts.  ``*.`` at the start matches nothing as well, so that
+            ``*.up.weight`` is also the ``up.weight`` of the model itself.
         module: type of the module that holds the parameter, or a base of it.
         attribute: name of the parameter in that module.
         dims: numbers of dims of the parameter.
@@ -119,7 +125,7 @@ class Rule:
 
     def reason(self, use: Use) -> str | None:
         """Return in words why this rule selects a parameter, or None."""
-        matching = [pattern for pattern in self.patterns if fnmatchcase(use.name, pattern)]
+        matching = [pattern for pattern in self.patterns if is_match(use.name, pattern)]
         is_selected = (
             (self.names is None or matching)
             and (self.module is None or isinstance(use.owner, self.module))

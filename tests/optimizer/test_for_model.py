@@ -134,7 +134,7 @@ def test_a_head_that_is_the_embedding_stays_the_embedding():
 
 def test_rules_stand_behind_the_head_and_the_splits():
     rules = [[Rule("other", "*.weight")], MODULE_TYPES]
-    model, arguments = language_model(), {"head": "lm_head", "split": {"qkv_proj": (8, 4, 4)}}
+    model, arguments = language_model(), {"head": "lm_head", "split": {"*.qkv_proj": (8, 4, 4)}}  # at the top, too
     optimizer = Muon.for_model(model, lr=0.02, adamw_lr=3e-4, rules=rules, **arguments)
     kinds = {decision.names[0]: decision.kind for decision in optimizer.decisions()}
     assert (kinds["lm_head.weight"], kinds["qkv_proj.weight"], kinds["out.weight"]) == ("head", "matrix", "other")
