@@ -123,12 +123,9 @@ def test_replicas_that_overlap_in_part_have_the_bits_of_a_single_process(exchang
     assert run(4, misplaced, exchange, seeds) == [[]] * 4
 
 
-def test_the_guide_shows_what_is_tested():
-    lines = ["| topology | ranks | mesh axes: what they do to a parameter |", "|---|---|---|"]
-    for name, homes in TOPOLOGIES.items():
-        where = "; ".join(str(home) if home else "not distributed" for home in homes)
-        lines.append(f"| {name} | {world_of(homes)} | {where} |")
-    assert "\n".join(lines) in GUIDE.read_text(), "put this into docs/guide/train.md:\n" + "\n".join(lines)
+def test_the_guide_lists_these_topologies():
+    listed = "; ".join(TOPOLOGIES)
+    assert listed in " ".join(GUIDE.read_text().split()), f"put this into docs/guide/train.md: {listed}"
 
 
 def hsdp_owners(rank: int, world: int) -> list[int]:
