@@ -21,7 +21,7 @@ from ..layouts.tensors import layout_of, local_of
 from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
-from ..names.vocabulary import FLATTEN, FUSION, MUON, MUON_CONVENTION
+from ..names.vocabulary import FLATTEN, FUSION, MUON, MUON_CONVENTION, PLAIN
 from .collective import CollectiveOptimizer
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .methods.form import MatrixMethod
@@ -180,7 +180,7 @@ class Muon(ForModel, CollectiveOptimizer):
             if method is not None:
                 defaults = method.defaults(self._matrix_defaults)
             else:
-                defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
+                defaults = {**SCALARS[algorithm].defaults, **{name: self.defaults[name] for name in PLAIN}}
             refuse_unknown(param_group, algorithm, {*defaults, *self.defaults, *state_options(method)})
             if isinstance(params := param_group.get("params", ()), Iterator):
                 param_group = {**param_group, "params": list(params)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from itertools import chain
 from numbers import Integral, Real
@@ -27,6 +28,7 @@ from ..names.vocabulary import (
     GIVEN_KEYS,
     HISTORY_OPTIONS,
     MOMENTUM_DTYPE,
+    MUON,
     MUON_CONVENTION,
     SCHEDULER_OPTIONS,
     STATE_DTYPE,
@@ -175,9 +177,8 @@ _RATES: Mapping[str, Declaration] = {
 """Options that schedules change between steps."""
 
 _DECLARATIONS: Mapping[str, Declaration] = {
+    **dict.fromkeys((name for name, default in asdict(MUON).items() if isinstance(default, bool)), FLAG),
     **_RATES,
-    "cautious": FLAG,
-    "nesterov": FLAG,
     "convention": (
         lambda convention: convention == MUON_CONVENTION,
         f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",

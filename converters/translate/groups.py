@@ -20,7 +20,7 @@ from ...algebra.box import Index
 from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError, TargetError
 from ...names.resumption import as_tuples
-from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS
+from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, PLAIN
 from ...names.wording import listed
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
@@ -59,7 +59,7 @@ _REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is add
 """Common options without which an update is another one altogether, and what they mean."""
 
 _SILENT_VALUES: Mapping[str, object] = MappingProxyType(
-    {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False, "amsgrad": False,
+    {**PLAIN, "pieces": None, "columns": None, "interleaved": 1, "maximize": False, "amsgrad": False,
      "flatten": False, "gram": None, "ns_dtype": "bfloat16"}
 )  # fmt: skip
 """Common options that need no word where they have this value."""

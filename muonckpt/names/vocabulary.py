@@ -149,12 +149,17 @@ HYPERBALL: Mapping[str, object] = MappingProxyType({"weight_decay": 0.0, "adjust
 """Options of a group of MuonH with other defaults."""
 
 ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8})
-"""Options of an AdamW group besides ``lr``, ``weight_decay`` and ``cautious``, which are those of `MUON`."""
+"""Options of an AdamW group besides those of every group, which are those of `MUON`."""
 
 LION: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.99)})
-"""Options of a Lion group besides the same three."""
+"""Options of a Lion group, likewise."""
 
-_EVERY = {name: asdict(MUON)[name] for name in ("lr", "weight_decay", "cautious")}
+OF_EVERY_GROUP = MappingProxyType({name: asdict(MUON)[name] for name in ("lr", "weight_decay", "cautious")})
+"""Options of every group, with defaults."""
+
+PLAIN = MappingProxyType({name: default for name, default in OF_EVERY_GROUP.items() if name not in RUN_OPTIONS})
+"""Those that are no rates.  With their defaults an update is as in programs that lack them."""
+
 _MATRIX = {**asdict(MUON), "convention": MUON_CONVENTION.value}
 
 GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
@@ -163,8 +168,8 @@ GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "normuon": MappingProxyType({**_MATRIX, **NORMUON}),
         "adamuon": MappingProxyType({**_MATRIX, **ADAMUON}),
         "hyperball": MappingProxyType({**_MATRIX, **HYPERBALL}),
-        "adamw": MappingProxyType({**_EVERY, **ADAMW}),
-        "lion": MappingProxyType({**_EVERY, **LION}),
+        "adamw": MappingProxyType({**OF_EVERY_GROUP, **ADAMW}),
+        "lion": MappingProxyType({**OF_EVERY_GROUP, **LION}),
     }
 )
 """All options of a group of `muonckpt.optimizer.Muon` but ``params`` and ``algorithm``, with defaults, by algorithm.

@@ -7,6 +7,7 @@ but for rates, which are the run's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from ..names.vocabulary import (
     EXP_AVG,
@@ -14,6 +15,7 @@ from ..names.vocabulary import (
     GROUP_OPTIONS,
     MASTER,
     MOMENTUM,
+    MUON,
     MUON_CONVENTION,
     OUR_OPTIONS,
     RUN_OPTIONS,
@@ -58,7 +60,7 @@ PROGRAM = Dialect(
     OptionTable(
         {"convention": Kinds.TEXT},
         dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), Kinds.NUMBER)
-        | dict.fromkeys(("nesterov", "cautious"), Kinds.FLAG)
+        | dict.fromkeys((name for name, default in asdict(MUON).items() if isinstance(default, bool)), Kinds.FLAG)
         | {"algorithm": Kinds.TEXT, "ns_steps": Kinds.COUNT, "betas": Kinds.PAIR},
     ),
     marks=(Mark(options={"convention"}), Mark(options=OUR_OPTIONS)),

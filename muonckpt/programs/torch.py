@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..names import vocabulary
 from ..names.coefficients import COEFFICIENTS
 from ..names.vocabulary import Convention
 from .codings import ALGORITHM, COUPLED, betas, coefficients, scale
@@ -26,8 +27,8 @@ KELLER = COEFFICIENTS["keller"].tail
 SCALES = {"original": ("original", None), "match_rms_adamw": ("match_rms_adamw",)}
 MUON_OPTIONS = {**RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps"}
 MUON_DEFAULTS = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
-PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
-"""Facts of a program whose decay is never cautious."""
+PLAIN: Mapping[str, object] = {**vocabulary.PLAIN, **UNFUSED}
+"""Facts of a program that lacks these options."""
 STANDARD: Mapping[str, object] = {"gram": None, "ns_dtype": "bfloat16"}
 """The form of Newton-Schulz that torch computes unless its options say another one."""
 

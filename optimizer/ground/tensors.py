@@ -9,10 +9,11 @@ A portion is small enough for the processor's cache, and has tensors enough to s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,17 +151,17 @@ def interpolate_(starts: Tensors, ends: Tensors, weight: float | Tensor) -> None
         torch._foreach_lerp_(starts, ends, [weight] * len(starts) if isinstance(weight, Tensor) else weight)
 
 
-def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
-    """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
+def decay(params: Tensors, updates: Tensors, group: Mapping[str, Any]) -> None:
+    """Decoupled weight decay in place: ``p -= lr * weight_decay * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 
-    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero:
+    In a ``cautious`` group, only where the update, which will be subtracted, does not move the element away from zero:
     ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); other elements keep their bits.
 
     Args:
         updates: only their signs matter.
-        rate: learning rate times weight decay.
     """
-    if cautious:
+    rate = float(group["lr"]) * group["weight_decay"]
+    if group["cautious"]:
         torch._foreach_add_(params, mask_opposed(params, updates), alpha=-rate)
     elif rate and len(params) == 1:
         params[0].mul_(1 - rate)

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from ...algebra.box import Index
-from ...names.vocabulary import FUSION, MOMENTUM, ParamGroup
+from ...names.vocabulary import FLATTEN, FUSION, GROUP_OPTIONS, MOMENTUM, OF_EVERY_GROUP, ParamGroup
 from ..ground.tensors import align_matrices
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced
 
 OPTIONS_OF_INPUT: Mapping[str, tuple[str, ...]] = {
     "gradient": ("adjust_lr_fn", *FUSION),
     "momentum": ("momentum", "nesterov", "adjust_lr_fn", *FUSION, "convention"),
-    "orthogonal": (
-        *("momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "ns_steps", "ns_dtype", "gram", "eps"),
-        *(*FUSION, "convention"),
-    ),
+    "orthogonal": (*(name for name in GROUP_OPTIONS["muon"] if name not in OF_EVERY_GROUP), FLATTEN),
 }
 """The matrix that a method can take, with the options that groups get by it: a gradient, the momentum (with
 Nesterov's look ahead), or that after Newton-Schulz."""

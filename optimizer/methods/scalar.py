@@ -53,7 +53,7 @@ class Scalar:
 
     Args:
         slots: a parameter's state: averages that are shaped like it, and perhaps the number of steps.
-        defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
+        defaults: options of its groups besides those of every group.
         update: steps local tensors of one device and dtype, of at least 32 bits, given parameters, gradients and
             averages by slot in one order, their common count of steps, and the group, with numbers.
     """
@@ -109,7 +109,7 @@ def _step_adamw(params: Tensors, gradients: Tensors, slots: Slots, count: float,
     means, squares, lr, (beta1, beta2) = slots[EXP_AVG], slots[EXP_AVG_SQ], group["lr"], group["betas"]
     interpolate_(means, gradients, 1 - beta1)
     # The sign of Adam's update is the one of its first moment.
-    decay(params, means, lr * group["weight_decay"], group["cautious"])
+    decay(params, means, group)
     torch._foreach_mul_(squares, number_like(beta2, squares))
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     divisors = torch._foreach_sqrt(squares)
@@ -124,7 +124,7 @@ def _step_lion(params: Tensors, gradients: Tensors, slots: Slots, count: float, 
     updates = interpolate(momenta, gradients, 1 - beta1)
     torch._foreach_sign_(updates)
     interpolate_(momenta, gradients, 1 - beta2)
-    decay(params, updates, lr * group["weight_decay"], group["cautious"])
+    decay(params, updates, group)
     torch._foreach_add_(params, updates, alpha=-lr)
 
 

@@ -257,7 +257,7 @@ class TorchElementwise:
         stack = stack_boxes(boxes)
         exact = stack if stack.dtype.itemsize >= 4 else stack.float()
         change = block.read(memory)
-        decay([exact], [change], rate * group["weight_decay"], group["cautious"])
+        decay([exact], [change], group)
         exact.add_(change, alpha=-rate * block.kind.scale)
         # A box that was neither stacked nor cast has been changed in place.
         if len(boxes) > 1 or exact is not stack:

@@ -96,10 +96,7 @@ class KernelElementwise:
         nesterov = self._group_option("nesterov", groups)
         self._averaging = torch.stack([1 - momentum, torch.where(nesterov > 0, momentum, 1.0)], dim=1).float()
         self._rates = updates.rate_table(
-            self._group_option("lr", groups),
-            self._numbers("scale", self._scales),
-            self._group_option("weight_decay", groups),
-            self._group_option("cautious", groups) > 0,
+            lambda name: self._group_option(name, groups), self._numbers("scale", self._scales)
         )
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:

@@ -11,7 +11,7 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,13 +180,14 @@ def _launch(kernel: Any, segments: Segments, tables: Sequence[Tensor], buffer: T
             kernel[(len(segments.blocks),)](segments.segments, segments.blocks, *tables, buffer, *constants, BLOCK)
 
 
-def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor) -> Tensor:
-    """Return the table of :func:`apply`, fp32 ``[tensors, 3]``, from fp64 numbers and a mask.
+def rate_table(option: Callable[[str], Tensor], scale: Tensor) -> Tensor:
+    """Return the table of :func:`apply`, fp32 ``[tensors, 3]``, from the options of groups and scales in fp64.
 
     A row is the factor of an update, the share that is kept of every element, and the share taken where the update does
     not move it away from zero (`tensors.decay`).
     """
-    decay = lr * weight_decay
+    lr, cautious = option("lr"), option("cautious") > 0
+    decay = lr * option("weight_decay")
     retained = torch.where(cautious, 1.0, 1 - decay)
     return torch.stack([-lr * scale, retained, torch.where(cautious, decay, 0.0)], dim=1).float()
 

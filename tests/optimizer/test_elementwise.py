@@ -85,8 +85,9 @@ def listed(some: Sequence[Tensor | None]) -> Any:
 
 
 def rates(lr: float, scales: Sequence[float], weight_decay: float, cautious: bool) -> Any:
-    exact = torch.tensor([(lr, scale, weight_decay) for scale in scales], dtype=torch.float64, device=DEVICE)
-    return e.rate_table(*exact.unbind(1), torch.full((len(scales),), cautious, device=DEVICE))
+    options = {"lr": lr, "weight_decay": weight_decay, "cautious": cautious}
+    exact = torch.tensor(scales, dtype=torch.float64, device=DEVICE)
+    return e.rate_table(lambda name: torch.full_like(exact, options[name]), exact)
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -140,7 +141,7 @@ def test_apply_is_decay_and_add(kind: torch.dtype, sent: torch.dtype, cautious: 
         if (p := want[number]) is not None:
             part, change = strip.of(p), strip.on(arrived).float()
             exact = part.float()
-            decay([exact], [change], 0.02 * 0.1, cautious)
+            decay([exact], [change], {"lr": 0.02, "weight_decay": 0.1, "cautious": cautious})
             part.copy_(exact.add_(change, alpha=-0.02 * scales[number]))
     segments = on_wire(cut, sent)
     e.apply(segments, listed(params), rates(0.02, scales, 0.1, cautious), arrived, sent)

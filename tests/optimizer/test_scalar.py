@@ -191,7 +191,7 @@ def test_opposing_signs_are_seen_where_the_product_vanishes():
     tiny = torch.tensor([1e-30, 1e-30, -1e-30, -1e-30, 0.0, 1e-30])
     updates = torch.tensor([1e-30, -1e-30, 1e-30, -1e-30, 1.0, 0.0])
     found = tiny.clone()
-    decay([found], [updates], 0.5, cautious=True)
+    decay([found], [updates], {"lr": 1.0, "weight_decay": 0.5, "cautious": True})
     assert torch.equal(found, torch.tensor([5e-31, 1e-30, -1e-30, -5e-31, 0.0, 5e-31]))
 
 
