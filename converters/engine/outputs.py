@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
-from ...names.errors import SourceError
+from ...names.errors import SourceError, UnnamedStateError
 from ...names.vocabulary import MASTER
 from ...names.wording import counted
 from ...programs.signs import NAMES_FILE, NUMBERED
@@ -30,21 +30,26 @@ from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
 
 
-def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
+def unnamed_state(provenance: Mapping[str, object], number: str) -> UnnamedStateError:
     """Return the error that state is known by the number of its parameter only, where names are needed."""
     if isinstance(optimizers := provenance.get(NUMBERED), list):
         lists = ", ".join(f'"{optimizer}": ["…"]' for optimizer in optimizers)
-        several = f", for each optimizer a list: {{{lists}}}" if len(optimizers) > 1 else ""
-        cure = f"write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them{several}"
+        cure = f"write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them, "
+        if len(optimizers) > 1:
+            cure += f"for each optimizer a list: {{{lists}}}"
+        else:
+            cure += (
+                'as ["first.weight", …]. If it was made of model.parameters(), the names are '
+                "[name for name, _ in model.named_parameters()]"
+            )
     else:
         cure = (
             "load it into the optimizer that it was saved from, and save get_optimizer_state_dict(model, optimizer) "
-            "instead of optimizer.state_dict()"
+            f"instead of optimizer.state_dict(); or give a table with `rules=` (from = '{number}', to = "
+            "'layers.0.weight'; docs/formats/names.md)"
         )
-    return SourceError(
-        f"found state of number {number}, and nothing in the files says which parameter that is: {cure}, or give a "
-        f"table with `rules=` (from = '{number}', to = 'layers.0.weight'; docs/formats/names.md); or take the model "
-        "alone, with `model_only=True`"
+    return UnnamedStateError(
+        f"found state of number {number}, and nothing in the files says which parameter that is: {cure}"
     )
 
 

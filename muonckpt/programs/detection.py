@@ -246,7 +246,7 @@ def keys_of(manifest: Manifest) -> Keys:
         example=next((keys_by_path[path] for path in state), ""),
     )
     if not (names_by_option_place or is_wrapped):
-        return replace(keys, model=_find_model(weights, names))
+        return replace(keys, model=_find_model(weights, names) or _only_model(weights))
     optimizers: list[_WrappedOptimizer] = []
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
@@ -365,6 +365,12 @@ def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace 
             "which is the model; make a copy of one, with the optimizer, by muonckpt.convert with `select=`"
         )
     return next(iter(places), None)
+
+
+def _only_model(weights: Iterable[KeyPath]) -> KeyPlace | None:
+    """Return the one place of weights whose key has "model" in it, such as ``model_state_dict``: no names tell it."""
+    roots = {path[:-1] for path in weights if "model" in str(path[0])}
+    return KeyPlace(roots.pop()) if len(roots) == 1 else None
 
 
 # The program.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -131,6 +133,25 @@ def test_a_run_of_adamw_goes_on_with_muon_on_other_ranks(tmp_path):
     assert again["first"] == STEPS + 2, "its own step"
     assert again["rates"] == rates(cosine, Muon([nn.Parameter(torch.ones(2, 2))]), STEPS + 4)
     assert sorted(entry.name for entry in Path(folder).iterdir() if "begin" in entry.name) == []
+
+
+def test_a_plain_file_of_a_tutorial_says_the_names_to_write_beside_it(tmp_path):
+    model = net()
+    optimizer = adamw(model)
+    train(model, optimizer, cosine(optimizer), 0, STEPS)
+    path = tmp_path / "model.pt"
+    torch.save({"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}, path)
+    muonckpt.convert(path, tmp_path / "alone", to_dialect="muonckpt", translation=Translation(model_only=True))
+    assert muonckpt.open(tmp_path / "alone").tensors.keys() == {f"model.{name}" for name in model.state_dict()}
+    again = net()
+    series = muonckpt.Series(tmp_path / "muon", again, muon(again))
+    with pytest.raises(muonckpt.SourceError, match=r"to parameter_names.json beside them, as ") as refused:
+        series.resume(begin_from=path)
+    assert refused.value.__cause__ is None and len(str(refused.value).split()) <= 60
+    [code] = re.findall(r"the names are (\[.*\])$", str(refused.value))
+    (tmp_path / "parameter_names.json").write_text(json.dumps(eval(code, {"model": model})))
+    assert series.resume(begin_from=path) == STEPS
+    assert torch.equal(again[1][0].weight, model[1][0].weight)
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

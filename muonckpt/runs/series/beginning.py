@@ -239,7 +239,7 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tu
             raise SourceError(
                 f"{error}. Do so by muonckpt.convert({source!r}, 'copy', to_dialect='muonckpt', "
                 "translation=muonckpt.Translation(...)), and begin from the copy"
-            ) from error
+            ) from None
         Execution(jobs=1).run(job, copy, (), workers)
         recorded = opened.provenance.get("step")
         return recorded + 1 if isinstance(recorded, int) else None, is_known

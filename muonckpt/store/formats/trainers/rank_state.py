@@ -188,7 +188,7 @@ def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Ind
         if not is_mapping(file.content):
             return file.content, []
         content = mapping(file.content)
-        may_follow = order and root not in names.of_optimizers and is_optimizer(content)
+        may_follow = order and names.of(root) is None and is_optimizer(content)
         if may_follow and _is_of_whole_model(content, order, file):
             return optimizer_with_names(content, list(order))[0], []
         return optimizers_with_names(content, (root,), names)

@@ -240,13 +240,19 @@ AS_PARAMETER = (ZERO_SLOTS | {MASTER}) - {STEP, SECOND_MOMENT}
 
 @dataclass(frozen=True, slots=True)
 class NamesFile:
-    """The names of each optimizer's parameters in the order of their numbers, by the optimizer's root."""
+    """The names of each optimizer's parameters in the order of their numbers.
+
+    Attributes:
+        of_optimizers: by the optimizer's root.
+        of_only: those of the only optimizer, whatever its root.
+    """
 
     of_optimizers: Mapping[str, Sequence[str]]
+    of_only: Sequence[str] | None = None
 
     @classmethod
     def beside(cls, folder: Location) -> NamesFile:
-        """Read the file in a folder, if any: a list of names, for ``optimizer``, or a dict of such lists.
+        """Read the file in a folder, if any: a list of names, or a dict of such lists.
 
         Raises:
             SourceError: it is damaged, or holds something else.
@@ -259,11 +265,14 @@ class NamesFile:
                 data = json.loads(read_text_file(file))
             except (ValueError, RecursionError) as error:
                 raise SourceError(f"expected JSON, {error}") from error
-            lists = {"optimizer": data} if isinstance(data, list) else data
-            for names in lists.values() if isinstance(lists, dict) else [None]:
+            for names in data.values() if isinstance(data, dict) else [data]:
                 if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                     raise SourceError("expected a list of names, or such a list for each of several optimizers")
-        return cls(lists)
+        return cls(data) if isinstance(data, dict) else cls({}, data)
+
+    def of(self, optimizer: str) -> Sequence[str] | None:
+        """Return the names of an optimizer, by its root."""
+        return self.of_optimizers.get(optimizer, self.of_only)
 
     def check_used(self, paths: Iterable[KeyPath]) -> None:
         """Check that it names parameters only of optimizers that have state or groups at these paths.
@@ -274,9 +283,9 @@ class NamesFile:
         optimizers = {
             key_of(path[:at]) for path in paths for at, part in enumerate(path) if part in (STATE, PARAM_GROUPS)
         }
-        if not self.of_optimizers.keys() <= optimizers:
+        if not self.of_optimizers.keys() <= optimizers or (self.of_only and len(optimizers) > 1):
             raise SourceError(
-                f"{NAMES_FILE} has names for {', '.join(self.of_optimizers)}; optimizers here are "
+                f"{NAMES_FILE} has names for {', '.join(self.of_optimizers) or 'one optimizer'}; optimizers here are "
                 f"{', '.join(sorted(optimizers))}"
             )
 
@@ -357,7 +366,7 @@ def optimizers_with_names(
     """
     if is_optimizer(content):
         key = key_of(root)
-        content, by_number = optimizer_with_names(content, names.of_optimizers.get(key))
+        content, by_number = optimizer_with_names(content, names.of(key))
         has_numbers = any(type(number) is int for number in mapping(content[STATE]))
         return content, [key] if not by_number and has_numbers else []
     # The optimizers among its parts, and those in a list that is one.
