@@ -18,8 +18,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def script(page: str, room: str = "integrations") -> dict[str, Any]:
-    """The names that the script of a page of a folder of docs/ defines; its main part is not run."""
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / room / page).read_text(), re.MULTILINE | re.DOTALL)
+    """The names that the script of a page of a folder of docs/ defines, its first block; its main part is not run."""
+    (block, *_) = re.findall(r"^```python\n(.*?)^```$", (DOCS / room / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(block, page, "exec"), names)
     return names
