@@ -91,19 +91,19 @@ def decide_keeping(
     """
     kept: list[K] = []
     kept_by_first: list[D] = []
-
-    def tell() -> T:
-        told, own = answer()
-        kept.append(own)
-        return told
-
-    def decide_and_keep(answers: list[T]) -> R:
-        decision, own = decide(answers, kept[0])
-        kept_by_first.append(own)
-        return decision
-
-    decision = decide_on_first(process_group, kind, tell, decide_and_keep)
+    decision = decide_on_first(
+        process_group,
+        kind,
+        lambda: _keep(kept, answer()),
+        lambda answers: _keep(kept_by_first, decide(answers, kept[0])),
+    )
     return kept[0], decision, kept_by_first[0] if kept_by_first else None
+
+
+def _keep(kept: list[K], values: tuple[T, K]) -> T:
+    """Return the first of two values, and keep the second."""
+    kept.append(values[1])
+    return values[0]
 
 
 def scatter_from_first(
@@ -121,13 +121,7 @@ def scatter_from_first(
         The value, and what the first rank keeps; None on others.
     """
     kept: list[D] = []
-
-    def divide_and_keep(answers: list[T]) -> list[R]:
-        values, own = divide(answers)
-        kept.append(own)
-        return values
-
-    decisions, cause = _decisions(process_group, kind, answer, divide_and_keep)
+    decisions, cause = _decisions(process_group, kind, answer, lambda answers: _keep(kept, divide(answers)))
     # A failure goes to every rank, as a value would.
     if decisions is not None and isinstance(decisions[0], _Outcome):
         decisions = decisions * len(group_ranks(process_group))
@@ -151,6 +145,15 @@ def gather_on_all(
             dist.all_gather_object(answers, answer_here, process_group)
     _Outcome(_failures(process_group, answers)).raise_it(cause)
     return answers  # type: ignore[return-value]
+
+
+def gather_keeping(
+    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], tuple[T, K]]
+) -> tuple[K, list[T]]:
+    """Return what this rank keeps, and the answers of all ranks as `gather_on_all`; ``answer`` makes both."""
+    kept: list[K] = []
+    answers = gather_on_all(process_group, kind, lambda: _keep(kept, answer()))
+    return kept[0], answers
 
 
 def broadcast_from_first(process_group: dist.ProcessGroup | None, answer: Callable[[], T]) -> T:

@@ -28,6 +28,7 @@ from ..store.reading.dtypes import itemsize
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
+    gather_keeping,
     gather_on_all,
     group_ranks,
     place_in,
@@ -82,7 +83,6 @@ class _Request:
     rank: RankRequest
     state: RankState
     devices: frozenset[str]
-    memory: int
     tied: frozenset[tuple[str, str]]
 
 
@@ -120,91 +120,97 @@ def redistribute(
     """
     refuse_mixed_calls(group, "redistribute")
     ranks, (place, _) = group_ranks(group), place_in(group)
-    offers: list[_Offer]
-    source: LiveState
-    target: LiveState
-    items: Mapping[str, bytes]
-    stored: Stored
-    moves: list[Move]
-    stages: list[Stage]
-    transfer: Transfer
-    wire: Tensor
-    chosen: Choices
-
-    def offer() -> _Offer:
-        nonlocal source, chosen
-        if memory < 1:
-            raise TargetError(f"expected memory of at least 1 byte, found {memory}")
-        chosen = Choices.of(allow_extra, fresh)
-        source = LiveState.of(source_state_dict, "to redistribute from")
-        return _Offer.of(source, {**chosen.as_arguments(), "attest": attest})
-
-    def ask() -> _Request:
-        nonlocal source, target, offers, items, stored
-        offers = _known_jointly(offers)
-        items, stored = _stored_of(ranks, offers, place_in(group))
-        source = source.known_as(offers[place].state)
-        target = LiveState.of(target_state_dict, "to redistribute into")
-        return _ask(source, target, stored, chosen, memory)
-
     # 1. All ranks hear what each has, and match their targets with it.
-    offers = gather_on_all(group, SourceError, offer)
+    (source, choices), offers = gather_keeping(
+        group, SourceError, lambda: _offer(source_state_dict, memory, attest, allow_extra, fresh)
+    )
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
-    requests = gather_on_all(group, SourceError, ask)
-    matching, report = judge([request.rank for request in requests], stored, chosen)
+    offers = _known_jointly(offers)
+    items, stored = _stored_of(ranks, offers, (place, len(ranks)))
+    source = source.known_as(offers[place].state)
+    target, requests = gather_keeping(group, SourceError, lambda: _ask(source, target_state_dict, stored, choices))
+    matching, report = judge([request.rank for request in requests], stored, choices)
     if not matching.fits:
-        refusal = Refusal(matching, chosen, stored, target, None, REDISTRIBUTE)
+        refusal = Refusal(matching, choices, stored, target, None, REDISTRIBUTE)
         raise SourceError(broadcast_from_first(group, lambda: str(refusal)))
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}
         _refuse_overwriting(ranks, tied, gather_on_all(group, LayoutError, lambda: shares_of(source, keys)))
-    devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
-
-    def prepare() -> None:
-        nonlocal moves, stages, transfer, wire
-        moves = _moves_of(ranks, offers, requests, stored)
-        stages = divide_in_stages(moves, len(ranks), min(request.memory for request in requests))
-        transfer = Transfer(moves, stages, group)
-        wire = torch.empty(transfer.wire_bytes, dtype=torch.uint8, device=wire_device(group, devices))
-
-    gather_on_all(group, TargetError, prepare)
+    plan, _ = gather_keeping(group, TargetError, lambda: (None, _plan(offers, requests, stored, ranks, group)))
+    moves, transfer = plan.moves, plan.transfer
     box_shares = _prove_replicas(source, moves, ranks, group) if attest else {}
     # 3. Elements move; then everything else is set, and what has arrived is compared with what was sent.
-    sources = {move.source: source.local(move.source) for move in moves}
-    failure = transfer.run(sources, target.local, wire)
-    rank_matching = requests[place].rank.matching
+    failure = transfer.run({move.source: source.local(move.source) for move in moves}, target.local, plan.wire)
+    own_matching = requests[place].rank.matching
 
     def finish() -> _Shares:
         if failure is not None:
             raise failure
-        target.zero(rank_matching.zeros)
-        origins = rank_matching.sources.items()
-        target.put(
-            {key: pickle.loads(items[origin]) for key, origin in origins if origin in items}, rank_matching.added
-        )
+        target.zero(own_matching.zeros)
+        origins = {key: origin for key, origin in own_matching.sources.items() if origin in items}
+        target.put({key: pickle.loads(items[origin]) for key, origin in origins.items()}, own_matching.added)
         return _Shares.of(moves, transfer.sides, source, target, box_shares) if attest else _Shares({}, {})
 
     with unusable():
         decide_on_first(group, TargetError, finish, lambda shares: _compare(ranks, moves, shares))
-    if rank_matching.own_options:
-        options = "; ".join(rank_matching.own_options)
+    if own_matching.own_options:
+        options = "; ".join(own_matching.own_options)
         warn_on_rank(f"the source did not say options, which stay as the running optimizer's: {options}")
     num_tensors = len({move.target for move in moves})
     return Redistribution(
-        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.wire_bytes
+        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(plan.stages), transfer.wire_bytes
     )
 
 
-def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices, memory: int) -> _Request:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The moves in stages, and the memory for their exchanges."""
+
+    moves: Sequence[Move]
+    stages: Sequence[Stage]
+    transfer: Transfer
+    wire: Tensor
+
+
+def _offer(
+    state_dict: Mapping[str, Any], memory: int, attest: bool, allow_extra: bool | Iterable[str], fresh: Iterable[str]
+) -> tuple[_Offer, tuple[LiveState, Choices]]:
+    """Return what this rank tells the others of its source, and the source with the checked arguments."""
+    if memory < 1:
+        raise TargetError(f"expected memory of at least 1 byte, found {memory}")
+    choices, source = Choices.of(allow_extra, fresh), LiveState.of(state_dict, "to redistribute from")
+    return _Offer.of(source, memory, {**choices.as_arguments(), "attest": attest}), (source, choices)
+
+
+def _ask(
+    source: LiveState, target_state_dict: dict[str, Any], stored: Stored, choices: Choices
+) -> tuple[_Request, LiveState]:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
+    target = LiveState.of(target_state_dict, "to redistribute into")
     template = LoadTemplate.of(target, choices.allow_extra.matches_all)
     matching = match(template, stored, choices)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
-    request = RankRequest(matching, template.optimizers)
-    return _Request(request, target.described.boxes(keys), target.devices, memory, tied)
+    rank = RankRequest(matching, template.optimizers)
+    return _Request(rank, target.described.boxes(keys), target.devices, tied), target
+
+
+def _plan(
+    offers: Sequence[_Offer],
+    requests: Sequence[_Request],
+    stored: Stored,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> _Plan:
+    """Return what has to move, after proving that the source is whole, and take the memory for it."""
+    moves = _moves_of(ranks, offers, requests, stored)
+    stages = divide_in_stages(moves, len(ranks), min(offer.memory for offer in offers))
+    transfer = Transfer(moves, stages, group)
+    devices = frozenset[str]().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
+    wire = torch.empty(transfer.wire_bytes, dtype=torch.uint8, device=wire_device(group, devices))
+    return _Plan(moves, stages, transfer, wire)
 
 
 def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], shares: Sequence[SharesOfRank]) -> None:
@@ -245,11 +251,13 @@ class _Offer:
     """A rank's source, as it tells the others.
 
     Attributes:
+        memory: bytes of the exchange buffers.
         arguments: those that have to be the same on all ranks.
         pickled, options: objects that are not tensors, and options that are, by key.
         digests: the objects' digests, by the numbers of items.
     """
 
+    memory: int
     arguments: Mapping[str, object]
     state: RankState
     pickled: Mapping[str, bytes]
@@ -258,14 +266,14 @@ class _Offer:
     devices: frozenset[str]
 
     @classmethod
-    def of(cls, live: LiveState, arguments: Mapping[str, object]) -> _Offer:
+    def of(cls, live: LiveState, memory: int, arguments: Mapping[str, object]) -> _Offer:
         pickled, options = {}, {}
         for key, value in live.flat.items():
             if key not in live.parts:
                 pickled[key] = pickle.dumps(value)
             elif type(value) is Tensor and value.numel() == 1 and "param_groups" in key:
                 options[key] = float(value)
-        return cls(arguments, live.described, pickled, options, live.digests, live.devices)
+        return cls(memory, arguments, live.described, pickled, options, live.digests, live.devices)
 
     def known_as(self, state: RankState) -> _Offer:
         """Return the same with the keys of a state, which is this one with other numbers of groups."""
