@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs" / "guide").rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-IN_ORDER = "*Examples go on from those above them: paste them in order, in one folder and one Python session.*"
+IN_ORDER = "*Paste the examples in order, in one folder and one Python session.*"
 
 
 def commands(block: str) -> list[tuple[str, str]]:
