@@ -26,8 +26,8 @@ from support.browser import browser, shown  # noqa: E402  (tests are no package 
 LAYERS = range(12)
 MATRICES = {"attn.qkv": (96, 64), "attn.out": (64, 64), "mlp.experts": (8, 48, 64), "mlp.router": (8, 64)}
 HEIGHT = 1150
-SHOWN = {"light": "#findings", "dark": "#norms"}
-"""The section at the top of each picture, by the colour scheme that it shows."""
+SHOWN = {"light": ("light", "#findings"), "dark": ("dark", "#norms"), "damaged": ("light", "h1")}
+"""The colour scheme of each picture, and the part of the page at its top."""
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -55,8 +55,8 @@ def save(folder: Path) -> None:
     cuts = {"*experts*": (("ep", 0), ("dp", 1)), "*router*": (("ep", 0),), "*": (("dp", 0), ("ep", 0))}
     for step in (900, 1000):
         state = {"model": weights | vectors, "optimizer": {"state": momentum | adam, "param_groups": groups}}
-        muonckpt.save(state, folder / f"whole-{step}", provenance={"step": step})
-        muonckpt.reshard(folder / f"whole-{step}", folder / f"step-{step:08}", mesh={"dp": 2, "ep": 4}, shard=cuts)
+        muonckpt.save(state, f"whole-{step}", provenance={"step": step})
+        muonckpt.reshard(f"whole-{step}", folder / f"step-{step:08}", mesh={"dp": 2, "ep": 4}, shard=cuts)
         for name, weight in weights.items():
             if not name.startswith("layers.7.mlp.router"):
                 weights[name] = weight + matrix(*weight.shape, scale=0.2, decay=0.5)
@@ -72,18 +72,20 @@ def adam_state(shape: tuple[int, ...], scale: float) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name, browser(1280, HEIGHT) as driver:
-        os.chdir(name)  # the page names checkpoints as they are given
+    with tempfile.TemporaryDirectory() as folder, browser(1280, HEIGHT) as driver:
+        os.chdir(folder)  # the page names checkpoints as they are given
         save(Path("run"))
-        page = Path("report.html")
-        muonckpt.report("run/step-00001000", "run/step-00000900").write(page)
-        for scheme, top in SHOWN.items():
+        page, step = Path("report.html"), Path("run/step-00001000")
+        for name, (scheme, top) in SHOWN.items():
+            if name == "damaged":
+                (step / "__5_0.distcp").unlink()
+            muonckpt.report(step, "run/step-00000900").write(page)
             shown(driver, page, scheme)
             place = f"document.querySelector('{top}').getBoundingClientRect().top"
             driver.execute_script(f"scrollBy({{top: {place} - 50, behavior: 'instant'}})")
             time.sleep(0.5)  # canvases are drawn in the next frame
             with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as picture:
-                target = ROOT / "docs" / "pictures" / f"report_{scheme}.png"
+                target = ROOT / "docs" / "pictures" / f"report_{name}.png"
                 reduced = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)  # keeps rare colours
                 reduced.save(target, optimize=True)
             print(f"{target.relative_to(ROOT)}: {target.stat().st_size >> 10} KiB")
