@@ -26,10 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muonckpt.lab.forecasting.topologies import most_wires
 from muonckpt.layouts.tensors import layout_of
+from muonckpt.names.collector import gc_paused
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import PRECISIONS, Fused, Slot, Spec
 from muonckpt.optimizer.planning.residence import residence
-from muonckpt.optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
+from muonckpt.optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def plan(case: Case, rank: int) -> tuple[Schedule, list[Spec], float, float]:
         begin = time.process_time()
         params = parameters(case)
         built = time.process_time()
-        with paused_collector():
+        with gc_paused():
             specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
             schedule = make_schedule(specs, tuple(range(case.ranks)), rank)
         return schedule, specs, time.process_time() - built, built - begin
@@ -128,7 +129,7 @@ def planning_of(case: Case) -> tuple[int, float, int]:
     with fake_world(case.ranks, 0):
         params = parameters(case)
         tracemalloc.start()
-        with paused_collector():
+        with gc_paused():
             specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
             make_schedule(specs, tuple(range(case.ranks)), 0)
         _, peak = tracemalloc.get_traced_memory()

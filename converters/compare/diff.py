@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box
+from ...names.collector import gc_paused
 from ...names.errors import MuonckptError, SourceError
 from ...names.wording import fields_of
 from ...programs.model_view import Role
@@ -21,7 +22,6 @@ from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...programs.registry import program
 from ...record.record import by_key, entry_keys, match_keys, names_of
 from ...store.formats.torch_save.plain_item import plain_value
-from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.dtypes import itemsize

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...algebra.box import Box
 from ...store.reading.blocks import bands
-from ...store.reading.dtypes import DTYPES, PARTS, itemsize
+from ...store.reading.dtypes import DTYPES, PARTS, Values64, itemsize
 from ...store.reading.payloads import Payloads
-from ..engine.outputs import OutputTensor, Values64, Words
+from ..engine.outputs import OutputTensor, Words
 
 _NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
 

@@ -15,8 +15,8 @@ from ...algebra.box import Box
 from ...programs.model_view import matrix_sides
 from ...record.record import StateRecord
 from ...store.reading.blocks import bands
-from ...store.reading.dtypes import PARTS, itemsize
-from ..engine.outputs import Values64, Words
+from ...store.reading.dtypes import PARTS, Values64, itemsize
+from ..engine.outputs import Words
 from .elements import StoredSide, as_float64, has_numbers
 
 ELEMENT_BYTES = 40

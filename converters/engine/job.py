@@ -16,13 +16,13 @@ from functools import lru_cache
 import numpy as np
 
 from ...algebra.layout import TensorLayout
+from ...names.collector import gc_paused
 from ...names.errors import DestinationError, about
 from ...programs.signs import NUMBERED
 from ...record.columns import Columns
 from ...record.record import Blob, Manifest, StateRecord, record_fields
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
-from ...store.io.limits import gc_paused
 from ...store.io.location import Location, map_each
 from ...store.io.regular import open_regular
 from ...store.open_checkpoint import OpenCheckpoint

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from ...record.chunks import Chunks
 from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
 from ...store.io.checksums import xxh3_128
 from ...store.reading.blocks import slices_within
-from ...store.reading.dtypes import dtype, itemsize
+from ...store.reading.dtypes import FLOATS, NATIVE_FLOATS, dtype, itemsize, rounded
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
 
 
@@ -113,43 +112,6 @@ class Findings:
 
 Words = NDArray[Any]
 """Raw elements as unsigned words of their size; elements of 16 bytes as two words each, in a last dim of 2."""
-
-Values64 = NDArray[np.float64]
-
-NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
-"""The floating-point dtypes that numpy has, by torch's names."""
-
-FLOATS = (*NATIVE_FLOATS, "bfloat16")
-"""The dtypes whose elements are computed with."""
-
-
-def bfloat16_words(values: Values64) -> Words:
-    """Return the bits of the nearest numbers of bfloat16, ties to even."""
-    floats = values.astype("<f4")
-    bits = floats.view("<u4")
-    # Where the first rounding gives the middle of two numbers of bfloat16, and the value is not it, the second one
-    # would go by even bits: there the float32 number beside it, on the value's side, is rounded.
-    is_middle = (bits & 0xFFFF) == 0x8000
-    if is_middle.any():
-        doubles = floats.astype(np.float64)
-        is_inexact = is_middle & (doubles != values)
-        if is_inexact.any():
-            is_above = np.abs(values) > np.abs(doubles)
-            bits = bits + (is_inexact & is_above).astype("<u4") - (is_inexact & ~is_above).astype("<u4")
-    words: Words = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-    # The addition could carry a NaN into infinity; this keeps it, and makes it quiet.
-    nans = np.isnan(values)
-    if nans.any():
-        words[nans] = floats.view("<u4")[nans] >> 16 | 0x40
-    return words
-
-
-def rounded(values: Values64, to: str) -> Words:
-    """Return the bits of the nearest numbers of a dtype of `FLOATS`, ties to even."""
-    if to == "bfloat16":
-        return bfloat16_words(values)
-    numbers = values.astype(NATIVE_FLOATS[to])
-    return numbers.view(f"<u{numbers.itemsize}")
 
 
 def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:

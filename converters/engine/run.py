@@ -17,10 +17,10 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...algebra.fingerprint import as_hex
+from ...names.collector import gc_paused
 from ...names.errors import DestinationError, SourceError, unwritable
 from ...record.record import Blob, Manifest
 from ...store.io import publish
-from ...store.io.limits import gc_paused
 from ...store.io.location import Location, check_memory, items_beside, refuse_unseen
 from ...store.io.regular import open_regular
 from .in_step import in_step

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from ...algebra.layout import TensorLayout
 from ...algebra.overlap import overlaps
+from ...names.collector import gc_paused
 from ...names.errors import SourceError
 from ...names.vocabulary import FLATTEN
 from ...names.wording import Finding, counted, fields_of, size, unnumbered
 from ...programs.model_view import Role
 from ...record.record import Boxes, StateRecord, entry_keys, says_convention
-from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize

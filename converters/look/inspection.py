@@ -14,6 +14,7 @@ from types import EllipsisType
 from typing import Any
 
 from ...algebra.box import box_at
+from ...names.collector import gc_paused
 from ...names.errors import SourceError, TargetError
 from ...names.keys import STATE, key_of, optimizers_of
 from ...names.renaming import wrappers_in
@@ -22,7 +23,6 @@ from ...programs.model_view import Entry, ModelView, Role
 from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...record.columns import UNKNOWN
 from ...record.record import Manifest, StateRecord, by_key, entry_keys, find_key, match_keys, names_of
-from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize

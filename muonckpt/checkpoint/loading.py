@@ -24,13 +24,13 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from ..names.collector import gc_paused
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, UnseenError, called_like, warn_on_rank
 from ..names.keys import key_of
 from ..names.resumption import LOAD_LINES, NAMES_OF_GROUPS, Choices, LoadReport, LoadTraffic
 from ..names.vocabulary import HISTORY_OPTIONS
 from ..record.columns import UNKNOWN
 from ..record.record import Manifest, StateRecord
-from ..store.io.limits import gc_paused
 from ..store.io.location import Location, Remote, is_there, location, refuse_unseen
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.verify.diagnosis import advice_on, diagnosis_by_files, open_to_load, recorded_loss

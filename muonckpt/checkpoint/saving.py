@@ -29,6 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..algebra.box import Index
 from ..algebra.fingerprint import box_shares
+from ..names.collector import gc_paused
 from ..names.errors import ArgumentError, DestinationError, LostRankError, unwritable
 from ..names.version import PROGRAM
 from ..record import json_fields
@@ -37,7 +38,6 @@ from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import publish
 from ..store.io.checksums import Sums, crc32_of, xxh3_128
-from ..store.io.limits import gc_paused
 from ..store.io.location import Location, location, refuse_unseen
 from ..store.io.new_file import Writing, create_file
 from .all_ranks import (

@@ -37,19 +37,6 @@ def enumerated(texts: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in order, three or more that follow each other as one: ``0 to 3, 7 and 8``."""
-    runs: list[list[int]] = []
-    for number in sorted({*numbers}):
-        if not runs or runs[-1][-1] != number - 1:
-            runs.append([])
-        runs[-1].append(number)
-    texts: list[str] = []
-    for run in runs:
-        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    return enumerated(texts)
-
-
 def unnumbered(name: str) -> str:
     """Replace every part of a name that is a number by ``*``: a parameter then has one name in all layers."""
     return LAYER_NUMBER.sub("*", name)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..names.collector import gc_paused
 from ..names.errors import DestinationError, SourceError
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
-from ..store.io.limits import gc_paused
 from ..store.io.location import Location, entries_of, is_link, is_there, map_each
 from ..store.io.publish import CLAIM
 from ..store.verify.damage import rank_in_name

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index, Selection, box_at, ranges_of
+from ..names.collector import gc_paused
 from ..names.errors import DamageError, DiskError, RemovedError, SourceError, about
 from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
@@ -27,7 +28,6 @@ from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
 from .io import limits
 from .io.checksums import crc32, xxh3_128
-from .io.limits import gc_paused
 from .io.location import Location, is_there, map_each
 from .io.regular import open_regular
 from .reading.blocks import slices_within

@@ -6,12 +6,10 @@ wire, a flat buffer of bytes with one part for each rank of the group, which bot
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
@@ -107,18 +105,6 @@ class Work:
     shape: tuple[int, int]
     holders: IntArray
     elements: IntArray
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Pause the cycle collector, which took half of the time of a large plan: its objects stay and have no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None) -> Schedule:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
+from ...names.collector import gc_paused
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton, prefer_kernels
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
-from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
+from ..planning.schedule import Ranks, Schedule, make_schedule
 from .agreement import AGREE_ON_PLAN, CLEARED, AgreedError, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import LINKS, Notes, Wire, connect
@@ -95,7 +96,7 @@ class Planner:
                 raise failure
 
             # Every rank derives the same schedule, without talking, and its own part of it.
-            with paused_collector():
+            with gc_paused():
                 specs = self._specs(rank_set, groups, ranks)
                 schedule = make_schedule(specs, ranks, rank, self.execution.stages)
 

@@ -18,6 +18,7 @@ from muonckpt.algebra.layout import Place, through
 from muonckpt.algebra.plan import Copies, Plan, make_plan
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
+from muonckpt.names.collector import gc_paused
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.newton_schulz.recipe import flops
@@ -30,7 +31,6 @@ from muonckpt.optimizer.planning.schedule import (
     assign_owners,
     cut_stages,
     make_schedule,
-    paused_collector,
     worthwhile_stages,
 )
 
@@ -335,7 +335,7 @@ def test_stages_are_as_many_as_the_exchange_is_worth():
 
 
 def test_the_collector_runs_again_after_a_plan_that_failed():
-    with pytest.raises(LayoutError), paused_collector():
+    with pytest.raises(LayoutError), gc_paused():
         assert not gc.isenabled()
         shapes_of((4,))
     assert gc.isenabled()

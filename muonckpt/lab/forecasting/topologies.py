@@ -22,13 +22,14 @@ from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PlacementRequest
 from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
+from ...names.collector import gc_paused
 from ...names.vocabulary import MUON, ParamGroup
 from ...optimizer.methods.form import MatrixMethod, dtype_named
 from ...optimizer.methods.matrix import method_slots
 from ...optimizer.newton_schulz.recipe import flops
 from ...optimizer.planning.matrices import UPDATE, WEIGHT, Fused, Slot, Spec
 from ...optimizer.planning.residence import first_replica, matrix_parts
-from ...optimizer.planning.schedule import NOTE, Stage, make_schedule, paused_collector
+from ...optimizer.planning.schedule import NOTE, Stage, make_schedule
 from ...record.record import StateRecord, no_chunks
 from ...store.reading.dtypes import itemsize
 from .models import ModelParameter, ModelTensors
@@ -239,7 +240,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     """
     specs = _specs(parameters, layout_of, options)
     everyone = tuple(range(ranks))
-    with paused_collector():
+    with gc_paused():
         schedule = make_schedule(specs, everyone, 0, options.stages)
     num_stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
@@ -264,7 +265,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
 
     # The schedule of the rank that sends the most has its wires.
     busiest = int(sent.sum(axis=(0, 1)).argmax())
-    with paused_collector():
+    with gc_paused():
         busiest_schedule = schedule
         if busiest:
             busiest_schedule = make_schedule(specs, everyone, busiest, options.stages)

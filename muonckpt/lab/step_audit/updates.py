@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algebra.box import Index
-from ...converters.engine.outputs import bfloat16_words
 from ...names.coefficients import CoefficientSet
+from ...store.reading.dtypes import bfloat16_words
 
 Matrix = NDArray[np.float64]
 Rounded = NDArray[np.float32]

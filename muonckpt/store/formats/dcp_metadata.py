@@ -17,10 +17,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...algebra.box import Index
+from ...names.collector import gc_paused
 from ...names.errors import LayoutError, SourceError
 from ...names.vocabulary import KeyPath
 from ...programs.signs import FILESYSTEM, METADATA, OUR_MARK
-from ..io.limits import gc_paused
 from ..reading.dtypes import DTYPES
 from .torch_save.inert_pickle import (
     Global,

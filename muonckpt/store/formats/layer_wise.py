@@ -23,6 +23,7 @@ from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
 from ...record.record import Manifest, StateRecord, by_key, entry_keys
 from ..io.location import Location, entries_of, is_file, is_folder
+from ..reading.dtypes import rounded
 from ..reading.payloads import Payloads, Reader, as_words, chunk_elements
 from . import dcp
 from .layer_wise_names import (
@@ -320,14 +321,8 @@ def read_weights(path: Location, place: str) -> ModelWeights:
 
 def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Round float32 elements to nearest even in a dtype of weights, from bits to bits."""
-    match dtype:
-        case "float32":
-            return words
-        case "float16":
-            return np.ascontiguousarray(words).view("<f4").astype("<f2").view("<u2")
-        case "bfloat16":
-            # Half of the last bit that stays is added, and ties go to even.
-            wide = words.astype(np.uint64)
-            return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype("<u2")
-        case _:
-            raise SourceError(f"expected weights of float32, float16 or bfloat16, found {dtype}")
+    if dtype == "float32":
+        return words
+    if dtype not in ("float16", "bfloat16"):
+        raise SourceError(f"expected weights of float32, float16 or bfloat16, found {dtype}")
+    return rounded(np.ascontiguousarray(words).view("<f4").astype(np.float64), dtype)

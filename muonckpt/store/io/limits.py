@@ -7,10 +7,8 @@ the checkpoint together, as far as these really take space on the disk.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ...names.errors import SourceError
@@ -122,15 +120,3 @@ def _sizes_beside(file: Location) -> Iterator[int]:
                 if (status.st_dev, status.st_ino) not in counted_files:
                     counted_files.add((status.st_dev, status.st_ino))
                     yield bytes_on_disk(status) if counts_blocks else status.st_size
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause the collector while a million small objects are made that all stay: it would search them in vain."""
-    enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if enabled:
-            gc.enable()

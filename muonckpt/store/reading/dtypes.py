@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...names.errors import SourceError
 
@@ -84,3 +88,43 @@ def dtype(name: str) -> DType:
 def itemsize(name: str) -> int:
     """Return the bytes of one element; raise `SourceError` if the dtype is unknown."""
     return dtype(name).itemsize
+
+
+# --- Rounding ---------------------------------------------------------------------------------------------------------
+
+Values64 = NDArray[np.float64]
+
+NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
+"""The floating-point dtypes that numpy has, by torch's names."""
+
+FLOATS = (*NATIVE_FLOATS, "bfloat16")
+"""The dtypes whose elements are computed with."""
+
+
+def bfloat16_words(values: Values64) -> NDArray[Any]:
+    """Return the bits of the nearest numbers of bfloat16, ties to even."""
+    floats = values.astype("<f4")
+    bits = floats.view("<u4")
+    # Where the first rounding gives the middle of two numbers of bfloat16, and the value is not it, the second one
+    # would go by even bits: there the float32 number beside it, on the value's side, is rounded.
+    is_middle = (bits & 0xFFFF) == 0x8000
+    if is_middle.any():
+        doubles = floats.astype(np.float64)
+        is_inexact = is_middle & (doubles != values)
+        if is_inexact.any():
+            is_above = np.abs(values) > np.abs(doubles)
+            bits = bits + (is_inexact & is_above).astype("<u4") - (is_inexact & ~is_above).astype("<u4")
+    words: NDArray[Any] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    # The addition could carry a NaN into infinity; this keeps it, and makes it quiet.
+    nans = np.isnan(values)
+    if nans.any():
+        words[nans] = floats.view("<u4")[nans] >> 16 | 0x40
+    return words
+
+
+def rounded(values: Values64, to: str) -> NDArray[Any]:
+    """Return the bits of the nearest numbers of a dtype of `FLOATS`, ties to even."""
+    if to == "bfloat16":
+        return bfloat16_words(values)
+    numbers = values.astype(NATIVE_FLOATS[to])
+    return numbers.view(f"<u{numbers.itemsize}")
