@@ -61,15 +61,15 @@ def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[State
         for row in rows.tolist():
             tensor, box = chunk_boxes[row]
             template = tensor_item.template(tensor.dtype, box.shape)
-            if template is not None and template.length == lengths[row]:
+            if template.length == lengths[row]:
                 templates[row] = template
         with open_regular(path / name) as file:
             around = _Surroundings(file, ((template, offsets[row]) for row, template in templates.items()))
             for row in rows.tolist():
                 # An item that is like its template need not be parsed.
-                offset, template = offsets[row], templates.get(row)
-                if template is not None and (payload_crc32 := around.crc32(template, offset)) is not None:
-                    payload[row], payload_length[row] = offset + len(template.head), template.payload_length
+                offset, known = offsets[row], templates.get(row)
+                if known is not None and (payload_crc32 := around.crc32(known, offset)) is not None:
+                    payload[row], payload_length[row] = offset + len(known.head), known.payload_length
                     crc32[row] = payload_crc32
                     continue
                 tensor, box = chunk_boxes[row]

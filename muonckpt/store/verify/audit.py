@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -20,8 +20,10 @@ from ...algebra.fingerprint import as_hex, combine
 from ...names.errors import DamageError, DiskError, LayoutError, MuonckptError, SourceError
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
-from ...record.record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord, with_chunks
+from ...record.chunks import layout_in_boxes
+from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, with_chunks
 from ..formats.registry import DCP, OWN
+from ..formats.torch_save import tensor_item
 from ..io.checksums import Sums, crc32, xxh3_128
 from ..io.location import (
     Location,
@@ -38,9 +40,9 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import Damage, changed_descriptions, damage_of_files, faults_of, misplaced_files, missing_description
+from .damage import Damage, damage_of_files, findings_by_files, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
-from .small_tensors import Examination, examine_small
+from .small_tensors import examine_small, first_rows_of
 from .verification import unless_removed
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
@@ -142,10 +144,9 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
         for tensors in _batches(manifest.tensors):
             work.check_tensors(tensors, jobs)
         lost_items = by_files.items | set(work.check_items(manifest))
-    # Compare descriptions with each other, and with files.
-    if of_one_folder:
-        work.findings += _against_integrity(path)
-    findings = (*unopened, *_description_findings(checkpoint, work.framed, by_files.files), *work.findings)
+    descriptions = (*findings_by_files(checkpoint), *_description_findings(checkpoint))
+    integrity = _against_integrity(path) if of_one_folder else ()
+    findings = (*unopened, *descriptions, *work.findings, *integrity)
     # Report the losses, or other places of the same bytes.
     damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
     damage = replace(damage, files={**damage.files, **dict.fromkeys(disk_errors)}, disk_files=frozenset(disk_errors))
@@ -190,6 +191,11 @@ class _ChunkResult:
     nonfinite: int
     findings: tuple[Finding, ...]
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether elements are lost, and not only what other programs read around them."""
+        return self.share is None or any(finding.kind != "metadata" for finding in self.findings)
+
 
 @dataclass(slots=True)
 class _Audit:
@@ -199,7 +205,6 @@ class _Audit:
         lost_chunks: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
         disk_errors: of files that the disk cannot read, by name.
         row: of the next tensor's first chunk.
-        framed: whether all items so far have the bytes around their elements that this package writes.
     """
 
     checkpoint: OpenCheckpoint
@@ -209,80 +214,89 @@ class _Audit:
     disk_errors: dict[str, DiskError]
     row: int = 0
     unchecked: int = 0
-    framed: bool = True
     fingerprints: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def check_tensors(self, tensors: Sequence[StateRecord], jobs: int) -> None:
         """Compare the next tensors of the manifest with their records: small ones together, others by their chunks."""
         payloads = self.checkpoint.payloads
-        # Find the elements of chunks in their items.
-        is_lost = self.lost_chunks[self.row : self.row + sum(len(tensor.chunks) for tensor in tensors)]
-        tensors, errors = _locate(self.checkpoint, tensors, is_lost)
-        # Chunks that are lost are not unchecked: there is nothing to check.
-        start = 0
-        for tensor in tensors:
-            flags = is_lost[start : start + len(tensor.chunks)].tolist()
-            start += len(flags)
-            if tensor.fingerprint is None:
-                for chunk, is_chunk_lost in zip(tensor.chunks, flags, strict=True):
-                    is_unchecked = chunk.box.numel > 0 and not payloads.has_checksum(chunk)
-                    self.unchecked += is_unchecked and not is_chunk_lost
+        # The elements of chunks are found in their items; those of chunks that are lost are not looked for.
+        bounds = first_rows_of(tensors)
+        is_lost = self.lost_chunks[self.row : self.row + bounds[-1]]
+        kept = tensors
+        if is_lost.any():
+            spans = pairwise(bounds.tolist())
+            kept = with_chunks(tensors, [np.flatnonzero(~is_lost[start:stop]).tolist() for start, stop in spans])
+        located, errors = self.checkpoint.locate_each(kept)
         # Each thread examines the small ones of its part.
-        bounds = [len(tensors) * part // jobs for part in range(jobs + 1)]
-        parts = [tensors[lo:hi] for lo, hi in pairwise(bounds)]
+        parts = [located[len(located) * part // jobs : len(located) * (part + 1) // jobs] for part in range(jobs)]
         examine = partial(examine_small, payloads, whole_items=self.checkpoint.format is OWN)
-        examinations, framed = zip(*self.pool.map(examine, parts), strict=True)
-        self.framed &= all(framed)
-        # The others are read chunk by chunk.
-        for tensor, examination in zip(tensors, chain.from_iterable(examinations), strict=True):
-            fingerprint = examination.fingerprint
-            if fingerprint is None:
-                fingerprint = self._check_chunks(tensor, examination, errors)
-            else:
+        is_sound, shares = map(np.concatenate, zip(*self.pool.map(examine, parts), strict=True))
+        # The shares of chunks sum up to the fingerprint, modulo 2**64.
+        bounds = first_rows_of(located)
+        num_unsound = np.diff(np.append(0, np.cumsum(~is_sound))[bounds]).tolist()
+        sums = np.diff(np.append(np.uint64(0), np.cumsum(shares))[bounds]).tolist()
+        for number, (tensor, part) in enumerate(zip(tensors, located, strict=True)):
+            if tensor.fingerprint is None:
+                self.unchecked += sum(chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in part.chunks)
+            fingerprint: str | None = as_hex(sums[number])
+            is_whole = num_unsound[number] == 0 and len(part.chunks) == len(tensor.chunks) and _tiles(tensor)
+            if is_whole and tensor.fingerprint in (None, fingerprint):
                 self.advance(tensor.boxes.elements * itemsize(tensor.dtype))
+            else:
+                rows = slice(bounds[number], bounds[number + 1])
+                known = {index: int(share) for index, share in enumerate(shares[rows]) if is_sound[rows][index]}
+                fingerprint = self._check_chunks(tensor, part, known, errors)
             if fingerprint is not None:
                 self.fingerprints[tensor.key] = fingerprint
             self.row += len(tensor.chunks)
 
     def _check_chunks(
-        self, tensor: StateRecord, examination: Examination, errors: Mapping[tuple[str, Index], SourceError | DiskError]
+        self,
+        tensor: StateRecord,
+        located: StateRecord,
+        known_shares: Mapping[int, int],
+        errors: Mapping[tuple[str, Index], SourceError | DiskError],
     ) -> str | None:
-        """Compare a tensor with its records; return its fingerprint, None if a chunk cannot be read."""
+        """Compare a tensor with its records; return its fingerprint, None if a chunk cannot be read.
 
-        chunks = list(tensor.chunks)
+        Args:
+            located: the tensor with the chunks that are not known to be lost.
+            known_shares: of sound ones of these.
+        """
 
         def check(number: int) -> _ChunkResult:
-            chunk = chunks[number]
-            share = examination.shares.get(number)
-            if share is not None:
+            chunk = located.chunks[number]
+            if number in known_shares:
                 self.advance(chunk.box.numel * itemsize(tensor.dtype))
-                return _ChunkResult("", share, 0, ())
+                return _ChunkResult("", known_shares[number], 0, ())
             try:
                 if error := errors.get((tensor.key, chunk.box.lo)):
                     raise error
-                return _check_chunk(self.checkpoint.payloads, tensor, chunk, self.advance)
+                return _check_chunk(self.checkpoint, tensor, chunk, self.advance)
             except DiskError as error:
                 self.disk_errors[chunk.item.file] = error
                 return _unread("disk", tensor, chunk, error)
             except (SourceError, LayoutError) as error:
                 return _unread("unreadable", tensor, chunk, error)
 
-        numbers = np.flatnonzero(tensor.boxes.numel).tolist()
-        results = list(self.pool.map(check, numbers))
-        shares = [result.share for result in results if result.share is not None]
+        is_lost = self.lost_chunks[self.row : self.row + len(tensor.chunks)]
+        gone = DamageError("its file is missing, was cut, or cannot be opened")
+        results = {n: _unread("unreadable", tensor, tensor.chunks[n], gone) for n in np.flatnonzero(is_lost).tolist()}
+        remaining = np.flatnonzero(~is_lost).tolist()
+        results |= zip(remaining, self.pool.map(check, range(len(remaining))), strict=True)
+        shares = [result.share for result in results.values() if result.share is not None]
         fingerprint = as_hex(combine(*shares)) if len(shares) == len(results) else None
-        findings = list(_tensor_findings(tensor, results, fingerprint))
+        findings = list(_tensor_findings(tensor, [results[number] for number in sorted(results)], fingerprint))
         self.findings += findings
         # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the
         # other says: one of the two records is damaged.
         if fingerprint is None or fingerprint != tensor.fingerprint:
-            of_tensor = self.lost_chunks[self.row : self.row + len(tensor.chunks)]
-            is_bad = [result.share is None or bool(result.findings) for result in results]
-            of_tensor[numbers] |= np.array(is_bad, np.bool_)
-            has_digests = all(chunks[number].digest is not None for number in numbers)
-            if not (any(is_bad) or has_digests) and any(finding.kind == "fingerprint" for finding in findings):
-                of_tensor[:] = True  # one of its chunks, and nothing tells which
+            for number, result in results.items():
+                is_lost[number] |= result.is_lost
+            has_digests = all(chunk.digest is not None for chunk in tensor.chunks if chunk.box.numel)
+            if not (is_lost.any() or has_digests) and any(finding.kind == "fingerprint" for finding in findings):
+                is_lost[:] = True  # one of its chunks, and nothing tells which
         return fingerprint
 
     def check_items(self, manifest: Manifest) -> Iterator[str]:
@@ -299,24 +313,12 @@ class _Audit:
                 yield blob.key
 
 
-def _locate(
-    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost_chunks: NDArray[np.bool_]
-) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError | DiskError]]:
-    """Do the same as `OpenCheckpoint.locate_each`, without looking for chunks that are known to be lost."""
-    if not lost_chunks.any():
-        return checkpoint.locate_each(tensors)
-    flags = np.split(lost_chunks, np.cumsum([len(tensor.chunks) for tensor in tensors])[:-1])
-    numbers = [np.flatnonzero(~is_lost).tolist() for is_lost in flags]
-    parts, errors = checkpoint.locate_each(with_chunks(tensors, numbers))
-    located = []
-    for tensor, part, is_lost in zip(tensors, parts, flags, strict=True):
-        remaining, chunks = iter(part.chunks), list[Chunk]()
-        for chunk, is_chunk_lost in zip(tensor.chunks, is_lost.tolist(), strict=True):
-            chunks.append(chunk if is_chunk_lost else next(remaining))
-            if is_chunk_lost:
-                errors[tensor.key, chunk.box.lo] = DamageError("its file is missing, was cut, or cannot be opened")
-        located.append(replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape))))
-    return located, errors
+def _tiles(tensor: StateRecord) -> bool:
+    try:
+        layout_in_boxes(tensor.shape, tensor.boxes, tensor.chunks.strides)
+    except LayoutError:
+        return False
+    return True
 
 
 def _subject(tensor: StateRecord, chunk: Chunk) -> str:
@@ -325,12 +327,16 @@ def _subject(tensor: StateRecord, chunk: Chunk) -> str:
 
 def _unread(kind: str, tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkResult:
     subject = _subject(tensor, chunk)
+    if not chunk.box.numel:  # nothing is lost with its file
+        return _ChunkResult(subject, 0, 0, ())
     return _ChunkResult(subject, None, 0, (Finding(kind, f"{subject}: {error}", (tensor.key,)),))
 
 
-def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]) -> _ChunkResult:
-    """Compare a chunk with its digest, its CRC-32 and the checksum inside its item, in one pass over its elements."""
-    subject = _subject(tensor, chunk)
+def _check_chunk(
+    checkpoint: OpenCheckpoint, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]
+) -> _ChunkResult:
+    """Compare a chunk with its digest, its CRC-32 and the bytes around it, in one pass over its elements."""
+    payloads, subject = checkpoint.payloads, _subject(tensor, chunk)
     # All sums in one pass; the CRC-32 of strided chunks is that of their bytes as they are stored.
     sums, num_nonfinite = Sums(), 0
     for words, origin in chunk_bands(payloads, tensor, chunk):
@@ -349,7 +355,23 @@ def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance:
     if chunk.crc32 not in (None, checksum):
         message = f"{subject}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
         findings.append(Finding("crc32", message, (tensor.key,)))
+    if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
+        message = f"{subject}: expected its elements in an item of torch.save, found other bytes around them"
+        findings.append(Finding("metadata", message, (tensor.key,)))
     return _ChunkResult(subject, sums.share, num_nonfinite, tuple(findings))
+
+
+def _is_framed(payloads: Payloads, tensor: StateRecord, chunk: Chunk, checksum: int) -> bool:
+    """Return whether a chunk's item has the bytes around its elements that this package writes."""
+    template, item = tensor_item.template(tensor.dtype, chunk.box.shape), chunk.item
+    if item.length != template.length or chunk.payload != replace(
+        item, offset=item.offset + len(template.head), length=template.payload_length
+    ):
+        return False
+    head = bytes(payloads.read_scratch(replace(item, length=len(template.head))))
+    start = item.offset + template.tail_offset
+    tail = bytes(payloads.read_scratch(Extent(item.file, start, item.end - start)))
+    return template.crc32_of(head, tail) == (checksum if chunk.crc32 is None else chunk.crc32)
 
 
 def _tensor_findings(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
@@ -388,17 +410,8 @@ def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
 # --- descriptions -----------------------------------------------------------------------------------------------------
 
 
-def _description_findings(checkpoint: OpenCheckpoint, framed: bool, lost_files: Collection[str]) -> Iterator[Finding]:
-    """Yield the damage that descriptions and files' sizes show.
-
-    Args:
-        framed: around their elements all items have the bytes that this package writes (`examine_small`).  DCP's
-            metadata need not be read then, if they are those of the same save.
-    """
-    yield from faults_of(checkpoint)
-    if checkpoint.lacks_manifest:
-        message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
-        yield Finding("manifest", message)
+def _description_findings(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """Yield the damage that descriptions show when they are read."""
     if checkpoint.format is DCP:
         # DCP's own planner makes keys by joining paths.  Where most are such, the others are damaged.
         entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
@@ -407,84 +420,10 @@ def _description_findings(checkpoint: OpenCheckpoint, framed: bool, lost_files: 
         for key in strange if 2 * len(strange) < len(entries) else ():
             message = f"{key!r} in {METADATA_FILE} has the path of {paths[key]!r}; expected the same"
             yield Finding("key", message, (key,))
-    if checkpoint.format is OWN:
-        yield from _against_metadata(checkpoint, framed, lost_files)
-    if (digest := checkpoint.items_digest) is not None:
-        items = items_beside(checkpoint.path)
-        if not is_there(items):
-            yield Finding(
-                "items",
-                f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
-                "restore it from a copy, or write one without items with `tensors_only=True`",
-            )
-        elif (actual := xxh3_128([read_text_file(items)])) != digest:
-            yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
-
-
-def _against_metadata(checkpoint: OpenCheckpoint, framed: bool, lost_files: Collection[str]) -> Iterator[Finding]:
-    """Compare the files that describe the checkpoint to other programs with the manifest."""
-    if not (framed and not lost_files and _is_as_written(checkpoint)):
-        yield from _against_dcp(checkpoint)
-    yield from changed_descriptions(checkpoint, checkpoint.outline.files.keys() - {METADATA_FILE})
-
-
-def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
-    """Return True if no items overlap, and DCP's metadata are those of the manifest's save."""
-    manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
-    if METADATA_FILE not in manifest.files:
-        return False
-    # The extents of all items, file by file, in order.
-    numbers = {name: number for number, name in enumerate(columns.names)}
-    blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
-    chunks = np.stack([columns.file, columns.item, columns.item_end()], axis=1)
-    extents = np.concatenate([chunks, np.array(blobs, np.int64).reshape(-1, 3)])
-    file, start, end = extents[np.lexsort((extents[:, 1], extents[:, 0]))].T
-    overlap = (end[:-1] > start[1:]) & (file[:-1] == file[1:])
-    return not overlap.any() and not any(changed_descriptions(checkpoint, [METADATA_FILE]))
-
-
-def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
-    """Compare what DCP's metadata say of every tensor, chunk and item with the manifest."""
-    from ..formats import dcp  # not needed where nothing is wrong
-
-    if not is_there(checkpoint.path / METADATA_FILE):
-        return [Finding("description", missing_description(METADATA_FILE))]
-    file, recorded = checkpoint.path / METADATA_FILE, METADATA_FILE in checkpoint.outline.files
-    try:
-        reader = dcp.reader(checkpoint.path)
-    except (SourceError, LayoutError) as error:
-        return [Finding("description", f"its {METADATA_FILE} cannot be read: {str(error).removeprefix(f'{file}: ')}")]
-    try:
-        for fault in reader.faults:
-            raise fault
-        metadata_facts = _facts_by_key(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
-        manifest_facts = _facts_by_key(checkpoint.manifest)
-    except (SourceError, LayoutError, DiskError) as error:
-        return [Finding("metadata", f"{file}: {error}")]
-    findings = []
-    for key in sorted(manifest_facts.keys() | metadata_facts.keys()):
-        in_manifest, in_metadata = manifest_facts.get(key), metadata_facts.get(key)
-        if in_manifest is None or in_metadata is None:
-            only = METADATA_FILE if in_manifest is None else MANIFEST_FILE
-            message = f"{key!r} is in {only} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
-            findings.append(Finding("metadata", message, (key,)))
-            continue
-        for fact, _ in sorted(in_manifest.items() ^ in_metadata.items(), key=str)[:1]:
-            values = f"{in_manifest.get(fact)} in {MANIFEST_FILE}, {in_metadata.get(fact)} in {METADATA_FILE}"
-            findings.append(Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,)))
-    # Other bytes that say the same.
-    return findings or [*changed_descriptions(checkpoint, [METADATA_FILE] if recorded else [])]
-
-
-def _facts_by_key(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """Return the facts that both descriptions state, by key."""
-    facts: dict[str, dict[str, object]] = {}
-    for tensor in manifest.tensors:
-        boxes = {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
-        facts[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path, **boxes}
-    for blob in manifest.blobs:
-        facts[blob.key] = {"path": blob.path, "place": blob.item}
-    return facts
+    items = items_beside(checkpoint.path)
+    digest = checkpoint.items_digest
+    if digest is not None and is_there(items) and (actual := xxh3_128([read_text_file(items)])) != digest:
+        yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
 
 
 def _against_integrity(path: Location) -> Iterator[Finding]:

@@ -450,8 +450,10 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     findings = faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
-    if checkpoint.items_digest is not None and not is_there(items_beside(checkpoint.path)):
-        findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
+    items = items_beside(checkpoint.path)
+    if checkpoint.items_digest is not None and not is_there(items):
+        message = f"{items} is missing, in which items were written beside this checkpoint"
+        findings.append(Finding("items", message))
     return [*findings, *changed_descriptions(checkpoint, checkpoint.outline.files.keys())]
 
 
@@ -460,7 +462,7 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
     for name in sorted(names) if checkpoint.format is OWN else ():
         expected = checkpoint.outline.files[name]
         if not is_there(checkpoint.path / name):
-            yield Finding("description", missing_description(name))
+            yield Finding("description", f"its {name} is missing, which other programs read")
             continue
         try:
             digest = xxh3_128([read_text_file(checkpoint.path / name)])
@@ -469,10 +471,6 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
         if digest != expected:
             message = f"its {name} is damaged: digest {digest}, expected {expected} by {MANIFEST_FILE}"
             yield Finding("description", message)
-
-
-def missing_description(name: str) -> str:
-    return f"its {name} is missing, which other programs read"
 
 
 def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:

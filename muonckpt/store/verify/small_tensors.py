@@ -1,4 +1,4 @@
-"""Tensors in small chunks, checked whole and many at a time, where `audit` makes calls for each chunk.
+"""Small chunks, read and checked many at a time: those of one dtype and box are rows of one array.
 
 They are compared with everything that `audit` compares, but only `audit` finds the cause.
 """
@@ -6,8 +6,8 @@ They are compared with everything that `audit` compares, but only `audit` finds 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
-from ...algebra.fingerprint import as_hex, box_shares
-from ...names.errors import MuonckptError
+from ...algebra.fingerprint import box_shares
+from ...names.errors import LayoutError, MuonckptError
 from ...record.chunks import Boxes, columns_of
 from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent, StateRecord
@@ -42,50 +42,31 @@ _Raw = NDArray[np.uint8]
 _Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """The outcome of comparing a tensor with its record.
-
-    Attributes:
-        fingerprint: None unless all checksums and the fingerprint agree, and each element is there once and finite.
-        shares: in the fingerprint, of the chunks that are sound, by their numbers.
-    """
-
-    fingerprint: str | None = None
-    shares: Mapping[int, int] = field(default_factory=dict)
-
-
 def examine_small(
     payloads: Payloads, tensors: Sequence[StateRecord], whole_items: bool
-) -> tuple[list[Examination], bool]:
-    """Compare small tensors with their records; return the examinations of all, which are empty for large ones.
+) -> tuple[_Flags, NDArray[np.uint64]]:
+    """Compare the chunks of small tensors with their records.
 
     Args:
         whole_items: the chunks are in items that this package writes, whose bytes are all compared.
 
     Returns:
-        Beside the examinations, whether the items are *framed*: those of their boxes, as the manifest says.
+        Of each chunk of the tensors, whether all its bytes are as recorded and its elements finite, and its share in
+        the fingerprint.  Chunks of large tensors are not sound.
     """
-    examinations = [Examination()] * len(tensors)
-    framed = True
-    for numbers in _runs(tensors):
-        run = _Run.read(payloads, [tensors[number] for number in numbers], whole_items)
-        for group in run.groups:
-            sound, shares, group_framed = run.check(group)
-            framed &= group_framed
-            # The shares of chunks sum up to the fingerprint; where that disagrees, sound chunks need not be read again.
-            sums = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
-            for row, (member, fingerprint) in enumerate(zip(group.members, sums, strict=True)):
-                number = numbers[member]
-                if group.tiles and sound[row].all() and tensors[number].fingerprint in (None, fingerprint):
-                    examinations[number] = Examination(fingerprint)
-                else:
-                    chunks = np.flatnonzero(sound[row])
-                    chunk_shares = zip(chunks.tolist(), shares[row, chunks].tolist(), strict=True)
-                    examinations[number] = Examination(None, dict(chunk_shares))
-    if whole_items and framed:
-        framed = all(_is_framed(payloads, tensor) for tensor in tensors if not _is_small(tensor))
-    return examinations, framed
+    first_rows = first_rows_of(tensors)
+    is_sound, shares = np.zeros(first_rows[-1], np.bool_), np.zeros(first_rows[-1], np.uint64)
+    for group in _read_groups(payloads, tensors, whole_items):
+        for place in group.places:
+            indices, words, agree = group.checked(place)
+            if not len(indices):
+                continue
+            if count_nonfinite(words, group.dtype):
+                agree &= [not count_nonfinite(part, group.dtype) for part in words]
+            rows = first_rows[group.members[indices]] + place.number
+            is_sound[rows] = agree
+            shares[rows] = box_shares(words, place.box.lo)
+    return is_sound, shares
 
 
 def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tuple[Sequence[int], NDArray[Any]]]:
@@ -93,56 +74,36 @@ def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[
 
     Tensors that are large, or do not agree with their checksums, are left out.
     """
-    for numbers in _runs(tensors):
-        run = _Run.read(payloads, [tensors[number] for number in numbers], False)
-        for group in run.groups:
-            words = np.empty((len(group.members), *group.shape), dtype(group.dtype).bits)
-            sound = np.full(len(group.members), group.tiles)
-            for place, rows in zip(group.places, group.rows.T, strict=True):
-                if not place.elements:
-                    continue
-                # A tensor is left out when one of its chunks cannot be read or does not agree.
-                sound &= run.start[rows] != UNKNOWN
-                if not sound.any():
-                    break
-                rows = rows[sound]
-                elements = run.items(rows, place.length)
-                part: tuple[Any, ...] = (sound, *slices_within(place.box, (0,) * len(group.shape)))
-                words[part] = elements.view(words.dtype).reshape(-1, *place.box.shape)
-                agree = run.sums_agree(rows, elements)
-                # Where nothing else is recorded, the item may have a checksum inside.
-                bare = ~run.columns.has_digest[rows] & (run.columns.crc32[rows] == UNKNOWN)
-                agree[bare] &= run.insides_agree(rows[bare])
-                sound[sound] = agree
-            yield [numbers[member] for member in np.array(group.members)[sound]], words[sound]
+    for group in _read_groups(payloads, tensors, whole_items=False):
+        first = tensors[group.members[0]]
+        stacked = np.empty((len(group.members), *first.shape), dtype(group.dtype).bits)
+        try:
+            first.chunk_layout()
+        except LayoutError:  # holes, or elements that are there twice
+            continue
+        is_sound = np.ones(len(group.members), np.bool_)
+        for place in group.places:
+            indices, words, agree = group.checked(place)
+            part: tuple[Any, ...] = (indices, *slices_within(place.box, (0,) * len(first.shape)))
+            stacked[part] = words
+            is_read = np.zeros(len(group.members), np.bool_)
+            is_read[indices] = agree
+            is_sound &= is_read
+        yield group.members[is_sound].tolist(), stacked[is_sound]
 
 
-def _is_small(tensor: StateRecord) -> bool:
-    size = dtype(tensor.dtype).itemsize
-    return tensor.chunks.strides is None and size <= 8 and tensor.boxes.elements * size <= BAND_BYTES
-
-
-def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
-    """Yield the numbers of small tensors, as many at a time as are read at once."""
-    run: list[int] = []
-    length = 0
-    for number, tensor in enumerate(tensors):
-        if _is_small(tensor):
-            run.append(number)
-            length += tensor.boxes.elements * dtype(tensor.dtype).itemsize + _FRAME_BYTES * len(tensor.boxes)
-            if length > _MAX_RUN_BYTES:
-                yield run
-                run, length = [], 0
-    if run:
-        yield run
+def first_rows_of(tensors: Sequence[StateRecord]) -> Column:
+    """Return the number of the first chunk of each tensor, and at the end the number of all."""
+    return np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)], dtype=np.int64)
 
 
 class _Place(NamedTuple):
     """The place of a chunk's elements among its bytes; ``elements`` are the bytes of the elements.
 
-    ``template`` is the item's if whole items are read.
+    ``number`` is the chunk's in its tensor; ``template`` is the item's if whole items are read.
     """
 
+    number: int
     box: Box
     head: int
     elements: int
@@ -155,123 +116,62 @@ def _places(name: str, boxes: Boxes, whole_items: bool) -> tuple[_Place, ...]:
     if whole_items:
         from ..formats.torch_save.tensor_item import template  # `stats` and other formats do without
     places = []
-    for box in boxes:
+    for number, box in enumerate(boxes):
         elements = box.numel * dtype(name).itemsize
         item = template(name, box.shape) if whole_items else None
         head, length = (len(item.head), item.length) if item else (0, elements)
-        places.append(_Place(box, head, elements, length, item))
+        places.append(_Place(number, box, head, elements, length, item))
     return tuple(places)
 
 
-class _Group(NamedTuple):
-    """Tensors of one dtype and shape that are cut alike.
-
-    Attributes:
-        members: their numbers in the run.
-        rows: of their chunks in the columns of the run, ``[tensors, boxes]``.
-        tiles: whether the boxes have each element once.
-    """
-
-    dtype: str
-    shape: Index
-    members: Sequence[int]
-    rows: Column
-    places: Sequence[_Place]
-    tiles: bool
-
-
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Small tensors whose chunks were read together.
+class _Group:
+    """Small tensors of one dtype and shape that are cut alike, whose chunks were read with those of others.
 
     Attributes:
+        members: the numbers of the tensors.
+        rows: of their first chunks in the columns.
         raw: the bytes of whole items, or of payloads.
         start: where those of each row of the columns begin; `UNKNOWN` where they are not read, or not as boxes say.
     """
 
     payloads: Payloads
     columns: Columns
-    groups: Sequence[_Group]
+    dtype: str
+    members: Column
+    rows: Column
+    places: Sequence[_Place]
     raw: _Raw
     start: Column
 
-    @classmethod
-    def read(cls, payloads: Payloads, tensors: Sequence[StateRecord], whole_items: bool) -> _Run:
-        columns = columns_of(tensor.chunks for tensor in tensors)
-        first_rows = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
-        members: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
-        for number, tensor in enumerate(tensors):
-            members[tensor.dtype, tensor.shape, tensor.boxes].append(number)
-        groups = []
-        fits = np.zeros(len(columns), np.bool_)
-        for (name, shape, boxes), numbers in members.items():
-            rows = first_rows[numbers][:, np.newaxis] + np.arange(len(boxes))
-            places = _places(name, boxes, whole_items)
-            groups.append(_Group(name, shape, numbers, rows, places, _tiles(tensors[numbers[0]])))
-            # Only chunks of the length and at the place of their boxes are read.
-            sizes = [(place.elements, place.head, place.length) for place in places]
-            elements, head, length = np.array(sizes, np.int64).reshape(-1, 3).T
-            fits[rows] = (columns.payload_length(rows) == elements) & (elements > 0)
-            if any(place.template for place in places):
-                items = columns.item[rows]
-                fits[rows] &= (columns.item_length(rows) == length) & (columns.payload(rows) == items + head)
-        return cls(payloads, columns, groups, *_read_rows(payloads, columns, np.flatnonzero(fits), whole_items))
+    def checked(self, place: _Place) -> tuple[Column, NDArray[Any], _Flags]:
+        """Return which members have a chunk there that was read, its words, and whether it agrees with its record."""
+        indices = np.flatnonzero(self.start[self.rows + place.number] != UNKNOWN)
+        rows = self.rows[indices] + place.number
+        count = max(len(self.raw) - place.length + 1, 0)
+        items = np.lib.stride_tricks.as_strided(self.raw, (count, place.length), (1, 1))[self.start[rows]]
+        elements = np.ascontiguousarray(items[:, place.head : place.head + place.elements])
+        agree = self._sums_agree(rows, elements)
+        # The bytes around them: of a whole item they are compared with its template, and the checksum that torch's zip
+        # has in them with the manifest's; in other formats the item may have a checksum of its own.
+        if place.template:
+            has_frame, checksums = place.template.recorded(items)
+            agree &= has_frame & (checksums == self.columns.crc32[rows])
+        else:
+            agree &= self._insides_agree(rows)
+        return indices, elements.view(dtype(self.dtype).bits).reshape(len(rows), *place.box.shape), agree
 
-    def items(self, rows: Column, length: int) -> _Raw:
-        """Return the bytes of rows that were read, ``[rows, length]``."""
-        windows = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - length + 1, length), (1, 1))
-        items: _Raw = windows[self.start[rows]]
-        return items
-
-    def check(self, group: _Group) -> tuple[_Flags, NDArray[np.uint64], bool]:
-        """Return which chunks ``[tensors, boxes]`` are sound, their fingerprint shares, and whether all are framed.
-
-        A chunk is sound if its elements are as recorded and finite, and framed if the item around them is one that this
-        package writes, so that it needs no parsing.
-        """
-        sound, framed = np.ones(group.rows.shape, np.bool_), True
-        shares = np.zeros(group.rows.shape, np.uint64)
-        for number, (place, rows) in enumerate(zip(group.places, group.rows.T, strict=True)):
-            # The items of empty boxes are not read here, so nothing is known of their frames.
-            if not place.elements:
-                framed = False
-                continue
-            # A chunk that could not be read, or that lies elsewhere than its box says, is not sound.
-            is_read = self.start[rows] != UNKNOWN
-            sound[:, number] = is_read
-            framed &= bool(is_read.all())
-            if not is_read.any():
-                continue
-            rows = rows[is_read]
-            # Elements are compared with their digests and checksums, and have to be finite.
-            items = self.items(rows, place.length)
-            elements = np.ascontiguousarray(items[:, place.head : place.head + place.elements])
-            words = elements.view(dtype(group.dtype).bits).reshape(len(rows), *place.box.shape)
-            agree = self.sums_agree(rows, elements)
-            if count_nonfinite(words, group.dtype):
-                agree &= [not count_nonfinite(part, group.dtype) for part in words]
-            # The bytes around them: of a whole item they are compared with its template, and the checksum that torch's
-            # zip has in them with the manifest's; in other formats the item may have a checksum of its own.
-            if place.template:
-                has_frame, checksums = place.template.recorded(items)
-                framed &= bool(has_frame.all() and (checksums == self.columns.crc32[rows]).all())
-            else:
-                agree &= self.insides_agree(rows)
-            sound[is_read, number] = agree
-            shares[is_read, number] = box_shares(words, place.box.lo)
-        return sound, shares, framed
-
-    def sums_agree(self, rows: Column, elements: _Raw) -> _Flags:
+    def _sums_agree(self, rows: Column, elements: _Raw) -> _Flags:
         """Compare elements ``[rows, bytes]`` with the digests and CRC-32s of the rows, where they have any."""
         length, raw = elements.shape[1], elements.reshape(-1).data
-        parts = [raw[start : start + length] for start in range(0, len(raw), length)]
+        parts = [raw[number * length : (number + 1) * length] for number in range(len(elements))]
         digests, checksums = self.columns.digest[rows], self.columns.crc32[rows]
         actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
         agree: _Flags = (digests == actual).all(axis=1) | ~self.columns.has_digest[rows]
         agree &= (checksums == UNKNOWN) | (checksums == np.array([crc32_of(part, 0) for part in parts], np.int64))
         return agree
 
-    def insides_agree(self, rows: Column) -> _Flags:
+    def _insides_agree(self, rows: Column) -> _Flags:
         """Compare the items of rows with the checksums that their format keeps inside."""
 
         def agrees(item: Extent) -> bool:
@@ -285,12 +185,47 @@ class _Run:
         return np.array([agrees(item) for item in items], np.bool_)
 
 
-def _tiles(tensor: StateRecord) -> bool:
-    try:
-        tensor.chunk_layout()
-    except MuonckptError:  # `audit` names the fault
-        return False
-    return True
+def _read_groups(payloads: Payloads, tensors: Sequence[StateRecord], whole_items: bool) -> Iterator[_Group]:
+    """Read small tensors, as many at a time as fit in memory, and yield those that are cut alike together."""
+    for numbers in _runs(tensors):
+        run = [tensors[number] for number in numbers]
+        columns, first_rows = columns_of(tensor.chunks for tensor in run), first_rows_of(run)
+        indices_by_cut: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
+        for index, tensor in enumerate(run):
+            indices_by_cut[tensor.dtype, tensor.shape, tensor.boxes].append(index)
+        # Only chunks of the length and at the place of their boxes are read.
+        fits = np.zeros(len(columns), np.bool_)
+        cuts = [
+            (name, indices, _places(name, boxes, whole_items)) for (name, _, boxes), indices in indices_by_cut.items()
+        ]
+        for _, indices, places in cuts:
+            sizes = [(place.number, place.elements, place.head, place.length) for place in places]
+            chunk, elements, head, length = np.array(sizes, np.int64).reshape(-1, 4).T
+            rows = first_rows[indices][:, np.newaxis] + chunk
+            fits[rows] = columns.payload_length(rows) == elements
+            if whole_items:
+                fits[rows] &= columns.item_length(rows) == length
+                fits[rows] &= columns.payload(rows) == columns.item[rows] + head
+        raw, start = _read_rows(payloads, columns, np.flatnonzero(fits), whole_items)
+        for name, indices, places in cuts:
+            members = np.array(numbers, np.int64)[indices]
+            yield _Group(payloads, columns, name, members, first_rows[indices], places, raw, start)
+
+
+def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
+    """Yield the numbers of small tensors, as many at a time as are read at once."""
+    run: list[int] = []
+    length = 0
+    for number, tensor in enumerate(tensors):
+        size = dtype(tensor.dtype).itemsize
+        if tensor.chunks.strides is None and size <= 8 and tensor.boxes.elements * size <= BAND_BYTES:
+            run.append(number)
+            length += tensor.boxes.elements * size + _FRAME_BYTES * len(tensor.boxes)
+            if length > _MAX_RUN_BYTES:
+                yield run
+                run, length = [], 0
+    if run:
+        yield run
 
 
 def _read_rows(payloads: Payloads, columns: Columns, rows: Column, whole_items: bool) -> tuple[_Raw, Column]:
@@ -317,23 +252,3 @@ def _read_rows(payloads: Payloads, columns: Columns, rows: Column, whole_items: 
         except MuonckptError:
             starts[rows[members.start : members.stop]] = UNKNOWN
     return raw, starts
-
-
-def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
-    """Return whether the items of a large tensor have the bytes around their elements that we write."""
-    places = _places(tensor.dtype, tensor.boxes, True)
-    try:
-        for (file, item, length, payload, _, _, crc32), place in zip(tensor.chunks.rows, places, strict=True):
-            template = place.template
-            if template is None or (template.length, item + len(template.head)) != (length, payload):
-                return False
-            # The bytes before and after its elements.
-            head = bytes(payloads.read_scratch(Extent(file, item, len(template.head))))
-            tail = bytes(
-                payloads.read_scratch(Extent(file, item + template.tail_offset, length - template.tail_offset))
-            )
-            if template.crc32_of(head, tail) != crc32:
-                return False
-    except MuonckptError:
-        return False
-    return True

@@ -165,15 +165,13 @@ class ItemTemplate:
 
 
 @lru_cache(maxsize=4096)
-def template(dtype: str, shape: Index) -> ItemTemplate | None:
-    """Return the template of items of dense row-major tensors; None if they have no elements.
+def template(dtype: str, shape: Index) -> ItemTemplate:
+    """Return the template of items of dense row-major tensors.
 
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
     item = frame(dtype, shape)
-    if not item.payload_length:
-        return None
     # The bytes in which the tails of any checksum and any id agree, as ranges.
     tails = [*(item.tail(crc32) for crc32 in _CHECKSUMS), *(item.tail(0, identity) for identity in _IDS)]
     columns = np.stack([np.frombuffer(tail, np.uint8) for tail in tails])
