@@ -85,7 +85,7 @@ def verify_recorded(
         mixed_up=damage.mixed_up,
         lost_besides=bool(damage.without_misplaced),
     )
-    if damage.disk_files:
+    if damage.is_of_disk:
         return report, entry, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
     return report, entry, record_verification(place, entry)
 

@@ -6,11 +6,11 @@ Items that are not tensors are decoded as plain data; no code in one is ever run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -379,8 +379,14 @@ def file_sizes(manifest: Manifest) -> dict[str, int]:
     return sizes
 
 
-def _raise(name: str, error: DiskError) -> None:
-    raise error
+DISK_FAILS = "cannot be read, as a disk fails (EIO)"
+
+
+class LostFile(NamedTuple):
+    """Why a file does not have all bytes that it should have, and how many it has, from the first on."""
+
+    reason: str
+    length: int = 0
 
 
 class OpenCheckpoint:
@@ -484,11 +490,11 @@ class OpenCheckpoint:
                 return digest
         return None
 
-    def lost_files(self, report: Callable[[str, DiskError], None] = _raise) -> Mapping[str, int | None]:
-        """Return the sizes of files that are shorter than the manifest promises; None for those that are not there.
+    def lost_files(self, disk_errors: dict[str, DiskError] | None = None) -> Mapping[str, LostFile]:
+        """Return the files that do not have all bytes that the manifest promises, by name.
 
         Args:
-            report: called with the name of a file that the disk cannot open, which counts as not there if it returns.
+            disk_errors: receives those of files that the disk cannot open, which are lost then; else they are raised.
 
         Raises:
             UnavailableError: it is not known whether a file is there.
@@ -497,21 +503,27 @@ class OpenCheckpoint:
         if self.format is OWN:  # what only describes it to other programs is no loss
             promised_sizes = {name: size for name, size in promised_sizes.items() if size}
 
-        def size_of(name: str) -> int | None:
+        def look(name: str) -> LostFile | None:
             if payloads.is_in_memory(name):
-                return promised_sizes[name]
+                return None
+            place, expected = payloads.place(name), promised_sizes[name]
             try:
-                with open_regular(payloads.place(name)) as file:
-                    # Items that were made of a description stand under its name.
-                    return file.size if payloads.is_verbatim(name) else max(file.size, promised_sizes[name])
+                with open_regular(place) as file:
+                    size = file.size
             except DiskError as error:
-                report(name, error)
-            except SourceError:
-                pass
-            return None
+                if disk_errors is None:
+                    raise
+                disk_errors[name] = error
+                return LostFile(DISK_FAILS)
+            except SourceError as error:
+                return LostFile(f"cannot be opened: {error}" if is_there(place) else "is missing")
+            # Items that were made of a description stand under its name.
+            if size >= expected or not payloads.is_verbatim(name):
+                return None
+            return LostFile(f"is cut short ({size} of {expected} bytes)", size)
 
-        sizes = zip(promised_sizes, map_each(payloads.directory, size_of, promised_sizes), strict=True)
-        return {name: size for name, size in sizes if size is None or size < promised_sizes[name]}
+        files = zip(promised_sizes, map_each(payloads.directory, look, promised_sizes), strict=True)
+        return {name: lost for name, lost in files if lost is not None}
 
     @property
     def outline(self) -> Manifest:

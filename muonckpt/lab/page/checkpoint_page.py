@@ -265,8 +265,8 @@ def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:
     """Return the lost shards, boxes, files and items as columns.
 
     ``shards``: runs of rows of the columns of shards, ``start`` and ``stop``.  ``holes``: ``tensor``, a position, and
-    the boxes ``lo`` and ``hi`` that no file has.  ``files``: ``name``, and the ``bytes`` that are left, None if it is
-    missing.  ``items``: keys.  ``told``: kinds of findings that the verdict has told.
+    the boxes ``lo`` and ``hi`` that no file has.  ``files``: ``name``, and the ``reason`` why they are lost.
+    ``items``: keys.  ``told``: kinds of findings that the verdict has told.
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], damage.chunks, [False]]).astype(np.int8)))
     hole_tensors: list[int] = []
@@ -280,7 +280,7 @@ def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:
             "lo": [list(box.lo) for box in hole_boxes],
             "hi": [list(box.hi) for box in hole_boxes],
         },
-        "files": {"name": list(damage.files), "bytes": list(damage.files.values())},
+        "files": {"name": list(damage.files), "reason": list(damage.files.values())},
         "items": sorted(damage.items),
         "told": sorted(told_by(damage)),
     }

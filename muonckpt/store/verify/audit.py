@@ -37,7 +37,7 @@ from ..io.location import (
     source_errors,
 )
 from ..io.regular import Pace, open_regular, read_text_file
-from ..open_checkpoint import OpenCheckpoint, check_blob
+from ..open_checkpoint import DISK_FAILS, OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_of_files, findings_by_files, misplaced_files
@@ -149,7 +149,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     findings = (*unopened, *descriptions, *work.findings, *integrity)
     # Report the losses, or other places of the same bytes.
     damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
-    damage = replace(damage, files={**damage.files, **dict.fromkeys(disk_errors)}, disk_files=frozenset(disk_errors))
+    damage = replace(damage, files={**damage.files, **dict.fromkeys(disk_errors, DISK_FAILS)})
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
     damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,8 +34,8 @@ from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys
 from ..formats.registry import OWN
 from ..io.checksums import xxh3_128
 from ..io.location import entries_of, is_file, is_folder, is_there, items_beside
-from ..io.regular import open_regular, read_text_file
-from ..open_checkpoint import OpenCheckpoint, file_sizes
+from ..io.regular import read_text_file
+from ..open_checkpoint import DISK_FAILS, OpenCheckpoint
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
 
@@ -66,9 +65,7 @@ class Damage:
         manifest: of the checkpoint, as far as it could be read.
         chunks: for each chunk, in the order of ``manifest.columns``, whether it is lost.
         items: the keys of the items that are lost.
-        files: the files that are missing (None) or shorter than was recorded (their length in bytes).
-        unopened: why files that are there cannot be opened; they are among ``files``, with None.
-        disk_files: files that the disk cannot read; they are among ``files``, with None.
+        files: the files that are missing or too short, or that cannot be opened or read, with the reason.
         holes: boxes of tensors, by key, that no chunk covers.
         read: whether all bytes were compared; else only the files' sizes.
         mixed_up: whether the manifest is of another save than the files.
@@ -78,9 +75,7 @@ class Damage:
     manifest: Manifest
     chunks: NDArray[np.bool_]
     items: frozenset[str] = frozenset()
-    files: Mapping[str, int | None] = field(default_factory=dict)
-    unopened: Mapping[str, str] = field(default_factory=dict)
-    disk_files: frozenset[str] = frozenset()
+    files: Mapping[str, str] = field(default_factory=dict)
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
     mixed_up: bool = False
@@ -95,6 +90,11 @@ class Damage:
         from ...programs.model_view import view_by_keys  # not needed where nothing is wrong
 
         return view_by_keys(self.manifest)
+
+    @property
+    def is_of_disk(self) -> bool:
+        """Whether a disk fails here: the checkpoint may be whole elsewhere."""
+        return DISK_FAILS in self.files.values()
 
     @property
     def begins_anew(self) -> bool:
@@ -176,107 +176,50 @@ class Damage:
             text = f"{counted(len(moves), 'file')} with other names than when it was saved: {listed(moves, 4)}"
             besides = self.without_misplaced
             return f"{text}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
-        chunks = f"{num_lost} of {num_stored} chunks"
         if self.mixed_up:
             files = _files(sorted(self.manifest.columns.names))
-            return f"{MANIFEST_FILE} is of another save than {files}: {chunks} have other bytes"
-        causes = "; ".join(self._causes())
-        if not self.tensors and not self.items:
-            return f"{causes}; {self._remainder}"
-        # The verdict comes first, the numbers last.
-        numbers = [chunks] * (num_lost > 0) + [size(self.bytes)] * bool(self.tensors)
-        extent = f" ({', '.join(numbers)})" if numbers else ""
-        cause = causes or "bytes are not those that were written"
-        if not self._has_remainder:
-            return f"{cause}: everything is lost{extent}"
-        losses = [*self._lost_tensors()]
-        if self.items:
-            keys = listed(sorted(self.items), 2)
-            losses.append(
-                f"{len(self.items)} of {len(self.manifest.blobs)} items that are not tensors are lost ({keys})"
+            return (
+                f"{MANIFEST_FILE} is of another save than {files}: {num_lost} of {num_stored} chunks have other bytes"
             )
-        loss = ", and ".join(losses)
-        return "; ".join((f"{cause}: {loss}", *self._prospects(), f"{self._remainder}{extent}"))
+        # The verdict comes first, the numbers last.
+        text = ": ".join([listed(self._causes(), 3, "; "), *filter(None, [self._loss])])
+        if self.read and (num_lost < num_stored or len(self.items) < len(self.manifest.blobs)):
+            text += "; all else is whole"
+        numbers = [f"{num_lost} of {num_stored} chunks"] * (num_lost > 0) + [size(self.bytes)] * bool(self.tensors)
+        return f"{text} ({', '.join(numbers)})" if numbers else text
 
     @property
-    def _has_remainder(self) -> bool:
-        """Whether a chunk or an item is not lost."""
-        has_chunk = bool(((self.manifest.elements > 0) & ~self.chunks).any())
-        return has_chunk or len(self.items) < len(self.manifest.blobs)
-
-    @property
-    def _remainder(self) -> str:
-        """The state of all other files, if there are any."""
-        if self.tensors or self.items:
-            remainder = "all else is whole"
-        else:
-            kinds = {"tensors": self.manifest.tensors, "items": self.manifest.blobs}
-            nouns = [noun for noun, members in kinds.items() if members]
-            remainder = f"{' and '.join(nouns)} are whole" if nouns else "it describes no tensor"
-        if self.read:
-            return remainder
-        files = {*self.manifest.columns.names} | {blob.item.file for blob in self.manifest.blobs}
-        return "all other files are long enough" if files - self.files.keys() else "there is no other file"
-
-    def _lost_tensors(self) -> Iterator[str]:
-        """Yield how many tensors of each kind have lost elements, weights first, with some of their keys."""
+    def _loss(self) -> str:
+        """How many tensors of each kind have lost elements, and how many items are lost, with some of their keys."""
+        losses = []
         if self.tensors:
             totals = Counter(map(self.view.noun, self.manifest.tensors))
             counts = Counter(map(self.view.noun, self.tensors))
-            nouns = sorted(counts, key=self._transient.__contains__)
-            kinds = enumerated([f"{counts[noun]} of {totals[noun]} {noun}" for noun in nouns])
-            verb = "has" if len(self.tensors) == 1 else "have"
-            yield f"{kinds} {verb} lost elements ({listed(entry_keys(self.tensors), 3)})"
-
-    @cached_property
-    def _transient(self) -> frozenset[str]:
-        """Nouns for the lost tensors that can begin from zero."""
-        from ...programs.model_view import BEGIN_ANEW
-
-        return frozenset(self.view.noun(tensor) for tensor in self.tensors if self.view.role(tensor) in BEGIN_ANEW)
-
-    def _prospects(self) -> Iterator[str]:
-        """Yield which lost tensors can begin from zero, and which cannot."""
-        nouns = dict.fromkeys(map(self.view.noun, self.tensors))
-        transient = enumerated([noun for noun in nouns if noun in self._transient])
-        lasting = enumerated([noun for noun in nouns if noun not in self._transient | _NO_KINDS])
-        if transient:
-            yield f"{transient} can begin from zero" + (f", {lasting} cannot" if lasting else "")
-        elif lasting:
-            yield f"{lasting} cannot begin from zero"
+            kinds = enumerated([f"{count} of {totals[noun]} {noun}" for noun, count in counts.items()])
+            have = "has" if len(self.tensors) == 1 else "have"
+            losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(self.tensors), 3)})")
+        if self.items:
+            total = len(self.manifest.blobs)
+            losses.append(f"{len(self.items)} of {total} other items are lost ({listed(sorted(self.items), 2)})")
+        return ", and ".join(losses)
 
     def _causes(self) -> Iterator[str]:
-        # Files that are not there, too short, or that the system does not open.
-        cut = sorted(name for name, length in self.files.items() if length is not None)
-        missing = sorted(self.files.keys() - self.unopened.keys() - self.disk_files - {*cut})
-        if missing:
-            yield f"{_files(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        if len(cut) == 1:
-            yield f"{_files(cut)} is cut short ({self.files[cut[0]]} of {file_sizes(self.manifest)[cut[0]]} bytes)"
-        elif cut:
-            yield f"{_files(cut)} are cut short"
-        for name in sorted(self.unopened)[:1]:
-            yield f"{_files(sorted(self.unopened))} cannot be opened: {self.unopened[name]}"
-        if self.disk_files:
-            yield f"{_files(sorted(self.disk_files))} cannot be read, as a disk fails (EIO)"
-        # Files of the right size with other bytes; in some of several chunks not one is right.
-        names = np.array(self.manifest.columns.names, object)
-        num_lost, num_stored = self.by_file
-        damaged = {*names[num_lost > 0]} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
-        damaged -= self.files.keys()
-        swapped = damaged & {*names[(num_lost == num_stored) & (num_stored > 1)]}
-        for group, fate in (
-            (swapped, "none of the bytes that were written (another save's, perhaps)"),
-            (damaged - swapped, "damaged bytes"),
-        ):
-            if group:
-                yield f"{_files(sorted(group))} {'has' if len(group) == 1 else 'have'} {fate}"
+        """Yield the reasons, each with its files."""
+        files_by_reason = defaultdict[str, list[str]](list)
+        for name, reason in self.files.items():
+            files_by_reason[reason].append(name)
+        # Files of the right size with other bytes.
+        names = np.array(self.manifest.columns.names, object)[self.by_file[0] > 0]
+        damaged = {*names} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
+        if damaged := damaged - self.files.keys():
+            files_by_reason["has damaged bytes"] = [*damaged]
+        for reason, files in files_by_reason.items():
+            yield f"{_files(sorted(files))} {reason if len(files) == 1 else _PLURALS.get(reason, reason)}"
         if self.holes:
             yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
 
 
-_NO_KINDS = frozenset({"tensors", "other tensors"})
-"""Nouns that say nothing about the role of a tensor."""
+_PLURALS = {"is missing": "are missing", "has damaged bytes": "have damaged bytes"}
 
 
 def _files(names: Sequence[str]) -> str:
@@ -296,25 +239,18 @@ _MAX_HOLES = 256
 
 
 def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError] | None = None) -> Damage:
-    """Return the losses of missing or cut files, by their names and sizes alone.
-
-    Args:
-        disk_errors: receives those of files that a disk cannot open, which are lost then; else they are raised.
+    """Return the losses of missing or cut files, by their names and sizes alone; arguments as `lost_files`.
 
     Raises:
         UnavailableError: it is not known whether a file is there.
     """
-    manifest = checkpoint.outline
-    files = checkpoint.lost_files() if disk_errors is None else checkpoint.lost_files(disk_errors.__setitem__)
-    columns = manifest.columns
-
-    def length(name: str) -> int:
-        return (files[name] or 0) if name in files else MAX_ELEMENTS
-
+    manifest, columns = checkpoint.outline, checkpoint.outline.columns
+    files = checkpoint.lost_files(disk_errors)
     # Chunks and items that reach beyond the ends of their files.
-    ends = np.array([*map(length, columns.names), 0], np.int64)
+    lengths = {name: file.length for name, file in files.items()}
+    ends = np.array([*(lengths.get(name, MAX_ELEMENTS) for name in columns.names), 0], np.int64)
     chunks = (columns.item_end() > ends[columns.file]) & (manifest.elements > 0)
-    items = frozenset(blob.key for blob in manifest.blobs if blob.item.end > length(blob.item.file))
+    items = frozenset(b.key for b in manifest.blobs if b.item.end > lengths.get(b.item.file, MAX_ELEMENTS))
     # Elements that no file has.
     holes = {}
     for tensor in manifest.tensors:
@@ -322,24 +258,8 @@ def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError
         if tensor.boxes.elements < box.numel:
             boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
             holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
-    disk_files = frozenset(disk_errors or ())
-    unopened = _refusals(checkpoint, files.keys() - disk_files)
-    damage = Damage(manifest, chunks, items, files, unopened, disk_files, holes)
+    damage = Damage(manifest, chunks, items, {name: file.reason for name, file in files.items()}, holes)
     return replace(damage, misplaced=misplaced_files(checkpoint, damage)) if files else damage
-
-
-def _refusals(checkpoint: OpenCheckpoint, names: Iterable[str]) -> dict[str, str]:
-    """Return why files that count as missing, and are there, cannot be opened."""
-    refusals = {}
-    for name in sorted(names):
-        place = checkpoint.payloads.place(name)
-        if is_there(place):
-            try:
-                with open_regular(place):
-                    pass
-            except SourceError as error:
-                refusals[name] = str(error)
-    return refusals
 
 
 _MAX_PAIRS = 1 << 16
@@ -373,8 +293,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
     # The names that have lost everything, and the files that may have their bytes.
     is_short = np.array([name in damage.files for name in names], np.bool_)
     numbers = np.flatnonzero((num_stored > 0) & ((num_lost == num_stored) | is_short))
-    lost_names = (names[number] for number in numbers if "/" not in names[number])
-    suspects = [name for name in lost_names if name not in damage.unopened.keys() | damage.disk_files]
+    suspects = [names[number] for number in numbers if "/" not in names[number]]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in entries_of(checkpoint.path) if is_file(e) and e.name not in descriptions]
     if len(suspects) * len(candidates) > _MAX_PAIRS:
@@ -449,7 +368,8 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that the reader has met, and the descriptions that are missing or not as they were written."""
     findings = faults_of(checkpoint)
     if checkpoint.lacks_manifest:
-        findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
+        message = f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts"
+        findings.append(Finding("manifest", message))
     items = items_beside(checkpoint.path)
     if checkpoint.items_digest is not None and not is_there(items):
         message = f"{items} is missing, in which items were written beside this checkpoint"
@@ -493,49 +413,20 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
 
 def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that the sentence about damage has not said already."""
-    # A finding of the following kinds is a consequence of the damage.
-    kinds = set[str]()
-    if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
-        kinds |= {"files", "disk", "missing_file", "cut_file", "metadata", "description"}
-    if damage.chunks.any():
-        kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
-    if damage.items:
-        kinds.add("blob")
-    if damage.holes:
-        kinds |= {"coverage", "hole", "fingerprint"}
     keys = {*entry_keys(damage.tensors)} | damage.items
-    findings = [finding for finding in findings if finding.kind not in kinds]
-    return [finding for finding in findings if not (finding.kind == "metadata" and finding.key in keys)]
-
-
-_SENTENCES: Mapping[str, str] = MappingProxyType(
-    {
-        "nonfinite": "{tensors} {have} infinite or NaN elements, and no bytes say that these were others when it was "
-        "saved",
-        "coverage": "the chunks of {tensors} overlap, or leave holes",
-        "manifest": f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts",
-        "metadata": f"{METADATA_FILE} and {MANIFEST_FILE} do not say the same",
-        "key": f"{METADATA_FILE} has the path of another key in {{tensors}}",
-    }
-)
-"""Sentences about findings by their kind; of other kinds the message is the sentence."""
+    # A reader stops at files that are missing, and says so.
+    kinds = {"files", "disk", "metadata", "description"} if damage.files else set[str]()
+    return [finding for finding in findings if finding.kind not in kinds and finding.key not in keys]
 
 
 def sentence_of(damage: Damage, findings: Sequence[Finding]) -> str:
-    """Describe the faults of a checkpoint, in terms of a run; empty if there are none.
+    """Describe the faults of a checkpoint; empty if there are none.
 
     Args:
         findings: what the damage does not explain.
     """
-    sentences = [damage.sentence] if damage else []
-    by_kind = defaultdict[str, list[Finding]](list)
+    messages_by_kind = defaultdict[str, list[str]](list)
     for finding in findings:
-        by_kind[finding.kind].append(finding)
-    for kind, group in by_kind.items():
-        count = len({finding.key for finding in group})
-        if kind in _SENTENCES:
-            have = "has" if count == 1 else "have"
-            sentences.append(_SENTENCES[kind].format(tensors=counted(count, "tensor"), have=have))
-        else:
-            sentences.append(listed([finding.message for finding in group], 1, "; "))
-    return "; ".join(sentences)
+        messages_by_kind[finding.kind].append(finding.message)
+    sentences = [listed(messages, 1, "; ") for messages in messages_by_kind.values()]
+    return "; ".join([damage.sentence, *sentences] if damage else sentences)

@@ -251,7 +251,7 @@ def _remedies(
     # The run goes on from another step, or a copy has the lost files.
     before = whole_before(_with_name(path), damaged_steps)
     if before is not None:
-        yield _gone_back(path, before, is_automatic=has_loss, disk_fails=bool(damage.disk_files))
+        yield _gone_back(path, before, is_automatic=has_loss, disk_fails=damage.is_of_disk)
     elif has_loss or "several_saves" in kinds:
         yield _COPY
     elif "nonfinite" in kinds:

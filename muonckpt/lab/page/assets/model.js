@@ -45,8 +45,7 @@ const LOST = new Uint8Array(DATA.shards.file.length);
 const ANY_LOST = TENSORS.some((tensor) => tensor.lost);
 
 // Why the shards of a file are lost: it is missing, shorter than recorded, or has other bytes than were written.
-const FATES = new Map(DATA.lost.files.name.map((name, i) =>
-  [name, DATA.lost.files.bytes[i] === null ? "is missing" : "is cut short, to " + bytes(DATA.lost.files.bytes[i])]));
+const FATES = new Map(DATA.lost.files.name.map((name, i) => [name, DATA.lost.files.reason[i]]));
 
 function fate(file) {
   return file + " " + (FATES.get(file) || "has damaged bytes");
