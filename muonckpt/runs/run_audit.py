@@ -81,9 +81,8 @@ def verify_recorded(
         has_loss=bool(damage),
         version=VERSION,
         files=before.digest,
-        misplaced=damage.misplaced,
+        misplaced={} if damage.without_misplaced else damage.misplaced,
         mixed_up=damage.mixed_up,
-        lost_besides=bool(damage.without_misplaced),
     )
     if damage.is_of_disk:
         return report, entry, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"

@@ -173,7 +173,7 @@ def test_a_record_that_would_print_a_command_of_its_own_is_none(run):
 
 
 def whole_entry(place: Path) -> Verification:
-    return Verification(time.time(), "whole", "", False, VERSION, look_at_files(place).digest, {}, False, False)
+    return Verification(time.time(), "whole", "", False, VERSION, look_at_files(place).digest, {}, False)
 
 
 def _record_each(run: str, names: list[str]) -> None:

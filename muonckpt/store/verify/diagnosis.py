@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from .damage import (
     sentence_of,
     unexplained,
 )
-from .run import RunStep, StepName, has_stock_description, last_verification, new_attempt, whole_before
+from .run import has_stock_description, last_verification, new_attempt, whole_before
 from .verification import Verification
 
 
@@ -134,12 +135,16 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     """
     last = last_verification(checkpoint.path)
     verdict = FilesVerdict.of(checkpoint, last)
+    diagnosis = replace(diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps), verified=last)
     if last is None or not last.has_loss:
-        return replace(diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps), verified=last)
+        return diagnosis
     if verdict.damage:
-        diagnosis = diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps)
-        return replace(diagnosis, sentence=last.sentence, verified=last)
-    remedies = tuple(_remedies_on_record(checkpoint.path, last, damaged_steps))
+        return replace(diagnosis, sentence=last.sentence)
+    if last.misplaced:
+        remedies: tuple[Remedy, ...] = (_renamed(checkpoint.path, last.misplaced),)
+    else:
+        stock = _by_stock_description(checkpoint.path) if last.mixed_up else ()
+        remedies = (*stock, *_seen_by_reading(checkpoint.path, damaged_steps).remedies)
     return Diagnosis(checkpoint.path, _as_recorded(last), remedies, verified=last)
 
 
@@ -196,23 +201,10 @@ def advice_where_none_is_whole(run: Location, damaged_steps: Sequence[str]) -> s
     return (diagnosis_at(path, damaged_steps) or _seen_by_reading(path, damaged_steps)).advice
 
 
-def _remedies_on_record(path: Location, last: Verification, damaged_steps: Collection[str]) -> Iterator[Remedy]:
-    """Yield what to do about a loss that the last verification has found."""
-    if last.misplaced:
-        yield _renamed(path, last.misplaced)
-        if not last.lost_besides:
-            return
-    if last.mixed_up:
-        yield from _by_stock_description(path, "what the files have, of whichever save that is")
-    yield from _seen_by_reading(path, damaged_steps).remedies
-
-
 def _seen_by_reading(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Return what to do about damage that names and sizes of files do not show."""
-    remedies = [Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")]
-    if before := whole_before(_with_name(path), damaged_steps):
-        remedies.append(_gone_back(path, before, is_automatic=True))
-    return Diagnosis(path, "", tuple(remedies))
+    reading = Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")
+    return Diagnosis(path, "", (reading, *_earlier_step(path, damaged_steps)))
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
@@ -247,25 +239,23 @@ def _remedies(
         yield _COPY if checkpoint.faults else _rebuilt(checkpoint)
         return
     if damage.mixed_up:
-        yield from _by_stock_description(path, "what the files have, of whichever save that is")
+        yield from _by_stock_description(path)
     # The run goes on from another step, or a copy has the lost files.
-    before = whole_before(_with_name(path), damaged_steps)
-    if before is not None:
-        yield _gone_back(path, before, is_automatic=has_loss, disk_fails=damage.is_of_disk)
-    elif has_loss or "several_saves" in kinds:
+    earlier_step = [*_earlier_step(path, damaged_steps, damage.is_of_disk)]
+    yield from earlier_step
+    if earlier_step:
+        return
+    if has_loss or "several_saves" in kinds:
         yield _COPY
-    elif "nonfinite" in kinds:
-        yield Remedy(command("stats", path), "says which tensors have such elements, and how many")
     # State of the optimizer begins as zeros, where no weight is lost.
-    is_state_alone = damage.tensors and not damage.items and "unlisted" not in kinds and damage.begins_anew
-    if before is None and is_state_alone and not damage.mixed_up:
-        names = sorted({tensor.name or "" for tensor in damage.tensors})
-        are_names = all(name and not name.isdecimal() for name in names)
-        if checkpoint.format is OWN and len(names) <= _MAX_NAMES and are_names:
-            yield Remedy(
-                f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
-                f"in Python: the state of {counted(len(names), 'parameter')} begins from zero, also its undamaged part",
-            )
+    is_state_alone = bool(damage.tensors) and not damage.items and "unlisted" not in kinds and damage.begins_anew
+    names = sorted({tensor.name or "" for tensor in damage.tensors})
+    are_names = len(names) <= _MAX_NAMES and all(name and not name.isdecimal() for name in names)
+    if is_state_alone and are_names and checkpoint.format is OWN and not damage.mixed_up:
+        yield Remedy(
+            f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
+            f"in Python: the state of {counted(len(names), 'parameter')} begins from zero, also its undamaged part",
+        )
 
 
 _COPY = Remedy(
@@ -274,75 +264,58 @@ _COPY = Remedy(
 )
 
 
+def _earlier_step(path: Location, damaged_steps: Collection[str], is_of_disk: bool = False) -> Iterator[Remedy]:
+    if before := whole_before(_with_name(path), damaged_steps):
+        known_by = "its last verification" if before.verified else "its files' sizes"
+        step = f"step {before.step} is the newest whole one besides it, by {known_by}"
+        first = "; move this one away first, as Series.restore does not pass over it" if is_of_disk else ""
+        yield Remedy(command("verify", before.path), f"{step}: reads it all, then resume from that{first}")
+
+
 def _renamed(path: Location, misplaced: Mapping[str, str]) -> Remedy:
-    return Remedy(" && ".join(_moves(path, misplaced)), "gives every file its name back; then verify it")
-
-
-def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
-    """Yield the commands that give files their names; one that would be replaced is kept under a name of its own."""
-    places, vacant = dict(sorted(misplaced.items())), set[str]()
-
-    def move(source: str, destination: str) -> str:
-        vacant.add(source)
-        return shlex.join(["mv", str(path / source), str(path / destination)])
-
+    """Return the commands that give files their names; one that would be replaced is kept under a name of its own."""
+    places, vacant, commands = dict(sorted(misplaced.items())), set[str](), list[str]()
     while places:
         # A name that no other file is waiting under is free; in a circle of names one moves aside first.
         name = next((name for name in places if name not in places.values()), next(iter(places)))
-        if name not in vacant and is_there(path / name):
-            yield move(name, f"{name}.aside")
-            for key in [key for key, file in places.items() if file == name]:
-                places[key] = f"{name}.aside"
+        source, destination = name, f"{name}.aside"
+        if name in vacant or not is_there(path / name):
+            source, destination = places.pop(name), name
         else:
-            yield move(places.pop(name), name)
+            places = {key: destination if file == name else file for key, file in places.items()}
+        vacant.add(source)
+        commands.append(shlex.join(["mv", str(path / source), str(path / destination)]))
+    return Remedy(" && ".join(commands), "gives every file its name back; then verify it")
 
 
 def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
     path, manifest = checkpoint.path, checkpoint.outline
-    gives = "writes the same elements with new descriptions"
-    if checkpoint.format is OWN:
-        gives += "; muonckpt.load reads this one, too"
-    if checkpoint.lacks_manifest:
-        gives += f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests"
     # On as many ranks as wrote it, in the same format.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
     options = ["--mesh", f"dp={max(1, len(ranks))}"]
     if MEGATRON_FILE in manifest.files or is_there(path / MEGATRON_FILE):
         options += ["--format", "torch_dist"]
-    new_path = _free_path(path)
-    if StepName.parsed(new_path.name):
-        gives += "; Series.restore takes it for this step"
-    return Remedy(command("reshard", path, new_path, *options), gives)
-
-
-def _gone_back(path: Location, before: RunStep, is_automatic: bool, disk_fails: bool = False) -> Remedy:
-    automatic = ""
-    if disk_fails:
-        automatic = "; move this one away first, as Series.restore does not pass over it"
-    elif is_automatic and StepName.parsed(path.name) and StepName.parsed(before.name):
-        automatic = "; Series.restore does so by itself"
-    known_by = "its last verification" if before.verified else "its files' sizes"
-    step = f"step {before.step} is the newest whole one besides it, by {known_by}"
-    return Remedy(command("verify", before.path), f"{step}: reads it all, then resume from that{automatic}")
+    return Remedy(
+        command("reshard", path, _free_path(path), *options), "writes the same elements with new descriptions"
+    )
 
 
 def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
     if is_folder(path):
-        yield from _by_stock_description(path, "the same elements") if _has_damaged_manifest(path) else ()
+        yield from _by_stock_description(path) if _has_damaged_manifest(path) else ()
         yield _COPY
-    if before := whole_before(_with_name(path), damaged_steps):
-        yield _gone_back(path, before, is_automatic=True)
+    yield from _earlier_step(path, damaged_steps)
 
 
-def _by_stock_description(path: Location, elements: str) -> Iterator[Remedy]:
+def _by_stock_description(path: Location) -> Iterator[Remedy]:
     """Yield how to read a checkpoint without our description of it, if DCP's is whole."""
     if isinstance(path, Path) and has_stock_description(path):
         yield Remedy(
             shlex.join(["mv", str(path / MANIFEST_FILE), str(path / f"{MANIFEST_FILE}.aside")]),
-            f"makes {METADATA_FILE} the description of {elements}, without digests and momentum conventions: CRC-32s "
-            f"are all that is checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others",
+            f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
+            f"checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others",
         )
 
 
@@ -365,11 +338,8 @@ def _free_path(path: Location) -> Location:
     place = _with_name(path)
     if (name := new_attempt(place)) is not None:
         return place.parent / name
-    new_path, number = place.parent / f"{place.name}-rebuilt", 1
-    while is_there(new_path):
-        number += 1
-        new_path = place.parent / f"{place.name}-rebuilt{number}"
-    return new_path
+    names = chain([f"{place.name}-rebuilt"], (f"{place.name}-rebuilt{number}" for number in count(2)))
+    return next(place.parent / name for name in names if not is_there(place.parent / name))
 
 
 def command(*arguments: object) -> str:

@@ -50,8 +50,8 @@ class Verification:
         has_loss: whether elements or items are lost.
         version: of the muonckpt that read it.
         files: the `FilesState.digest` of what was read.
-        misplaced, mixed_up: as `Damage` has them: the exact cures follow from these.
-        lost_besides: whether something is lost besides the bytes of misplaced files.
+        misplaced: as `Damage` has it, if nothing else is lost: the exact cure follows from it.
+        mixed_up: as `Damage` has it.
     """
 
     timestamp: float
@@ -62,7 +62,6 @@ class Verification:
     files: str
     misplaced: Mapping[str, str]
     mixed_up: bool
-    lost_besides: bool
 
     @property
     def is_whole(self) -> bool:
@@ -78,7 +77,6 @@ _FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "files": str,
     "misplaced": dict,
     "mixed_up": bool,
-    "lost_besides": bool,
 }
 
 
