@@ -18,7 +18,6 @@ from ..store.io.location import Location, entries_of, is_link, is_there, map_eac
 from ..store.io.publish import CLAIM
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
-from ..store.verify.verification import read_verifications
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 """Files without which readers see no checkpoint."""
@@ -106,7 +105,7 @@ class StepFolder:
         """Return the facts about a step; one without our manifest has lost it, or is another program's."""
         # A step without our manifest is incomplete for a series, though other programs may read it.
         path = self.path(name)
-        step = look_at_step(path, name, read_verifications(self.place).get(str(name)))
+        step = look_at_step(path, name)
         if is_there(path / MANIFEST_FILE):
             if step.state == "unread":
                 raise SourceError(step.fault)

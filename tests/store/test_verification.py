@@ -18,7 +18,7 @@ import muonckpt
 from muonckpt.names.version import VERSION
 from muonckpt.runs.run_audit import verdicts_of, verify_recorded, verify_run
 from muonckpt.runs.step_folder import StepFolder
-from muonckpt.store.io.location import location
+from muonckpt.store.io.location import entries_of, location
 from muonckpt.store.io.regular import Pace
 from muonckpt.store.verify.audit import verify
 from muonckpt.store.verify.run import StepName, last_verification, run_of
@@ -26,9 +26,14 @@ from muonckpt.store.verify.verification import (
     RECORD,
     Verification,
     look_at_files,
-    read_verifications,
+    read_verification,
     record_verification,
 )
+
+
+def recorded(folder) -> list[str]:
+    """The names of the checkpoints in a folder that have been verified."""
+    return sorted(entry.name for entry in entries_of(folder) if read_verification(entry) is not None)
 
 
 def test_what_was_verified_is_known_until_its_files_change(run):
@@ -90,7 +95,7 @@ def test_all_are_verified_those_longest_ago_last_verified_first(run):
     verdicts = list(verify_run(run, every=True))
     assert [v.step.step for v in verdicts] == [4, 3, 1, 2]
     assert [v.report is None for v in verdicts] == [True, False, False, False]
-    assert sorted(read_verifications(run)) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert recorded(run) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 def test_what_was_read_before_an_interruption_is_recorded(run):
@@ -101,7 +106,7 @@ def test_what_was_read_before_an_interruption_is_recorded(run):
 
     with pytest.raises(KeyboardInterrupt):
         list(verdicts_of(run_of(run), audited, every=True))
-    assert [*read_verifications(run)] == ["step-00000003"]
+    assert recorded(run) == ["step-00000003"]
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_not_recorded(run):
@@ -121,14 +126,13 @@ def test_checkpoints_that_are_gone_leave_the_record(run):
     list(verify_run(run, every=True))
     shutil.rmtree(run / "step-00000001")
     verify_recorded(run / "step-00000003", verify)
-    assert sorted(read_verifications(run)) == ["step-00000002", "step-00000003"]
+    assert recorded(run) == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[", "[]", '{"checkpoints": 3}', '{"checkpoints": {"step-00000003": {"timestamp": []}}}']
-)
+@pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"timestamp": []}'])
 def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
-    (run / RECORD).write_text(text)
+    (run / RECORD).mkdir()
+    (run / RECORD / "step-00000003").write_text(text)
     step = run / "step-00000003"
     assert last_verification(step) is None
     assert verify_recorded(step, verify)[2] == ""
@@ -147,25 +151,30 @@ def test_a_folder_that_cannot_be_written_is_a_note(run):
 
 
 def test_a_record_that_cannot_be_replaced_is_a_note(run):
-    (run / RECORD).mkdir()
-    (run / RECORD / "in the way").touch()
+    (run / RECORD / "step-00000003" / "in the way").mkdir(parents=True)
     report, _, note = verify_recorded(run / "step-00000003", verify)
     assert report.verdict == "whole"
     assert "cannot be recorded" in note
-    assert sorted(entry.name for entry in run.iterdir() if entry.name.endswith(".tmp")) == []
+    assert [entry.name for entry in (run / RECORD).iterdir()] == ["step-00000003"]
+
+
+def test_a_record_that_is_a_link_is_a_note(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (run / RECORD).symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in verify_recorded(run / "step-00000003", verify)[2]
+    assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
 def test_a_record_that_would_print_a_command_of_its_own_is_none(run):
     """Names of files become parts of the command that gives them back; a record may be anybody's."""
     flip_last_bit(run / "step-00000003")
     assert not verify_recorded(run / "step-00000003", verify)[2]
-    entries = json.loads((run / RECORD).read_text())
+    entry = json.loads((run / RECORD / "step-00000003").read_text())
     for names in ({"__0_0.distcp": "../elsewhere"}, {"a\nb": "c"}, {"__0_0.distcp": 1}, {"": "a"}):
-        entries["checkpoints"]["step-00000003"]["misplaced"] = names
-        (run / RECORD).write_text(json.dumps(entries))
-        assert not read_verifications(run) and not muonckpt.inspect(run / "step-00000003").diagnosis
-    entries["checkpoints"]["step-00000003"]["misplaced"] = {"__0_0.distcp": "$(rm -rf x); y"}
-    (run / RECORD).write_text(json.dumps(entries))
+        (run / RECORD / "step-00000003").write_text(json.dumps({**entry, "misplaced": names}))
+        assert not recorded(run) and not muonckpt.inspect(run / "step-00000003").diagnosis
+    names = {"__0_0.distcp": "$(rm -rf x); y"}
+    (run / RECORD / "step-00000003").write_text(json.dumps({**entry, "misplaced": names}))
     [renamed, *_] = muonckpt.inspect(run / "step-00000003").diagnosis.remedies
     assert shlex.split(renamed.command)[-2:] == [
         str(run / "step-00000003" / name) for name in ("$(rm -rf x); y", "__0_0.distcp")
@@ -194,8 +203,8 @@ def test_of_what_several_processes_record_at_once_nothing_is_lost(tmp_path):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
-    assert sorted(read_verifications(tmp_path)) == names
-    assert sorted(json.loads((tmp_path / RECORD).read_text())["checkpoints"]) == names
+    assert recorded(tmp_path) == names
+    assert sorted(entry.name for entry in (tmp_path / RECORD).iterdir()) == names
 
 
 def test_a_store_keeps_an_object_for_each_checkpoint(run):
@@ -203,7 +212,7 @@ def test_a_store_keeps_an_object_for_each_checkpoint(run):
     place.fs.put(str(run), place.path, recursive=True)
     verdicts = list(verify_run(place, every=True))
     assert [(v.is_whole, v.note) for v in verdicts] == [(True, "")] * 3
-    assert sorted(read_verifications(place)) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert recorded(place) == ["step-00000001", "step-00000002", "step-00000003"]
     assert last_verification(place / "step-00000003").verdict == "whole"
     assert muonckpt.inspect(place / "step-00000003").verified is not None
     assert [step.verified is not None for step in run_of(place).steps] == [True] * 3
@@ -211,7 +220,6 @@ def test_a_store_keeps_an_object_for_each_checkpoint(run):
 
 def test_a_series_leaves_the_record_alone(run):
     list(verify_run(run, every=True))
-    (run / f"{RECORD}.0123456789ab.tmp").touch()  # of a killed process
     folder = StepFolder(run)
     assert folder.newest(()).name == StepName(3)
     folder.prune(StepName(3), 1, None, lambda name: True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -190,12 +190,14 @@ class Damage:
 
     @property
     def _loss(self) -> str:
-        """How many tensors of each kind have lost elements, and how many items are lost, with some of their keys."""
+        """How many tensors of each kind have lost elements, weights first, and how many items are lost; some keys."""
         losses = []
         if self.tensors:
             totals = Counter(map(self.view.noun, self.manifest.tensors))
             counts = Counter(map(self.view.noun, self.tensors))
-            kinds = enumerated([f"{count} of {totals[noun]} {noun}" for noun, count in counts.items()])
+            kinds = enumerated(
+                [f"{counts[noun]} of {totals[noun]} {noun}" for noun in sorted(counts, key="weights".__ne__)]
+            )
             have = "has" if len(self.tensors) == 1 else "have"
             losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(self.tensors), 3)})")
         if self.items:
@@ -366,7 +368,7 @@ class FilesVerdict:
 
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that the reader has met, and the descriptions that are missing or not as they were written."""
-    findings = faults_of(checkpoint)
+    findings = _faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         message = f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts"
         findings.append(Finding("manifest", message))
@@ -374,13 +376,13 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     if checkpoint.items_digest is not None and not is_there(items):
         message = f"{items} is missing, in which items were written beside this checkpoint"
         findings.append(Finding("items", message))
-    return [*findings, *changed_descriptions(checkpoint, checkpoint.outline.files.keys())]
+    return [*findings, *_changed_descriptions(checkpoint)]
 
 
-def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> Iterator[Finding]:
-    """Compare the named files, which describe a checkpoint of ours to other programs, with their digests."""
-    for name in sorted(names) if checkpoint.format is OWN else ():
-        expected = checkpoint.outline.files[name]
+def _changed_descriptions(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """Compare the files that describe a checkpoint of ours to other programs with their digests."""
+    digests = checkpoint.outline.files
+    for name in sorted({METADATA_FILE, *digests}) if checkpoint.format is OWN else ():
         if not is_there(checkpoint.path / name):
             yield Finding("description", f"its {name} is missing, which other programs read")
             continue
@@ -388,12 +390,12 @@ def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> It
             digest = xxh3_128([read_text_file(checkpoint.path / name)])
         except SourceError as error:
             digest = str(error)
-        if digest != expected:
-            message = f"its {name} is damaged: digest {digest}, expected {expected} by {MANIFEST_FILE}"
+        if digest != digests.get(name, digest):
+            message = f"its {name} is damaged: digest {digest}, expected {digests[name]} by {MANIFEST_FILE}"
             yield Finding("description", message)
 
 
-def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
+def _faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that its reader has met."""
 
     def kind(fault: SourceError | DiskError) -> str:

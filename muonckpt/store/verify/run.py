@@ -22,7 +22,7 @@ from ..io.location import Location, entries_of, folders_with, is_folder, is_ther
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import FilesVerdict
-from .verification import FilesState, Verification, look_at_files, read_verifications
+from .verification import FilesState, Verification, look_at_files, read_verification
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
 
@@ -198,7 +198,6 @@ def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
     with source_errors(path):
         entries = entries_of(path)
     entries.sort(key=lambda entry: entry.name)
-    verifications = read_verifications(path)
 
     def look(entry: Location) -> tuple[str, RunStep] | None:
         name = NumberedName.parsed(entry.name)
@@ -207,7 +206,7 @@ def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
         try:
             kind = kind_of(entry)
             if kind == "folder" or (kind == "file" and entry.name.endswith(".ckpt")):
-                return name.stem, look_at_step(entry, name.step, verifications.get(entry.name), visit)
+                return name.stem, look_at_step(entry, name.step, visit)
         except UnavailableError as error:
             return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), 0, None)
         return None
@@ -237,7 +236,7 @@ def last_verification(checkpoint: Location) -> Verification | None:
     recorded_places = [place, *([place.parent] if NumberedName.parsed(place.parent.name) else [])]
     try:
         for recorded in recorded_places:
-            entry = read_verifications(recorded.parent).get(recorded.name)
+            entry = read_verification(recorded)
             if entry and entry.files == look_at_files(recorded).digest:
                 return entry
     except UnavailableError as error:  # a reader of one checkpoint need not be allowed to see the folder around it
@@ -292,21 +291,19 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         if _is_checkpoint(run):
             return None
         # Look at the best ones first, and no further than to one that is whole.
-        verifications = read_verifications(run)
         for name, step in sorted(_siblings(checkpoint), key=preference):
             if name not in (checkpoint.name, *besides):
-                candidate = look_at_step(run / name, step, verifications.get(name))
+                candidate = look_at_step(run / name, step)
                 if candidate.state == "whole":
                     return candidate
     return None
 
 
-def look_at_step(place: Location, name: StepName, last: Verification | None, visit: Visit = _ignore) -> RunStep:
+def look_at_step(place: Location, name: StepName, visit: Visit = _ignore) -> RunStep:
     """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
 
     Args:
         place: its folder or file in that of the run.
-        last: its last verification in the record of the run, which counts if the files are the same.
         visit: as for `run_of`.
 
     Raises:
@@ -314,7 +311,7 @@ def look_at_step(place: Location, name: StepName, last: Verification | None, vis
     """
     files_before = look_at_files(place)
     try:
-        step = _examine_step(place, files_before, name, last, visit)
+        step = _examine_step(place, files_before, name, visit)
     except OSError as error:  # a file was gone that had been listed
         step = RunStep(place.name, place, *name, "damaged", str(error), files_before.bytes, None)
     # Files that come or go meanwhile are of a save or a removal.
@@ -323,11 +320,10 @@ def look_at_step(place: Location, name: StepName, last: Verification | None, vis
     return replace(step, state="incomplete", fault=_CHANGING if is_there(place) else _GONE, is_complete=False)
 
 
-def _examine_step(
-    place: Location, files: FilesState, name: StepName, last: Verification | None, visit: Visit
-) -> RunStep:
+def _examine_step(place: Location, files: FilesState, name: StepName, visit: Visit) -> RunStep:
     """Return a step with its state, as `look_at_step` does; raises FileNotFoundError where it is being removed."""
     # The last verification counts only if the files are the same as then.
+    last = read_verification(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
     # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.

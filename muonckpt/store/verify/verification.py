@@ -1,4 +1,4 @@
-"""The record of when checkpoints were last verified: one small JSON file in the folder where they lie.
+"""The record of when checkpoints were last verified: a small JSON file for each, in a folder where they lie.
 
 A checkpoint is published once and never changed.  So an entry holds for the very files that were read: a checkpoint
 that is changed, copied or restored has other files, and no entry.
@@ -6,7 +6,6 @@ that is changed, copied or restored has other files, and no entry.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import uuid
@@ -16,22 +15,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from ...names.errors import RemovedError, SourceError, UnavailableError
-from ...names.version import VERSION
 from ...names.wording import fields_of, listed
-from ..io.location import Location, Remote, entries_of, is_folder, is_there, local_errors, map_each
+from ..io.location import Location, Remote, entries_of, is_folder, is_link, is_there, local_errors
 from ..io.new_file import write_synced
 from ..io.publish import MARK
 from ..io.regular import open_regular
 
-RECORD = ".muonckpt-verified.json"
-"""The name of the record: a file, or in a store a folder with an object for each checkpoint."""
+RECORD = ".muonckpt-verified"
+"""The folder of the record, with a file for each checkpoint that has its name."""
 
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 1 << 20
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Fields of a store's description of an object that say when it was written."""
@@ -102,6 +99,7 @@ def look_at_files(place: Location) -> FilesState:
         UnavailableError: they cannot be listed.
     """
     facts = sorted(_remote_facts(place) if isinstance(place, Remote) else _local_facts(place))
+    facts = [fact for fact in facts if not fact[0].startswith(f"{RECORD}/")]
     times = [time for _, _, time, _ in facts if time is not None]
     names = json.dumps([(name, size, identity) for name, size, _, identity in facts])
     digest = xxhash.xxh3_128_hexdigest(names.encode())
@@ -177,7 +175,7 @@ def _local_facts(place: Path) -> Iterable[_FileFacts]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append((entry.path, f"{prefix}{entry.name}/"))
-                elif entry.is_file() and entry.name != RECORD:
+                elif entry.is_file():
                     with suppress(FileNotFoundError):  # it is being saved or removed
                         yield _file_facts(f"{prefix}{entry.name}", entry.stat())
 
@@ -187,46 +185,23 @@ def _file_facts(name: str, status: os.stat_result) -> _FileFacts:
     return name, status.st_size, status.st_mtime, f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def read_verifications(folder: Location) -> Mapping[str, Verification]:
-    """Read the last verification of each checkpoint in a folder, by name; invalid entries count as none.
+def read_verification(place: Location) -> Verification | None:
+    """Read the last verification of a checkpoint, whatever its files are now; None if there is no valid one.
 
     Raises:
         UnavailableError: the record may be there, and cannot be read.
     """
-    # In a store each entry is an object, as nothing there can be locked.
-    if isinstance(folder, Remote):
-        place = folder / RECORD
-        try:
-            objects = list(place.iterdir())
-            parts = map_each(place, lambda entry: bytes(entry.ask(entry.fs.cat_file, entry.path)), objects)
-        except FileNotFoundError:
-            return {}
-        return _valid_entries({entry.name: _parse(part) for entry, part in zip(objects, parts, strict=True)})
     try:
-        with open_regular(folder / RECORD) as file:
-            text = file.read(0, min(file.size, _MAX_BYTES))
-    except SourceError:
-        return {}
-    match _parse(text):
-        case {"checkpoints": dict(entries)}:
-            return _valid_entries(entries)
-    return {}
-
-
-def _parse(text: bytes) -> Any:
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-
-
-def _valid_entries(entries: Mapping[str, Any]) -> dict[str, Verification]:
-    valid = {}
-    for name, entry in entries.items():
-        if isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in _FIELD_TYPES.items()):
-            verification = Verification(**{key: entry[key] for key in _FIELD_TYPES})
-            # Names of files become parts of a command that is printed.
-            if all(map(_is_plain_name, chain.from_iterable(verification.misplaced.items()))):
-                valid[name] = verification
-    return valid
+        with open_regular(place.parent / RECORD / place.name) as file:
+            entry = json.loads(file.read(0, min(file.size, _MAX_BYTES)))
+    except (SourceError, ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in _FIELD_TYPES.items()):
+        return None
+    verification = Verification(**{key: entry[key] for key in _FIELD_TYPES})
+    # Names of files become parts of a command that is printed.
+    names = chain.from_iterable(verification.misplaced.items())
+    return verification if all(map(_is_plain_name, names)) else None
 
 
 def _is_plain_name(name: object) -> bool:
@@ -243,40 +218,28 @@ def record_verification(checkpoint: Location, entry: Verification) -> str:
     try:
         if look_at_files(place).digest != entry.files:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
-        _add_entry(place.parent, place.name, entry)
+        _write_entry(place, json.dumps(fields_of(entry), indent=1).encode())
     except (UnavailableError, OSError) as error:
         return f"when it was verified cannot be recorded in {place.parent}: {getattr(error, 'strerror', None) or error}"
     return ""
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a directory during the block, once no other process does; where there are no such locks do without."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _add_entry(folder: Location, name: str, entry: Verification) -> None:
-    if isinstance(folder, Remote):
-        (folder / RECORD / name).write(json.dumps(fields_of(entry)).encode())
+def _write_entry(place: Location, text: bytes) -> None:
+    record = place.parent / RECORD
+    if isinstance(record, Remote):
+        (record / place.name).write(text)
         return
-    with _locked(folder):
-        # Checkpoints that are gone leave the record.
-        entries = {key: value for key, value in read_verifications(folder).items() if is_there(folder / key)}
-        entries[name] = entry
-        checkpoints = {key: fields_of(entries[key]) for key in sorted(entries)}
-        text = json.dumps({"muonckpt": VERSION, "checkpoints": checkpoints}, indent=1)
-        # The file changes at once; drafts are of killed processes, as the folder is locked.
-        for entry_of_folder in folder.glob(f"{RECORD}.*.tmp"):
-            entry_of_folder.unlink(missing_ok=True)
-        draft = folder / f"{RECORD}.{uuid.uuid4().hex[:12]}.tmp"
-        try:
-            write_synced(draft, text.encode())
-            draft.replace(folder / RECORD)
-        finally:
-            draft.unlink(missing_ok=True)
+    if is_link(record):
+        raise OSError(f"{record} is a symbolic link, expected a folder")
+    record.mkdir(exist_ok=True)
+    # The file changes at once.
+    draft = record / f".{uuid.uuid4().hex}"
+    try:
+        write_synced(draft, text)
+        draft.replace(record / place.name)
+    finally:
+        draft.unlink(missing_ok=True)
+    # Checkpoints that are gone leave the record.
+    for entry in record.iterdir():
+        if not entry.name.startswith(".") and not is_there(place.parent / entry.name):
+            entry.unlink(missing_ok=True)

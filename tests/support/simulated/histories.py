@@ -412,11 +412,7 @@ class Oracle:
         steps = {name for name in names if re.fullmatch(r"step-\d{8}(\.\d+)?", name)}
         recent = {f".step-{attempt.step:08}" for attempt in self.attempts.values() if attempt.step > saved}
         rest = {name for name in names if not name.startswith(tuple(recent) or "/")} - steps
-        rest = {
-            name
-            for name in rest - {"resumes", ".muonckpt-verified.json"}
-            if not name.startswith(".muonckpt-verified.json.")
-        }
+        rest -= {"resumes", ".muonckpt-verified"}
         if rest:
             raise Wrong(f"left behind: {sorted(rest)}")
         keep_last, keep_every = program.keep_last, program.keep_every
