@@ -294,7 +294,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         for name, step in sorted(_siblings(checkpoint), key=preference):
             if name not in (checkpoint.name, *besides):
                 candidate = look_at_step(run / name, step)
-                if candidate.state == "whole":
+                if not candidate.has_loss:
                     return candidate
     return None
 
