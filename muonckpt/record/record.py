@@ -165,6 +165,11 @@ def by_key(entries: Iterable[E]) -> dict[str, E]:
     return {entry.key: entry for entry in entries}
 
 
+def first_rows_of(tensors: Iterable[StateRecord]) -> Column:
+    """Return the number of the first chunk of each tensor among the chunks of all, and at the end the number of all."""
+    return np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)], dtype=np.int64)
+
+
 def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:
     """Return tensors with the chunks of the ascending numbers alone, on columns that they share."""
     if all(len(of_tensor) == len(tensor.chunks) for tensor, of_tensor in zip(tensors, numbers, strict=True)):

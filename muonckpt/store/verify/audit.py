@@ -21,7 +21,7 @@ from ...names.errors import DamageError, DiskError, LayoutError, MuonckptError, 
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.chunks import layout_in_boxes
-from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, with_chunks
+from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, first_rows_of, with_chunks
 from ..formats.registry import DCP, OWN
 from ..formats.torch_save import tensor_item
 from ..io.checksums import Sums, crc32, xxh3_128
@@ -42,7 +42,7 @@ from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_of_files, findings_by_files, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
-from .small_tensors import examine_small, first_rows_of
+from .small_tensors import examine_small
 from .verification import unless_removed
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]

@@ -30,7 +30,7 @@ from ...names.errors import (
 from ...names.wording import Finding, counted, enumerated, listed, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
-from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys
+from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys, first_rows_of
 from ..formats.registry import OWN
 from ..io.checksums import xxh3_128
 from ..io.location import entries_of, is_file, is_folder, is_there, items_beside
@@ -41,7 +41,6 @@ from ..reading.payloads import check_chunk
 
 if TYPE_CHECKING:
     from ...programs.model_view import ModelView
-    from .verification import Verification
 
 _RANK_IN_NAME = re.compile(
     r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+"
@@ -112,8 +111,7 @@ class Damage:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """The number of the first chunk of each tensor, and at the end the number of all."""
-        return np.cumsum([0, *(len(tensor.chunks) for tensor in self.manifest.tensors)], dtype=np.int64)
+        return first_rows_of(self.manifest.tensors)
 
     @cached_property
     def _losses(self) -> list[tuple[StateRecord, Boxes, tuple[Box, ...]]]:
@@ -332,38 +330,13 @@ HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
 """Kinds of findings with which all elements and items are those that were saved."""
 
 
-@dataclass(frozen=True, eq=False)
-class FilesVerdict:
-    """Facts about a checkpoint from descriptions, names and sizes of files, and its last verification.
+def faults_by_files(checkpoint: OpenCheckpoint) -> tuple[Damage, list[Finding]]:
+    """Return the damage that descriptions, names and sizes of files show, and the findings that it does not explain.
 
     This decides whether a checkpoint is whole where its elements are not read.
-
-    Attributes:
-        damage: by the files.
-        findings: those that the damage does not explain.
-        last: the last verification of exactly these files.
     """
-
-    damage: Damage
-    findings: Sequence[Finding]
-    last: Verification | None
-
-    @classmethod
-    def of(cls, checkpoint: OpenCheckpoint, last: Verification | None) -> FilesVerdict:
-        damage = damage_of_files(checkpoint)
-        return cls(damage, unexplained(damage, findings_by_files(checkpoint)), last)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all elements and items are there, and our description of them, whatever else is wrong."""
-        return not self.damage and {finding.kind for finding in self.findings} <= HARMLESS - {"manifest"}
-
-    @property
-    def sentence(self) -> str:
-        """The faults by the last verification, which has read all; else by the files."""
-        if self.last is not None and not self.last.is_whole:
-            return self.last.sentence
-        return sentence_of(self.damage, self.findings)
+    damage = damage_of_files(checkpoint)
+    return damage, unexplained(damage, findings_by_files(checkpoint))
 
 
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:

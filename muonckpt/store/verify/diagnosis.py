@@ -36,8 +36,8 @@ from .damage import (
     HARMLESS,
     NOTHING_LOST,
     Damage,
-    FilesVerdict,
     damage_of_files,
+    faults_by_files,
     rank_in_name,
     sentence_of,
     unexplained,
@@ -134,11 +134,11 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     A verification that has found a loss counts before what the files tell, because it has read them.
     """
     last = last_verification(checkpoint.path)
-    verdict = FilesVerdict.of(checkpoint, last)
-    diagnosis = replace(diagnosis_of(checkpoint, verdict.damage, verdict.findings, damaged_steps), verified=last)
+    damage, findings = faults_by_files(checkpoint)
+    diagnosis = replace(diagnosis_of(checkpoint, damage, findings, damaged_steps), verified=last)
     if last is None or not last.has_loss:
         return diagnosis
-    if verdict.damage:
+    if damage:
         return replace(diagnosis, sentence=last.sentence)
     if last.misplaced:
         remedies: tuple[Remedy, ...] = (_renamed(checkpoint.path, last.misplaced),)

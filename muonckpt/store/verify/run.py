@@ -21,7 +21,7 @@ from ..io import publish
 from ..io.location import Location, entries_of, folders_with, is_folder, is_there, kind_of, map_each, source_errors
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import FilesVerdict
+from .damage import HARMLESS, faults_by_files, sentence_of
 from .verification import FilesState, Verification, look_at_files, read_verification
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
@@ -333,15 +333,17 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
             return _without_description(step)
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
-            verdict = FilesVerdict.of(opened, last)
+            damage, findings = faults_by_files(opened)
             visit(place.name, opened)
     except DamageError as error:
         with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
         return replace(step, fault=f"{error}{with_stock}")
     except SourceError as error:
         return replace(step, state="unread", fault=str(error))
-    fault = verdict.sentence
-    return replace(step, state="damaged" if fault else "whole", fault=fault, is_complete=verdict.is_complete)
+    # The last verification has read all bytes.
+    fault = last.sentence if last and not last.is_whole else sentence_of(damage, findings)
+    is_complete = not damage and {finding.kind for finding in findings} <= HARMLESS - {"manifest"}
+    return replace(step, state="damaged" if fault else "whole", fault=fault, is_complete=is_complete)
 
 
 def _without_description(step: RunStep) -> RunStep:

@@ -20,7 +20,7 @@ from ...algebra.fingerprint import box_shares
 from ...names.errors import LayoutError, MuonckptError
 from ...record.chunks import Boxes, columns_of
 from ...record.columns import UNKNOWN, Column, Columns
-from ...record.record import Extent, StateRecord
+from ...record.record import Extent, StateRecord, first_rows_of
 from ..io.checksums import crc32_of
 from ..reading.blocks import join_ranges, slices_within
 from ..reading.dtypes import dtype
@@ -90,11 +90,6 @@ def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[
             is_read[indices] = agree
             is_sound &= is_read
         yield group.members[is_sound].tolist(), stacked[is_sound]
-
-
-def first_rows_of(tensors: Sequence[StateRecord]) -> Column:
-    """Return the number of the first chunk of each tensor, and at the end the number of all."""
-    return np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)], dtype=np.int64)
 
 
 class _Place(NamedTuple):
