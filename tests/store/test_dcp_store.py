@@ -242,7 +242,7 @@ def truncate(path: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda path: (path / "__0_0.distcp").unlink(), "rank 0.s file __0_0.distcp is missing"),
     "cut file": (truncate, r"cut short \([0-9]+ of [0-9]+ bytes\)"),
-    "link": (relink, "expected a regular file"),
+    "link": (relink, "that of __0_0.distcp is called elsewhere"),
     "pipe": (pipe, "expected a regular file"),
     "linked metadata": (link_metadata, "symbolic link"),
     "piped metadata": (pipe_metadata, "expected a regular file"),
