@@ -156,7 +156,7 @@ def _print_audit(audit: StepAudit, every: bool) -> None:
 @click.option("--stages", type=click.IntRange(1), metavar="N", help="Most stages of a step, as Muon takes it.")
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="Dtype of Newton-Schulz: bfloat16, float16 or float32.")
-@click.option("--algorithm", metavar="NAME", help="Method of a model's matrices: muon, normuon, adamuon or hyperball.")
+@click.option("--algorithm", metavar="NAME", help="Method of a model's matrices, such as normuon; muon by default.")
 @click.option("--padding", is_flag=True, help="Also print the padding of each layout in flat buffers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def plan_command(

@@ -1,4 +1,7 @@
-"""An option of groups is added by the cookbook: in four files of the package, which is tried on a copy of it."""
+"""What the cookbook says to touch: at most four files of the package, tried with an option on a copy of the package.
+
+Programs, formats and methods are added from outside, too: `support/plugin` and docs/guide/own_method.md do it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("muonckpt", "optimizer", "converters", "cli")
@@ -91,3 +96,9 @@ def test_an_option_of_groups_takes_four_files(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", ["veomni", "adamuon"])
+def test_a_program_and_a_method_are_in_at_most_four_files(name):
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if name in file.read_text()]
+    assert 2 <= len(files) <= 4, files
