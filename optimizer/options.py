@@ -296,5 +296,6 @@ def adopt_saved_options(
         warn_on_rank(
             "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
             f"gives now: {listed(overridden, SHOWN_GROUPS, '; ')}. To train with the code's, write after loading "
-            f"{lines[0]}, and so on; with a scheduler, begin a run in another folder: run.resume(begin_from=...)",
+            f"{lines[0]}, and so on; for other rates of a scheduler begin a run in another folder: "
+            "run.resume(begin_from=...)",
         )

@@ -267,7 +267,7 @@ SAVED = {
     "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",
     "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",
     "muonckpt.save(state, series.latest())": "exists already, and nothing is overwritten; choose another destination",
-    "series.save(3, state)": "a run that is resumed goes on behind it, from restored.step + 1",
+    "series.save(3, state)": "goes on behind it, from the step that resume returns",
     "series.restore(state)['model']": "Series.restore returns the step, 3, the path and a report; ",
     "step, state = series.restore(state)": "Write first = restored.step + 1",
     "first = series.restore(state) + 1": "Write first = restored.step + 1",

@@ -78,7 +78,13 @@ class Refusal:
     def __str__(self) -> str:
         receiver = "the objects of the run" if self.call == RESUME else "the state dict"
         sides = ("the source", "the target") if self.checkpoint is None else (self.checkpoint.path, receiver)
-        step = self._translation() or self._dequantisation()
+        step = self._translation()
+        if step and self.call == RESUME:
+            return (
+                f"{sides[0]} was saved with another optimizer. Begin a run in another folder, with its weights and the "
+                f"state of each parameter whose method stays: {self._line_that_begins()}"
+            )
+        step = step or self._dequantisation()
         renaming = "" if step else self._renaming()
         facts = f"{sides[0]} does not fit {sides[1]}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
         return ". ".join(filter(None, (facts, step or renaming or self._cure())))
@@ -154,6 +160,9 @@ class Refusal:
             f"convert {place} NEW --to muonckpt{program} (muonckpt inspect {place} says whose keys these are)"
         )
 
+    def _line_that_begins(self) -> str:
+        return f"resume(begin_from={str(self.checkpoint.path if self.checkpoint else '')!r})"
+
     def _dequantisation(self) -> str:
         """Return what to do about quantised weights that something else is expected for."""
         matching = self.matching
@@ -214,12 +223,11 @@ class Refusal:
         """Return what to do about keys that only the state dict has."""
         # A scheduler or another object of a run, that is new or of another kind: only a new run may begin without it.
         objects = {self.live.paths[key][0] for key in self.matching.missing_keys if key in self.live.paths}
-        if self.call == RESUME and self.checkpoint and objects and not objects & {MODEL, OPTIMIZER}:
+        if self.call == RESUME and objects and not objects & {MODEL, OPTIMIZER}:
             names = listed(sorted(map(repr, objects)))
             return (
                 f"It was saved without {names}, or with another kind. To go on with weights, optimizer state "
-                "and the schedule's rates at that step, begin a run in another folder: "
-                f"resume(begin_from={str(self.checkpoint.path)!r})"
+                f"and the schedule's rates at that step, begin a run in another folder: {self._line_that_begins()}"
             )
         # A part without tensors that the checkpoint lacks is no model or optimizer: it can be left out as one.
         roots = {entry.path[0] for entry in self.stored.entries.values()}

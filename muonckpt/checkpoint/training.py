@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -72,6 +73,12 @@ class Training:
         states = [scheduler.state_dict() for scheduler in self.schedulers]
         schedules = {SCHEDULER: states[0] if len(states) == 1 else states} if states else {}
         return {MODEL: weights, OPTIMIZER: state, **schedules, **self.extra}
+
+    @property
+    def lacks_scheduler(self) -> bool:
+        """Whether a scheduler has been made for the optimizers, which is not among the objects."""
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        return not self.schedulers and any("initial_lr" in group for group in groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state of the model, then that of the optimizers, and that of the schedulers of their groups."""

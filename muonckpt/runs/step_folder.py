@@ -127,9 +127,9 @@ class StepFolder:
         for name in sorted(self._published(names)):
             if not replaceable(name) and self.fault(name) is None:
                 raise DestinationError(
-                    f"{self.path(name)} exists already, and is whole; a run that is resumed goes on behind it, from "
-                    "restored.step + 1; if this run went back to an earlier step and the checkpoint is to be "
-                    "superseded, save with replace=True"
+                    f"{self.path(name)} exists already, and is whole; a run that is resumed goes on behind it, "
+                    "from the step that resume returns; if this run went back to an earlier step and the checkpoint is "
+                    "to be superseded, save with replace=True"
                 )
         return StepName(step, max((name.attempt for name in names), default=0) + 1)
 

@@ -154,6 +154,19 @@ def test_a_plain_file_of_a_tutorial_says_the_names_to_write_beside_it(tmp_path):
     assert torch.equal(again[1][0].weight, model[1][0].weight)
 
 
+def test_a_run_of_another_optimizer_in_the_same_folder_goes_on_in_another(tmp_path):
+    model = net()
+    muonckpt.Series(tmp_path / "run", model, adamw(model)).save(STEPS)
+    again = net()
+    optimizer = muon(again)
+    with pytest.raises(
+        muonckpt.SourceError, match=r"was saved with another optimizer\. Begin a run in another"
+    ) as refused:
+        muonckpt.Series(tmp_path / "run", again, optimizer).resume()
+    [call] = re.findall(r"whose method stays: (resume\(.*\))$", str(refused.value))
+    assert eval(f"series.{call}", {"series": muonckpt.Series(tmp_path / "new", again, optimizer)}) == STEPS + 1
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cosine": cosine,
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4)),

@@ -309,6 +309,11 @@ class Series:
             raise ArgumentError("the series has no objects to resume. Write Series(folder, model, optimizer)")
         state_dict = self._training.state_dict()
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
+        if is_coordinator(self._group) and self._training.lacks_scheduler:
+            warn_on_rank(
+                "the optimizer has a scheduler that the series does not have, so that no checkpoint has its state. "
+                "Write Series(folder, model, optimizer, scheduler=scheduler), or make the scheduler after resume"
+            )
         restored = self._restored(RESUME, state_dict, choices, required)
         if restored is None:
             if begin_from is None:
