@@ -104,9 +104,7 @@ class Page(HtmlPage):
     @property
     def findings(self) -> int:
         """The number of findings in the metadata and the numbers, besides what the diagnosis tells."""
-        covered_kinds = told_by(self.diagnosis.damage)
-        symptoms = [symptom for symptom in self.inspection.symptoms if symptom.kind not in covered_kinds]
-        return len(symptoms) + len(self.stats.health if self.stats else ())
+        return len(self.inspection.symptoms) + len(self.stats.health if self.stats else ())
 
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page, as docs/guide/report.md describes it."""
@@ -266,7 +264,7 @@ def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:
 
     ``shards``: runs of rows of the columns of shards, ``start`` and ``stop``.  ``holes``: ``tensor``, a position, and
     the boxes ``lo`` and ``hi`` that no file has.  ``files``: ``name``, and the ``reason`` why they are lost.
-    ``items``: keys.  ``told``: kinds of findings that the verdict has told.
+    ``items``: keys.
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], damage.chunks, [False]]).astype(np.int8)))
     hole_tensors: list[int] = []
@@ -282,13 +280,7 @@ def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:
         },
         "files": {"name": list(damage.files), "reason": list(damage.files.values())},
         "items": sorted(damage.items),
-        "told": sorted(told_by(damage)),
     }
-
-
-def told_by(damage: Damage) -> frozenset[str]:
-    """Return the kinds of findings that the sentence about damage has told."""
-    return frozenset({"missing_file", "cut_file", "hole"}) if damage else frozenset()
 
 
 def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[str, Any]:

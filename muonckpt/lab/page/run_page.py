@@ -22,7 +22,7 @@ from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at
 from ...store.verify.run import RunStep
-from .checkpoint_page import Reading, StatsChoice, told_by, verdict_of
+from .checkpoint_page import Reading, StatsChoice, verdict_of
 from .document import HtmlPage, plain, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
 
@@ -207,8 +207,7 @@ def _numbers_of(
     source: PageSource, earlier: tuple[str, PageSource] | None, reading: Reading, progress: Progress
 ) -> StepNumbers:
     """Measure a step, and compare it with the one before, given by name and source."""
-    symptoms = inspection_of(source.opened, source.look).symptoms
-    findings = [finding for finding in symptoms if finding.kind not in told_by(source.damage)]
+    findings = [*inspection_of(source.opened, source.look).symptoms]
     if reading.stats == "none":
         return StepNumbers(tuple(findings), None, {}, {}, frozenset())
     pair = [source, earlier[1]] if earlier else [source]

@@ -2,12 +2,12 @@
 
 function lostItems() {
   const { items, files } = DATA.lost;
-  const names = files.name.map((name, i) => name + (files.bytes[i] === null ? " (missing)" : " (" + bytes(files.bytes[i]) + " left)"));
+  const names = files.name.map((name, i) => name + " " + files.reason[i]);
   return [keyList("Files that are missing or cut", names.length > 3 ? names : []), keyList("Items that are lost", items)];
 }
 
 function findingsSection(look) {
-  const symptoms = DATA.inspection.symptoms.filter((found) => !DATA.lost.told.includes(found.kind));
+  const symptoms = DATA.inspection.symptoms;
   const health = DATA.stats ? DATA.stats.health : [];
   const said = [];
   if (!symptoms.length) said.push(`Nothing ${DATA.verdict.sentence ? "else " : ""}looks suspicious in the metadata.`);
