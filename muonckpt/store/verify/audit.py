@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Index
 from ...algebra.fingerprint import as_hex, combine
-from ...names.errors import DamageError, DiskError, LayoutError, MuonckptError, SourceError
+from ...names.errors import DamageError, DiskError, LayoutError, SourceError
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.chunks import layout_in_boxes
@@ -184,17 +184,22 @@ def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkResult:
-    """``share`` (of the fingerprint) is None if the chunk could not be read; ``subject`` names tensor, box and file."""
+    """The comparison of a chunk with its records.
 
-    subject: str
+    Attributes:
+        share: in the fingerprint; None if the chunk cannot be read.
+        nonfinite: how many elements are infinite or NaN.
+        faults: the kind and the reason of each.
+    """
+
     share: int | None
-    nonfinite: int
-    findings: tuple[Finding, ...]
+    nonfinite: int = 0
+    faults: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_lost(self) -> bool:
         """Whether elements are lost, and not only what other programs read around them."""
-        return self.share is None or any(finding.kind != "metadata" for finding in self.findings)
+        return self.share is None or any(kind != "metadata" for kind, _ in self.faults)
 
 
 @dataclass(slots=True)
@@ -269,31 +274,32 @@ class _Audit:
             chunk = located.chunks[number]
             if number in known_shares:
                 self.advance(chunk.box.numel * itemsize(tensor.dtype))
-                return _ChunkResult("", known_shares[number], 0, ())
+                return _ChunkResult(known_shares[number])
             try:
                 if error := errors.get((tensor.key, chunk.box.lo)):
                     raise error
                 return _check_chunk(self.checkpoint, tensor, chunk, self.advance)
             except DiskError as error:
                 self.disk_errors[chunk.item.file] = error
-                return _unread("disk", tensor, chunk, error)
+                fault = "disk", str(error)
             except (SourceError, LayoutError) as error:
-                return _unread("unreadable", tensor, chunk, error)
+                fault = "unreadable", str(error)
+            # A chunk without elements loses nothing with its file.
+            return _ChunkResult(None, faults=(fault,)) if chunk.box.numel else _ChunkResult(0)
 
         is_lost = self.lost_chunks[self.row : self.row + len(tensor.chunks)]
-        gone = DamageError("its file is missing, was cut, or cannot be opened")
-        results = {n: _unread("unreadable", tensor, tensor.chunks[n], gone) for n in np.flatnonzero(is_lost).tolist()}
+        results = [_GONE] * len(tensor.chunks)
         remaining = np.flatnonzero(~is_lost).tolist()
-        results |= zip(remaining, self.pool.map(check, range(len(remaining))), strict=True)
-        shares = [result.share for result in results.values() if result.share is not None]
+        for number, result in zip(remaining, self.pool.map(check, range(len(remaining))), strict=True):
+            results[number] = result
+        shares = [result.share for result in results if result.share is not None]
         fingerprint = as_hex(combine(*shares)) if len(shares) == len(results) else None
-        findings = list(_tensor_findings(tensor, [results[number] for number in sorted(results)], fingerprint))
+        findings = list(_tensor_findings(tensor, results, fingerprint))
         self.findings += findings
         # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the
         # other says: one of the two records is damaged.
         if fingerprint is None or fingerprint != tensor.fingerprint:
-            for number, result in results.items():
-                is_lost[number] |= result.is_lost
+            is_lost |= np.array([result.is_lost for result in results], np.bool_)
             has_digests = all(chunk.digest is not None for chunk in tensor.chunks if chunk.box.numel)
             if not (is_lost.any() or has_digests) and any(finding.kind == "fingerprint" for finding in findings):
                 is_lost[:] = True  # one of its chunks, and nothing tells which
@@ -321,44 +327,33 @@ def _tiles(tensor: StateRecord) -> bool:
     return True
 
 
-def _subject(tensor: StateRecord, chunk: Chunk) -> str:
-    return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
-
-
-def _unread(kind: str, tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkResult:
-    subject = _subject(tensor, chunk)
-    if not chunk.box.numel:  # nothing is lost with its file
-        return _ChunkResult(subject, 0, 0, ())
-    return _ChunkResult(subject, None, 0, (Finding(kind, f"{subject}: {error}", (tensor.key,)),))
+_GONE = _ChunkResult(None, faults=(("unreadable", "its file is missing, was cut, or cannot be opened"),))
 
 
 def _check_chunk(
     checkpoint: OpenCheckpoint, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]
 ) -> _ChunkResult:
     """Compare a chunk with its digest, its CRC-32 and the bytes around it, in one pass over its elements."""
-    payloads, subject = checkpoint.payloads, _subject(tensor, chunk)
-    # All sums in one pass; the CRC-32 of strided chunks is that of their bytes as they are stored.
-    sums, num_nonfinite = Sums(), 0
+    payloads, sums, num_nonfinite = checkpoint.payloads, Sums(), 0
+    # The CRC-32 of strided chunks is that of their bytes as they are stored.
     for words, origin in chunk_bands(payloads, tensor, chunk):
         sums.add(words, origin)
         num_nonfinite += count_nonfinite(words, tensor.dtype)
         advance(words.nbytes)
     checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
     # Each record is compared, also where another one agrees: one of them may be damaged.
-    findings = []
+    faults = []
     try:
         payloads.check_item(chunk.item)
     except SourceError as error:
-        findings.append(Finding("crc32c", f"{subject}: {error}", (tensor.key,)))
+        faults.append(("crc32c", str(error)))
     if chunk.digest not in (None, sums.digest):
-        findings.append(Finding("digest", f"{subject}: digest {sums.digest}, expected {chunk.digest}", (tensor.key,)))
+        faults.append(("digest", f"digest {sums.digest}, expected {chunk.digest}"))
     if chunk.crc32 not in (None, checksum):
-        message = f"{subject}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
-        findings.append(Finding("crc32", message, (tensor.key,)))
+        faults.append(("crc32", f"CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"))
     if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
-        message = f"{subject}: expected its elements in an item of torch.save, found other bytes around them"
-        findings.append(Finding("metadata", message, (tensor.key,)))
-    return _ChunkResult(subject, sums.share, num_nonfinite, tuple(findings))
+        faults.append(("metadata", "expected its elements in an item of torch.save, found other bytes around them"))
+    return _ChunkResult(sums.share, num_nonfinite, tuple(faults))
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord, chunk: Chunk, checksum: int) -> bool:
@@ -374,21 +369,26 @@ def _is_framed(payloads: Payloads, tensor: StateRecord, chunk: Chunk, checksum: 
     return template.crc32_of(head, tail) == (checksum if chunk.crc32 is None else chunk.crc32)
 
 
-def _tensor_findings(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
+def _tensor_findings(
+    tensor: StateRecord, results: Sequence[_ChunkResult], fingerprint: str | None
+) -> Iterator[Finding]:
+    names = (tensor.key,)
     try:
         tensor.chunk_layout()
     except LayoutError as error:
-        yield Finding("coverage", str(error), (tensor.key,))
-    for result in results:
-        yield from result.findings
+        yield Finding("coverage", str(error), names)
+    subjects = [f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}" for chunk in tensor.chunks]
+    for subject, result in zip(subjects, results, strict=True):
+        for kind, reason in result.faults:
+            yield Finding(kind, f"{subject}: {reason}", names)
     if fingerprint and tensor.fingerprint not in (None, fingerprint):
         message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
-        yield Finding("fingerprint", message, (tensor.key,))
-    places = [result.subject for result in results if result.nonfinite]
+        yield Finding("fingerprint", message, names)
+    places = [subject for subject, result in zip(subjects, results, strict=True) if result.nonfinite]
     if places:
         count = sum(result.nonfinite for result in results)
         message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {places[0]}"
-        yield Finding("nonfinite", message, (tensor.key,))
+        yield Finding("nonfinite", message, names)
 
 
 def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
