@@ -338,6 +338,8 @@ def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
     (tmp_path / "run" / "step-00000040").mkdir()
     (tmp_path / "run" / "step-00000040" / ".muonckpt.saving").touch()  # as in a store
     page = muonckpt.report_run(tmp_path / "run", stats="none")
+    named = "step-00000040 (incomplete), step-00000010 (damaged)"
+    assert page.diagnosis.sentence == f"2 of 4 steps not whole: {named}"
     assert page.diagnosis.remedies[0].command == f"muonckpt verify {tmp_path / 'run' / 'step-00000030'}"
     assert [one.command for one in page.diagnosis.remedies[1:]] == commands
 

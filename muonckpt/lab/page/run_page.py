@@ -17,7 +17,7 @@ from ...converters.look.inspection import inspection_of
 from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run
 from ...names.errors import LayoutError, SourceError
 from ...names.version import VERSION
-from ...names.wording import Finding, counted, unnumbered
+from ...names.wording import Finding, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at
@@ -182,9 +182,8 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
     bad = [step for step in steps if step.state != "whole"]
     if not bad:
         return Diagnosis(history.run.path, "")
-    # The sentence names the newest.
-    names = ", ".join(f"{step.name} ({step.state})" for step in bad[-3:])
-    sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {'… ' * (len(bad) > 3)}{names}"
+    names = listed((f"{step.name} ({step.state})" for step in reversed(bad)), 3)  # the newest
+    sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {names}"
     # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
     newer = steps[steps.index(newest) + 1 :] if newest else steps
     damaged = [step for step in reversed(bad) if step.state != "incomplete"]

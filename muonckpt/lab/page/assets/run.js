@@ -49,7 +49,7 @@ function runVerdict() {
   const differing = DATA.resumes.filter((resume) => resume.proof && !resume.proof.equal);
   const about = (wanted) => DATA.overview.filter(([label]) => wanted.includes(label)).map(([label, text]) => el("p", {}, el("b", { class: "plain" }, label + ": "), text));
   const told = (step) => el("li", {}, el("span", { class: "mono" }, step.name), " is " + step.state + ": " + step.fault);
-  const few = 5;
+  const few = 3;
   return verdictSection({
     well: (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell.",
     verdict: DATA.verdict,
@@ -65,11 +65,11 @@ function stepsSection() {
     caption: "Steps of the run", height: 480, open: openStep,
     columns: [
       { label: "step", value: (i) => i, text: (i) => STEPS[i].name },
-      { label: "state", width: 112, value: (i) => STEPS[i].state, cell: (i) => stateCell(STEPS[i]) },
+      { label: "state", width: 104, value: (i) => STEPS[i].state, cell: (i) => stateCell(STEPS[i]) },
       { label: "findings", width: 78, number: true, value: (i) => DATA.findings[i].length, text: (i) => count(DATA.findings[i].length) },
       { label: "bytes", width: 80, number: true, value: (i) => STEPS[i].bytes, text: (i) => bytes(STEPS[i].bytes) },
       { label: "saved (UTC)", width: 132, value: (i) => STEPS[i].saved, text: (i) => when(STEPS[i].saved) },
-      { label: "after", width: 76, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
+      { label: "after", width: 84, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
       { label: "verified (UTC)", width: 130, value: (i) => (STEPS[i].verified ? STEPS[i].verified.timestamp : null), text: (i) => (STEPS[i].verified ? when(STEPS[i].verified.timestamp) : "never") },
     ],
   });
