@@ -66,8 +66,8 @@ def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: S
     if optimizer.groups is None and any(reason.startswith(OTHER_OPTIONS) for reason in differences.values()):
         faults = (
             *faults,
-            "parameters have the same options now, and had others: a flattened state dict does not say which are one "
-            "group; load a nested one (flatten_optimizer_state_dict=False)",
+            "a flattened state dict does not say which parameters are one group: load a nested one "
+            "(flatten_optimizer_state_dict=False)",
         )
     # 2. Loaded tensors may have more rows, if it is known how these begin.
     loaded_keys, unknown_rows = list[str](), list[str]()

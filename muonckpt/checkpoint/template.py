@@ -13,7 +13,7 @@ import torch
 
 from ..algebra.box import Index
 from ..layouts.boxed_tensor import whole_shape
-from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
+from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, rank_in
 from ..names.resumption import as_tuples, option_difference
 from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
 from ..programs.signs import unsaid_by_name
@@ -188,16 +188,12 @@ class Stored:
     def form(self, key: str) -> StateForm | None:
         """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
         # Options below a number are those of groups, which list names or numbers; others begin with a name.
-        prefix, has_groups, is_flat = option_prefix(key), False, False
-        for option in self.entries:
-            if option.startswith(prefix):
-                suffix = option.removeprefix(prefix)
-                is_flat |= not suffix.rpartition(".")[0].isdecimal()
-                if suffix.removesuffix(f".{PARAMS}").isdecimal():
-                    has_groups = True
-                    if members := self.option(option):
-                        return StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
-        return StateForm.FLAT if is_flat and not has_groups else None
+        optimizer = NamedOptimizer(key, None)
+        lists = [each[PARAMS] for each in optimizer.options_of_groups(self.entries).values() if PARAMS in each]
+        if members := next(filter(None, map(self.option, lists)), None):
+            return StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
+        is_flat = not all(name.isdecimal() for name in optimizer.options_of_names(self.entries))
+        return StateForm.FLAT if is_flat and not lists else None
 
     def option(self, key: str) -> Any:
         """Read an option, with lists as tuples."""

@@ -199,7 +199,7 @@ class NamedOptimizer:
 
     @property
     def options(self) -> str:
-        return option_prefix(self.key)
+        return f"{_child(self.key, PARAM_GROUPS)}."
 
     def state_of_names(self, keys: Iterable[str], names: Collection[str]) -> dict[str, dict[str, str]]:
         """Return the keys of its state, by parameter and slot.
@@ -240,11 +240,6 @@ def _suffixes(keys: Iterable[str], prefix: str) -> Iterator[tuple[str, str]]:
     for key in keys:
         if key.startswith(prefix):
             yield key.removeprefix(prefix), key
-
-
-def option_prefix(key: str) -> str:
-    """Return the beginning of the keys of the parameter groups of the optimizer under ``key``."""
-    return f"{_child(key, PARAM_GROUPS)}."
 
 
 def _child(key: str, part: str) -> str:

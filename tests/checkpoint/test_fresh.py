@@ -217,6 +217,18 @@ def test_a_flattened_state_dict_that_does_not_tell_groups_apart_is_refused(fresh
     assert "(lr=0.25, theirs 0.5): 2.weight" in message and "flatten_optimizer_state_dict=False" in message
 
 
+def test_a_parameter_whose_options_a_flattened_state_dict_lacks_is_refused_or_keeps_its_own(tmp_path):
+    state = template(*grouped((0.25, (0, 1)), (0.5, (2,))), "flat")
+    cut = {key: value for key, value in state["optimizer"].items() if not key.startswith("param_groups.2.weight.")}
+    muonckpt.save({**state, "optimizer": cut}, tmp_path / "c")
+    target = template(*grouped((1.0, (0, 1)), (2.0, (2,))), "flat")
+    message = refusal(target, tmp_path / "c")
+    assert "in no parameter group of the checkpoint" in message and "ungrouped=['2.weight']" in message
+    with pytest.warns(UserWarning, match="did not say options, .*: all of 2.weight"):
+        muonckpt.load(target, tmp_path / "c", ungrouped=["2.weight"])
+    assert [target["optimizer"][f"param_groups.{number}.weight.lr"] for number in range(3)] == [0.25, 0.25, 2.0]
+
+
 def test_what_the_template_does_not_ask_for_is_passed_over_only_if_that_is_allowed(tmp_path):
     path = two_groups("nested", tmp_path / "c", 0.25, 0.5)
     state = template(*grouped((1.0, (0, 1)), (2.0, (2,))))
