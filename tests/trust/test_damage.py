@@ -130,6 +130,7 @@ def test_no_random_damage_passes(saves, tmp_path):
 NESTED = count(3, 200)
 
 
+@pytest.mark.filterwarnings("ignore:.* its .metadata is missing")  # only the manifest is written here
 def test_random_nested_boxes_are_refused_by_all_that_read_them(tmp_path):
     """Also where volumes add up to the tensor's: a box that is there again in place of another leaves a hole."""
     for trial in range(NESTED):
