@@ -65,18 +65,6 @@ class Verification:
         return self.verdict != "faulty"
 
 
-_FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "timestamp": (int, float),
-    "verdict": str,
-    "sentence": str,
-    "has_loss": bool,
-    "version": str,
-    "files": str,
-    "misplaced": dict,
-    "mixed_up": bool,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class FilesState:
     """The files of a checkpoint, without their contents.
@@ -196,12 +184,19 @@ def read_verification(place: Location) -> Verification | None:
             entry = json.loads(file.read(0, min(file.size, _MAX_BYTES)))
     except (SourceError, ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in _FIELD_TYPES.items()):
-        return None
-    verification = Verification(**{key: entry[key] for key in _FIELD_TYPES})
-    # Names of files become parts of a command that is printed.
-    names = chain.from_iterable(verification.misplaced.items())
-    return verification if all(map(_is_plain_name, names)) else None
+    match entry:
+        case {
+            "timestamp": int() | float() as timestamp,
+            "verdict": str(verdict),
+            "sentence": str(sentence),
+            "has_loss": bool(has_loss),
+            "version": str(version),
+            "files": str(files),
+            "misplaced": dict(misplaced),
+            "mixed_up": bool(mixed_up),
+        } if all(map(_is_plain_name, chain.from_iterable(misplaced.items()))):  # they become parts of a command
+            return Verification(timestamp, verdict, sentence, has_loss, version, files, misplaced, mixed_up)
+    return None
 
 
 def _is_plain_name(name: object) -> bool:
