@@ -81,7 +81,7 @@ def verify_recorded(
         has_loss=bool(damage),
         version=VERSION,
         files=before.digest,
-        misplaced={} if damage.without_misplaced else damage.misplaced,
+        misplaced=damage.misplaced,
         mixed_up=damage.mixed_up,
     )
     if damage.is_of_disk:

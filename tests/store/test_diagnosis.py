@@ -295,6 +295,8 @@ def test_what_is_lost_besides_is_said(uneven, tmp_path):
     renamed(path, {A: B, B: A})
     (path / C).unlink()
     found = diagnosed(path)
+    assert called("verify", path).returncode == 1
+    assert muonckpt.inspect(path).diagnosis.remedies == found.remedies[:1], "the record keeps the exact cure"
     assert found.sentence.startswith(f"2 files with other names than when it was saved: that of {A} is called {B}")
     assert f"; rank 2's file {C} is missing: 2 of 2 weights and 2 of 2 momenta" in found.sentence
     subprocess.run(["bash", "-ec", found.remedies[0].command], check=True)

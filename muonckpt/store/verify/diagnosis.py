@@ -138,14 +138,15 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     diagnosis = replace(diagnosis_of(checkpoint, damage, findings, damaged_steps), verified=last)
     if last is None or not last.has_loss:
         return diagnosis
-    if damage:
-        return replace(diagnosis, sentence=last.sentence)
     if last.misplaced:
         remedies: tuple[Remedy, ...] = (_renamed(checkpoint.path, last.misplaced),)
+    elif damage:
+        remedies = diagnosis.remedies
     else:
         stock = _by_stock_description(checkpoint.path) if last.mixed_up else ()
         remedies = (*stock, *_seen_by_reading(checkpoint.path, damaged_steps).remedies)
-    return Diagnosis(checkpoint.path, _as_recorded(last), remedies, verified=last)
+    sentence = last.sentence if damage else _as_recorded(last)
+    return replace(diagnosis, sentence=sentence, remedies=remedies, has_loss=True)
 
 
 def recorded_loss(path: Location) -> str:

@@ -47,8 +47,7 @@ class Verification:
         has_loss: whether elements or items are lost.
         version: of the muonckpt that read it.
         files: the `FilesState.digest` of what was read.
-        misplaced: as `Damage` has it, if nothing else is lost: the exact cure follows from it.
-        mixed_up: as `Damage` has it.
+        misplaced, mixed_up: as `Damage` has them: the exact cures follow from these.
     """
 
     timestamp: float
