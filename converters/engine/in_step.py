@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from threading import Lock
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
 from ...record.columns import Column
 from ...store.io.new_file import Writing
-from .output_files import SUMS, ChunkSums, FinishedFile, OutputFile, is_direct
-from .source_rows import Unchecked
+from .output_files import ChunkSums, FinishedFile, OutputFile
+from .source_rows import SourceRows
 
 _MAX_FILES = 32
 """Files that are written together, and so open at once."""
@@ -28,21 +29,13 @@ _RANGES_PER_THREAD = 4
 """So many that all threads end at about the same time."""
 
 
-@dataclass(slots=True)
-class Draft:
-    """A file that is being written, with the sums of its items and chunks so far."""
+class Draft(NamedTuple):
+    """A file that is being written, with the digests of its items and the sums of its chunks so far."""
 
     file: OutputFile
     output: Writing
-    items: tuple[str, ...] = ()
-    sums: ChunkSums = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sums = np.empty(len(self.file.chunks), SUMS)
-
-    @property
-    def finished(self) -> FinishedFile:
-        return FinishedFile(self.items, self.sums)
+    items: list[str]
+    sums: ChunkSums
 
 
 Part = list[tuple[Draft, range]]
@@ -50,61 +43,59 @@ Part = list[tuple[Draft, range]]
 
 
 class FilesInStep:
-    """Files that ``threads`` threads write together, each a range of every file's chunks at a time."""
+    """Files whose chunks are written together, part by part, by any threads; an error closes them when its block ends.
 
-    def __init__(self, files: Sequence[OutputFile], threads: int) -> None:
+    Attributes:
+        parts: for each part, the numbers of the chunks of each file.
+    """
+
+    def __init__(self, files: Sequence[OutputFile], num_parts: int) -> None:
         self.files = files
-        self.threads = threads
-        self._lock = Lock()
-        self._threads_inside = threads
+        ends = [_range_ends(file.chunks.offsets, file.length, num_parts) for file in files]
+        self.parts = [
+            tuple(map(range, starts, stops))
+            for starts, stops in pairwise([(0,) * len(files), *zip(*ends, strict=True)])
+        ]
+        self._num_left = len(self.parts)
+        self._is_begun = False
+        self._drafts: list[Draft] = []
         self._exits = ExitStack()
-        self._parts: Iterator[Part] | None = None
-        self._error: BaseException | None = None
-        self._drafts: tuple[Draft, ...] = ()
+        self._lock = Lock()
 
     def write(
-        self, open_draft: Callable[[OutputFile], AbstractContextManager[Draft]], write_part: Callable[[Part], None]
+        self,
+        part: Sequence[range],
+        open_draft: Callable[[OutputFile], AbstractContextManager[Draft]],
+        write_part: Callable[[Part], None],
     ) -> list[tuple[str, FinishedFile]]:
-        """Write part after part, each in one thread alone, until none is left.
-
-        The first thread that comes opens the files; the last that leaves closes them, with the error of any.
+        """Write one of the parts; the first call opens the files, the last that ends closes them.
 
         Returns:
-            The files by name, once they are finished, for the last thread that leaves; nothing for the others.
+            The files by name, if they are finished; nothing before.
         """
-        try:
-            # The first thread opens the files; all take parts until there is none, or one of them has failed.
-            with self._lock:
-                if self._parts is None and self._error is None:
-                    self._drafts = tuple(self._exits.enter_context(open_draft(file)) for file in self.files)
-                    self._parts = self._split()
-            while self._error is None and (part := self._next_part()) is not None:
-                write_part(part)
-        except BaseException as error:
-            self._error = self._error or error
-            raise
-        finally:
-            # The last thread closes the files: no other one writes any more.
-            with self._lock:
-                self._threads_inside -= 1
-                is_last = self._threads_inside == 0
-            if is_last:
-                cause = self._error
-                self._exits.__exit__(type(cause) if cause else None, cause, cause.__traceback__ if cause else None)
-        return [(draft.file.name, draft.finished) for draft in self._drafts] if is_last and self._error is None else []
-
-    def _next_part(self) -> Part | None:
         with self._lock:
-            return next(self._parts or iter(()), None)
+            if not self._is_begun:
+                self._is_begun = True
+                self._drafts = [self._exits.enter_context(open_draft(file)) for file in self.files]
+        if not self._drafts:  # another thread could not open them
+            return []
+        is_first = part is self.parts[0]
+        write_part([(draft, numbers) for draft, numbers in zip(self._drafts, part, strict=True) if numbers or is_first])
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if not is_last:
+            return []
+        self._exits.close()
+        return [(draft.file.name, FinishedFile(tuple(draft.items), draft.sums)) for draft in self._drafts]
 
-    def _split(self) -> Iterator[Part]:
-        """Yield ranges of all drafts' chunks, of about as many bytes; an empty one counts in the first part only."""
-        count = _RANGES_PER_THREAD * self.threads if self.threads > 1 else 1
-        ends = [_range_ends(draft.file.chunks.offsets, draft.file.length, count) for draft in self._drafts]
-        first_starts = (0,) * len(self._drafts)
-        for starts, stops in pairwise([first_starts, *zip(*ends, strict=True)]):
-            ranges = zip(self._drafts, map(range, starts, stops), strict=True)
-            yield [(draft, numbers) for draft, numbers in ranges if numbers or starts is first_starts]
+    def __enter__(self) -> FilesInStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.__exit__(kind, error, trace)
 
 
 def _range_ends(offsets: Column, length: int, count: int) -> list[int]:
@@ -116,19 +107,18 @@ def _range_ends(offsets: Column, length: int, count: int) -> list[int]:
     return [*np.clip(ends, 1, None).tolist(), len(offsets)] if len(offsets) else [0] * count
 
 
-def in_step(files: Sequence[OutputFile], source: Unchecked, threads: int, in_any_order: bool) -> list[FilesInStep]:
+def in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_order: bool) -> list[FilesInStep]:
     """Return all files in order, grouped by what they gather from: files that share nothing are alone.
 
     Args:
         in_any_order: whether several threads can write to a file, each somewhere else.
     """
-    # Files that gather from a chunk of the one before belong together.
+    # Files that gather from a chunk of the one before belong together; neighbours that are cut by rows share no bytes.
     runs: list[list[OutputFile]] = []
-    former_sources = np.zeros(len(source.rows), np.bool_)
+    former_sources = np.zeros(len(rows), np.bool_)
     for file in files:
-        columns = enumerate(zip(file.chunks.outputs, file.chunks.plans, strict=True))
-        in_pieces = [number for number, (output, plan) in columns if not is_direct(output, plan)]
-        sources = file.chunks.sources(source.rows, in_pieces)
+        in_pieces = [number for number, plan in enumerate(file.chunks.plans) if not plan.copies.in_runs]
+        sources = file.chunks.sources(rows, in_pieces)
         if (sources & former_sources).any():
             runs[-1].append(file)
         else:
@@ -137,7 +127,11 @@ def in_step(files: Sequence[OutputFile], source: Unchecked, threads: int, in_any
     # Threads that have no group of their own share one, if it has enough chunks.
     busy_threads = min(threads, len(os.sched_getaffinity(0)))
     groups = list(chain.from_iterable(_groups(run, busy_threads, in_any_order) for run in runs))
-    return [FilesInStep(group, min(-(-busy_threads // len(groups)), shares)) for group, shares in groups]
+    num_threads = [min(-(-busy_threads // len(groups)), shares) for _, shares in groups]
+    return [
+        FilesInStep(group, _RANGES_PER_THREAD * of_group if of_group > 1 else 1)
+        for (group, _), of_group in zip(groups, num_threads, strict=True)
+    ]
 
 
 def _groups(

@@ -32,7 +32,7 @@ from ..target.topology import Target
 from .container import Arranged, Container, WriteRequest
 from .output_files import ChunkPlan, OutputFile
 from .outputs import Outputs, OutputTensor, unnamed_state
-from .source_rows import Mask, SourceRows, Unchecked
+from .source_rows import Mask, SourceRows
 from .workers import Worker
 
 
@@ -203,28 +203,27 @@ def file_states(payloads: Payloads, columns: Columns, blobs: Sequence[Blob]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """One worker's part of a job: chunks of the source to check, and files to write."""
-
-    chunks: Unchecked
-    files: tuple[OutputFile, ...]
-
-
-def assignment(job: Job, worker: Worker) -> Assignment:
-    """Return an equal share, by bytes, of the files.
+class Share:
+    """One worker's part of a job: files to write, and chunks of the source to check; the shared ones others check too.
 
     Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
     """
-    unchecked = Unchecked(job.rows)
-    if worker.world == 1:  # no need to visit a million chunks
-        return Assignment(unchecked, job.files)
-    ends = (0, *part_ends([file.length for file in job.files], worker.world))
-    start, stop = ends[worker.rank], ends[worker.rank + 1]
-    local_files, remote_files = job.files[start:stop], (*job.files[:start], *job.files[stop:])
-    local_sources, remote_sources = _sources(job, local_files), _sources(job, remote_files)
-    checked = local_sources | ~remote_sources if worker.coordinates else local_sources
-    unchecked.restrict(checked, local_sources & remote_sources)
-    return Assignment(unchecked, local_files)
+
+    files: tuple[OutputFile, ...]
+    checked: Mask
+    shared: Mask
+
+    @classmethod
+    def of(cls, job: Job, worker: Worker) -> Share:
+        """Return an equal share, by bytes, of the files."""
+        if worker.world == 1:  # no need to visit a million chunks
+            return cls(job.files, job.rows.has_elements, np.zeros(len(job.rows), np.bool_))
+        ends = (0, *part_ends([file.length for file in job.files], worker.world))
+        start, stop = ends[worker.rank], ends[worker.rank + 1]
+        local_sources = _sources(job, job.files[start:stop])
+        remote_sources = _sources(job, (*job.files[:start], *job.files[stop:]))
+        checked = job.rows.has_elements & (local_sources | ~remote_sources if worker.coordinates else local_sources)
+        return cls(job.files[start:stop], checked, local_sources & remote_sources)
 
 
 def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:

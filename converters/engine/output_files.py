@@ -124,6 +124,17 @@ class BoxCopies:
         for lo, hi, buffer, offset, strides in zip(*(column.tolist() for column in columns), strict=True):
             yield Fragment(Box(tuple(lo), tuple(hi)), Place(buffer, offset, tuple(strides)))
 
+    def extents(self) -> tuple[list[int], list[int]]:
+        """Return the first element of each copy in the box, and the last one of all copies up to it; both ascend."""
+        last = self.table.target_offset + ((self.table.sizes - 1) * self.table.target_strides).sum(1)
+        return self.table.target_offset.tolist(), np.maximum.accumulate(last).tolist()
+
+    def max_numel(self, reach: int) -> int:
+        """Return how many elements can be gathered from each copy's source at once, if that spans so many elements."""
+        table = self.table
+        spans = 1 + ((table.sizes - 1) * table.source_strides).sum(1)
+        return int((reach * table.numel // spans).min(initial=reach))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPlan:
@@ -178,11 +189,6 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ..
     return tuple(copies)
 
 
-def is_direct(output: OutputTensor, plan: ChunkPlan) -> bool:
-    """Return whether elements are moved as they are, each copy being one run in the source and in the file."""
-    return plan.copies.in_runs and not output.computed
-
-
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
     """A chunk to write: a row of :class:`OutputChunks`.  The offset, in bytes, is that of its item."""
@@ -195,11 +201,6 @@ class OutputChunk:
     @property
     def item(self) -> Extent:
         return Extent(self.file, self.offset, self.plan.frame.length)
-
-    @property
-    def payload(self) -> Extent:
-        frame = self.plan.frame
-        return Extent(self.file, self.offset + frame.payload_offset, frame.payload_length)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

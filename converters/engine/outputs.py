@@ -141,10 +141,6 @@ Memory = Callable[[Index, str], Words]
 """Returns memory for words of this shape and type, with whatever is in it."""
 
 
-def unseen(chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
-    """Ignore the bytes read."""
-
-
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor to write: ``record`` describes it (its chunks do not count), ``layout`` says where its elements lie.
@@ -209,20 +205,12 @@ class OutputTensor:
             buffer -= len(source)
         raise AssertionError("layouts have no other buffers")
 
-    def read(self, payloads: Payloads, buffer: Buffer, start: int, numel: int, reads: Reads = unseen) -> memoryview:
-        """Return the bytes of elements from element ``start`` of a buffer; the next call may overwrite them."""
-        size, (source, number) = itemsize(self.stored_dtype), self.locate(buffer)
-        payload = self._payload(source, number)
-        raw = payloads.read_scratch(Extent(payload.file, payload.offset + start * size, numel * size))
-        reads(source, number, start * size, raw)
-        return raw
-
     def elements(
         self,
         payloads: Payloads,
         fragments: Iterable[Fragment],
         box: Box,
-        reads: Reads = unseen,
+        reads: Reads = lambda chunks, number, start, raw: None,
         memory: Memory = np.empty,
     ) -> Words:
         """Return the elements of a box to write, dense.

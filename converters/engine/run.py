@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import chain, repeat
 from queue import Empty, SimpleQueue
+from threading import Event
 from typing import TypeVar
+
+import numpy as np
 
 from ...algebra.fingerprint import as_hex
 from ...names.collector import gc_paused
-from ...names.errors import DestinationError, SourceError, unwritable
+from ...names.errors import DestinationError, Interrupted, SourceError, unwritable
 from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.location import Location, check_memory, items_beside, refuse_unseen
 from ...store.io.regular import open_regular
 from .in_step import in_step
-from .job import Job, assignment, check_destination, file_states
-from .mover import Advance, Mover
-from .output_files import FinishedFile, OutputFile, written_tensors
+from .job import Job, Share, check_destination, file_states
+from .mover import Mover
+from .output_files import FinishedFile, written_tensors
+from .source_rows import Advance, SourceChecks
 from .workers import LONGEST_WAIT, LaunchError, Worker, Workers
 
 MEMORY = 256 << 20
@@ -93,10 +96,9 @@ def run_job(
             staging = unpublished.enter_context(closing(publish.Staging(destination, job.container.root)))
         staged: Location = workers.gather(staging and staging.place)[0]  # type: ignore[assignment]  # the coordinator's
         refuse_unseen(staged, f"rank {workers.me.rank}", DestinationError)
-        share = assignment(job, workers.me)
-        with job.source.payloads as payloads:
-            mover = Mover(payloads, staged, share.chunks, max(memory // (2 * threads), 1 << 16), progress)
-            files_done = dict(_finished_files(mover, share.files, threads, workers))
+        with job.source.payloads:
+            share, band_bytes = Share.of(job, workers.me), max(memory // (2 * threads), 1 << 16)
+            files_done = dict(_finished_files(job, share, staged, band_bytes, threads, progress, workers))
         # The sums of all files make the manifest, and show that none is missing.
         gathered = workers.gather(files_done)
         return None if staging is None else _publish(job, destination, staging, dict(ChainMap(*gathered)))
@@ -112,21 +114,41 @@ def _writing(destination: Location) -> Iterator[None]:
 
 
 def _finished_files(
-    mover: Mover, files: Sequence[OutputFile], threads: int, workers: Workers
+    job: Job,
+    share: Share,
+    staged: Location,
+    band_bytes: int,
+    threads: int,
+    progress: Advance,
+    workers: Workers,
 ) -> Iterator[tuple[str, FinishedFile]]:
-    """Yield files by name as they are finished; then check all other chunks."""
-    with ThreadPoolExecutor(threads) as pool:
+    """Write a share of the files, and yield them by name as they are finished; then check all other chunks."""
+    is_stopped = Event()
+
+    def advance(count: int) -> None:
+        if is_stopped.is_set():
+            raise Interrupted("stopped")
+        progress(count)
+
+    payloads = job.source.payloads
+    checks = SourceChecks(payloads, job.rows, share.checked, share.shared, advance)
+    mover = Mover(payloads, staged, checks, band_bytes, advance)
+    groups = in_step(share.files, job.rows, threads, mover.writes_in_any_order)
+    # Files that are not finished are closed when all threads have stopped.
+    with ExitStack() as unfinished, ThreadPoolExecutor(threads) as pool:
+        for group in groups:
+            unfinished.push(group)
         try:
-            # Each group is let go when it is done: it has the plans of all its chunks.
-            groups = iter(in_step(files, mover.unchecked, threads, mover.writes_in_any_order))
-            tasks = chain.from_iterable(repeat(group, group.threads) for group in groups)
-            for finished_files in _results(pool, workers, mover.write, tasks):
+            parts = ((group, part) for group in groups for part in group.parts)
+            for finished_files in _results(pool, workers, mover.write, parts):
                 yield from finished_files
             # The sources of no file have not been read.
-            for _ in _results(pool, workers, mover.check, mover.unchecked.split(_MAX_TASKS)):
+            waiting = checks.waiting
+            rows = np.array_split(waiting, max(min(_MAX_TASKS, len(waiting)), 1))
+            for _ in _results(pool, workers, checks.check, map(np.ndarray.tolist, rows)):
                 pass
         except BaseException:
-            mover.stop()
+            is_stopped.set()
             raise
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from support.resharded import plan_job, saved
 
-from muonckpt.converters.engine.job import Assignment, assignment, part_ends
+from muonckpt.converters.engine.job import Share, part_ends
 from muonckpt.converters.engine.workers import Worker
 
 
@@ -29,23 +29,23 @@ def test_parts_follow_each_other_and_the_largest_is_as_small_as_can_be(sizes, wo
 @pytest.mark.parametrize("world", [1, 2, 3, 9])
 def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_from_it(world):
     job = plan_job(saved("own rows4"), 7)
-    parts = [assignment(job, Worker(rank, world)) for rank in range(world)]
+    parts = [Share.of(job, Worker(rank, world)) for rank in range(world)]
     assert sorted(file.name for part in parts for file in part.files) == sorted(file.name for file in job.files)
     everything = set(np.flatnonzero(job.rows.has_elements).tolist())
 
-    def checked(part: Assignment) -> set:
-        return set(part.chunks)
+    def checked(part: Share) -> set:
+        return set(np.flatnonzero(part.checked).tolist())
 
-    def copied(part: Assignment) -> set:
+    def copied(part: Share) -> set:
         chunks = [chunk for file in part.files for chunk in file.chunks]
-        return {job.rows.row(c.output, buffer) for c in chunks for buffer in c.plan.copies.buffers}
+        return {int(job.rows.rows([c.output], buffer)[0]) for c in chunks for buffer in c.plan.copies.buffers}
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:
         others = set().union(*(copied(other) for other in parts if other is not part))
         assert copied(part) <= checked(part)
-        assert {row for row in everything if part.chunks.is_shared(row)} == copied(part) & others
+        assert set(np.flatnonzero(part.shared).tolist()) == copied(part) & others
     loads = [sum(file.length for file in part.files) for part in parts]
     assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)
     if world in (2, 3):  # rows: who writes a part of the rows reads that part only
-        assert sum(len(part.chunks) for part in parts) < world * len(everything)
+        assert sum(len(checked(part)) for part in parts) < world * len(everything)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.sharded import edit
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.converters.engine.source_rows import CopiedRuns, SourceRows, Unchecked
+from muonckpt.converters.engine.source_rows import SourceChecks, SourceRows
 
 
-def runs_of(payload: bytes, random: random.Random) -> list[tuple[int, int, int]]:
+def runs_of(payload: bytes, random: random.Random) -> list[tuple[int, bytes]]:
     """The payload cut at random places, in random order, some runs twice."""
     cuts = sorted(random.sample(range(1, len(payload)), random.choice([0, 1, 2, 9])))
-    runs = [(a, b, zlib.crc32(payload[a:b])) for a, b in zip([0, *cuts], [*cuts, len(payload)], strict=True)]
+    runs = [(a, payload[a:b]) for a, b in zip([0, *cuts], [*cuts, len(payload)], strict=True)]
     runs += random.sample(runs, len(runs) // 3)
     random.shuffle(runs)
     return runs
@@ -29,29 +29,32 @@ def test_the_runs_of_a_chunk_tell_whether_it_is_whole(tmp_path: Path):
     rng = random.Random(0)
     with muonckpt.open(tmp_path / "c") as opened:
         rows, payloads = SourceRows(opened.manifest), opened.payloads
-        chunk = opened.manifest.tensors[0].chunks[0]
-        payload = bytes(payloads.view(chunk.payload))
-        for _ in range(40):
-            unchecked, passed = Unchecked(rows), list[int]()
-            copied, runs = CopiedRuns(payloads, unchecked, passed.append), runs_of(payload, rng)
-            copied.add(1, 4, 8, 0)  # never whole: it stays unchecked
-            for number, run in enumerate(runs):
-                assert (len(unchecked) == 1) is ({*runs[:number]} == {*runs})
-                copied.add(0, *run)
-            assert passed == [len(payload)]
-            assert list(unchecked) == [1]
+        chunks, others = (tensor.chunks for tensor in opened.manifest.tensors)
+        payload = bytes(payloads.view(chunks[0].payload))
 
-        def add_all(of: bytes) -> None:
-            copied = CopiedRuns(payloads, Unchecked(rows), lambda count: None)
-            for run in runs_of(of, rng):
-                copied.add(0, *run)
+        def checks_of(progress) -> SourceChecks:
+            return SourceChecks(payloads, rows, rows.has_elements, np.zeros(len(rows), np.bool_), progress)
+
+        for _ in range(40):
+            passed = list[int]()
+            checks, runs = checks_of(passed.append), runs_of(payload, rng)
+            checks.read(others, 0, 4, memoryview(payload)[4:8])  # never whole: it stays unchecked
+            for number, (start, raw) in enumerate(runs):
+                assert (checks.waiting.tolist() == [1]) is ({*runs[:number]} == {*runs})
+                checks.read(chunks, 0, start, memoryview(raw))
+            assert passed == [len(payload)] and checks.waiting.tolist() == [1]
+
+        def read_all(of: bytes) -> None:
+            checks = checks_of(lambda count: None)
+            for start, raw in runs_of(of, rng):
+                checks.read(chunks, 0, start, memoryview(raw))
 
         flipped = bytes([payload[0] ^ 1, *payload[1:]])
         with pytest.raises(SourceError, match=r"tensor 'a' box \[0:500\] in .* changed while it was read"):
-            add_all(flipped)
-        edit(tmp_path / "c" / chunk.item.file, chunk.payload.offset)
+            read_all(flipped)
+        edit(tmp_path / "c" / chunks[0].item.file, chunks[0].payload.offset)
         with pytest.raises(SourceError, match="is damaged: digest"):
-            add_all(flipped)
+            read_all(flipped)
 
 
 def test_a_chunk_is_checked_whose_item_begins_where_one_without_elements_does(tmp_path: Path):

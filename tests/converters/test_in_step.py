@@ -16,7 +16,6 @@ from muonckpt.converters.engine import in_step as module
 from muonckpt.converters.engine.in_step import Draft, FilesInStep, in_step
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.engine.source_rows import Unchecked
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.store.reading.payloads import Windows
 
@@ -42,10 +41,10 @@ def columns(source, ranks: int) -> Job:
 
 
 def shared(job: Job, threads: int, in_any_order: bool = True) -> list[tuple[int, int]]:
-    """The numbers of files and of threads of each group."""
-    groups = in_step(job.files, Unchecked(job.rows), threads, in_any_order)
+    """The numbers of files and of threads of each group; each thread has four parts, or one alone has all."""
+    groups = in_step(job.files, job.rows, threads, in_any_order)
     assert [file for group in groups for file in group.files] == list(job.files)
-    return [(len(group.files), group.threads) for group in groups]
+    return [(len(group.files), max(len(group.parts) // 4, 1)) for group in groups]
 
 
 def test_threads_share_files_by_chunks_where_they_can_and_else_by_files(layers, tmp_path):
@@ -69,19 +68,20 @@ def test_any_number_of_threads_writes_the_same_files(layers, tmp_path, ranks):
 
 def parts_of(files, threads: int) -> Counter:
     """How often each chunk is written when threads share files."""
-    group, seen, closed = FilesInStep(files, threads), Counter(), []
+    group, seen, closed = FilesInStep(files, 4 * threads), Counter(), []
 
     @contextmanager
     def opened(file):
-        yield Draft(file, None)
+        yield Draft(file, None, [], None)
         closed.append(file.name)
 
     def written(part) -> None:
+        assert not closed
         seen.update((draft.file.name, number) for draft, numbers in part for number in numbers)
         time.sleep(0.001)
 
     with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(lambda _: group.write(opened, written), range(threads)))
+        done = list(pool.map(lambda part: group.write(part, opened, written), group.parts))
     assert sorted(closed) == sorted(file.name for file in files)
     assert [[file for file, _ in found] for found in done if found] == [[file.name for file in files]]
     return seen
@@ -111,29 +111,25 @@ def test_what_threads_keep_of_the_source_stays_within_the_budget(tmp_path, monke
     assert kept and sum(kept.values()) <= 256 << 10
 
 
-def test_an_error_of_one_thread_ends_all_and_closes_the_files_with_it(layers):
+def test_an_error_of_one_part_closes_the_files_with_it(layers):
     files, ended = columns(layers, 6).files, []
     group = FilesInStep(files, 3)
 
     @contextmanager
     def opened(file):
         try:
-            yield Draft(file, None)
+            yield Draft(file, None, [], None)
         except ValueError as error:
             ended.append((file.name, str(error)))
             raise
 
     def written(part) -> None:
-        raise ValueError("damaged")
+        if part[0][1].start:
+            raise ValueError("damaged")
 
-    def told(_) -> str:
-        try:
-            return str(group.write(opened, written))
-        except ValueError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert set(pool.map(told, range(3))) <= {"damaged", "[]"}
+    with pytest.raises(ValueError, match="damaged"), group:
+        for part in group.parts:
+            assert group.write(part, opened, written) == [] and not ended
     assert sorted(ended) == sorted((file.name, "damaged") for file in files)
 
 
@@ -147,5 +143,5 @@ def test_files_that_cannot_be_opened_are_not_tried_by_the_next_thread(layers):
         yield
 
     with pytest.raises(OSError, match="disk full"):
-        group.write(opened, lambda part: None)
-    assert group.write(opened, lambda part: None) == [] and len(tried) == 1
+        group.write(group.parts[0], opened, lambda part: None)
+    assert group.write(group.parts[1], opened, lambda part: None) == [] and len(tried) == 1

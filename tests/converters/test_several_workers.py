@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed
@@ -28,7 +29,7 @@ from torch.distributed import distributed_c10d
 import muonckpt
 from muonckpt import MuonckptError
 from muonckpt.converters.engine.container import container_of
-from muonckpt.converters.engine.job import Job, assignment
+from muonckpt.converters.engine.job import Job, Share
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.workers import Worker, joined
 from muonckpt.converters.target.topology import Target
@@ -84,7 +85,7 @@ def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, f
 def test_damage_that_one_worker_meets_ends_all_and_leaves_nothing(source, tmp_path):
     shutil.copytree(source, tmp_path / "source")
     job = plan_job(tmp_path / "source", RANKS)
-    met = [set(assignment(job, Worker(rank, 3)).chunks) for rank in range(3)]
+    met = [set(np.flatnonzero(Share.of(job, Worker(rank, 3)).checked).tolist()) for rank in range(3)]
     _, damaged = job.rows.at(min(met[2] - met[0] - met[1]))
     edit(tmp_path / "source" / damaged.payload.file, damaged.payload.offset)
     told = together(3, plan, tmp_path / "source", destination=tmp_path / "out")

@@ -20,7 +20,6 @@ from support.sharded import elements_of, manifest_edited
 import muonckpt
 from muonckpt import OpenCheckpoint, TargetError
 from muonckpt.algebra.layout import stacked, through
-from muonckpt.converters.engine.output_files import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor, constant
 from muonckpt.converters.engine.rank_files import lay_out
 from muonckpt.converters.engine.run import run_job
@@ -146,15 +145,15 @@ def test_every_element_arrives_bit_for_bit_in_any_layout_and_back(name, source, 
 
 
 @pytest.mark.parametrize("name", sweep(TARGETS, *[*TARGETS][::2]))
-def test_copying_runs_and_assembling_bands_write_the_same_bytes(name, tmp_path):
-    """Columns are assembled in memory; what lies in one run on both sides is copied."""
+def test_gathering_runs_and_strided_pieces_writes_the_same_bytes(name, tmp_path):
+    """Rows are runs of bytes in their source; columns are strided there."""
     columns, runs = saved("own columns3", "wide"), tmp_path / "runs"
     run_job(make_job(columns, Target({"dp": 3}, (), TARGETS[name].layout)), runs)
     rules = tuple(rule for rule in TARGETS[name].rules if rule.glob == "*")
     target = Target(TARGETS[name].mesh, rules, TARGETS[name].layout)
     copied, assembled = make_job(runs, target), make_job(columns, target)
-    assert any(is_direct(chunk.output, chunk.plan) for file in copied.files for chunk in file.chunks)
-    assert not all(is_direct(chunk.output, chunk.plan) for file in assembled.files for chunk in file.chunks)
+    assert any(chunk.plan.copies.in_runs for file in copied.files for chunk in file.chunks)
+    assert not all(chunk.plan.copies.in_runs for file in assembled.files for chunk in file.chunks)
     run_job(copied, tmp_path / "copied")
     run_job(assembled, tmp_path / "assembled", memory=1)
     written = [contents(tmp_path / "copied"), contents(tmp_path / "assembled")]
