@@ -30,8 +30,8 @@ from machine import describe
 import muonckpt
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.job import Job, make_job
+from muonckpt.converters.engine.outputs import unchanged
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.request import unchanged
 
 SHAPES = ((4611, 1536), (1538, 1536), (5123, 1536), (5123, 1536), (1538, 5123))
 """A layer's matrices (q, k and v; output; gate; up; down); no row count divides by 4 or 8."""

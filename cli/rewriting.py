@@ -20,7 +20,6 @@ from ..converters.report import Report
 from ..converters.rewrite import convert, reshard
 from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
-from ..converters.translate.names import READY_MADE, load_rules
 from ..names.errors import TargetError
 from ..names.vocabulary import Convention
 from ..names.wording import counted, listed, size
@@ -95,6 +94,8 @@ def decorated_by(*options: Callable[[Function], Function]) -> Callable[[Function
 
 def _list_rules(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
+        from ..converters.translate.names import READY_MADE, load_rules  # few commands translate
+
         tables = [(name, len(rules := load_rules(name).rules), str(rules[0])) for name in READY_MADE]
         print_table(("table", "rules", "the first"), tables)
         context.exit()
@@ -102,6 +103,8 @@ def _list_rules(context: click.Context, _: click.Parameter, is_asked: bool) -> N
 
 def _show_rules(context: click.Context, _: click.Parameter, table: str | None) -> None:
     if table is not None:
+        from ..converters.translate.names import load_rules
+
         click.echo(load_rules(table).to_toml(), nl=False)
         context.exit()
 

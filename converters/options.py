@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..names.errors import TargetError
 from ..names.vocabulary import Convention
@@ -17,10 +17,10 @@ from .engine.job import Job
 from .engine.run import MEMORY, THREADS, run_job
 from .engine.workers import TIMEOUT, Workers
 from .report import Report, report_of
-from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
-from .translate.groups import GroupTemplate
-from .translate.names import NameRules, load_rules
-from .translate.request import Request
+
+if TYPE_CHECKING:
+    from .translate.names import NameRules
+    from .translate.request import Request
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -76,6 +76,12 @@ class Translation:
             TargetError: an option does not fit the others, or has no such value.
             LayoutError: a table of rules cannot be read.
         """
+        # Most reshards translate nothing, and start sooner without these.
+        from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
+        from .translate.groups import GroupTemplate
+        from .translate.names import NameRules, load_rules
+        from .translate.request import Request
+
         # Names become values here, so that nothing below has to check them again.
         tables = [self.rules] if isinstance(self.rules, str | NameRules) else self.rules
         target = program(to_dialect, "`to_dialect=`")

@@ -20,6 +20,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import open_whole
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
+from .engine.outputs import unchanged
 from .engine.workers import joined
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .report import Report
@@ -75,17 +76,19 @@ def reshard(
     """
     with joined(os.environ, execution.timeout) as workers:
         # Arguments are checked against each other before anything is read.
-        request = translation.request(to_dialect)
+        translates = to_dialect is not None or translation != AS_THE_SOURCE_SAYS
+        request = translation.request(to_dialect) if translates else None
         target = Target.of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
         workers.refuse_unseen(location(source, SourceError))
         with open_whole(source, partly=bool(select)) as opened:
-            container = container_of(format or _default_format(opened, request.target), shard_size)
+            container = container_of(format or _default_format(opened, request and request.target), shard_size)
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)
-            job = make_job(opened, target, select, request.outputs, container)
+            job = make_job(opened, target, select, request.outputs if request else unchanged, container)
             has_state = any(tensor.slot is not None for tensor in job.tensors)
-            momentum = momentum_note(with_slots(opened.outline)) if has_state and not request.translates else ()
+            says_momentum = has_state and not (request and request.translates)
+            momentum = momentum_note(with_slots(opened.outline)) if says_momentum else ()
             # Report arguments that the format has no use for.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()

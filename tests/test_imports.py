@@ -308,7 +308,7 @@ UNUSED = {
     "diff": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING,
     "stats": OF_DCP | OF_VERIFY | OF_WRITING,
     "report": OF_DCP | OF_VERIFY | OF_WRITING,
-    "reshard": OF_VERIFY | OF_READING_ALL,
+    "reshard": OF_VERIFY | OF_READING_ALL | {"muonckpt.converters.translate.request"},
 }
 """What a command does not need besides."""
 

@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from ...algebra.box import Box, Index
 from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
 from ...names.errors import SourceError, UnnamedStateError
+from ...names.keys import PARAM_GROUPS, key_of
 from ...names.vocabulary import MASTER
 from ...names.wording import counted
+from ...programs.detection import with_slots
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
 from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
 from ...store.io.checksums import xxh3_128
+from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.blocks import slices_within
 from ...store.reading.dtypes import FLOATS, NATIVE_FLOATS, dtype, itemsize, rounded
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
@@ -438,3 +441,18 @@ class Outputs:
 
 def _slot(tensor: OutputTensor) -> str:
     return tensor.record.slot or "weights and others"
+
+
+def unchanged(source: OpenCheckpoint) -> Outputs:
+    """Return all tensors and items of a checkpoint under their own keys.
+
+    Layouts sort tensors by slot; where the manifest records none, the keys tell.
+
+    Raises:
+        LayoutError: a tensor has a hole or an overlap.
+    """
+    manifest = source.manifest
+    recorded = any(tensor.slot is not None for tensor in manifest.tensors)
+    tensors = (manifest if recorded else with_slots(manifest)).tensors
+    items = [OutputItem(b.key, b.path, b, is_option=PARAM_GROUPS in key_of(b.path).split(".")) for b in manifest.blobs]
+    return Outputs(list(map(OutputTensor.copy_of, tensors)), items)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ...names.errors import SourceError
-from ...names.keys import PARAM_GROUPS, key_of
-from ...programs.detection import detect, locate_dialect, target_of, with_slots
+from ...names.keys import key_of
+from ...programs.detection import detect, locate_dialect, target_of
 from ...programs.dialect import AnyTemplate, Dialect
 from ...store.open_checkpoint import OpenCheckpoint
-from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from ..engine.outputs import Outputs, OutputTensor, unchanged
 from .conventions import Overrides
 from .groups import GroupTemplate
 from .names import NameRules
@@ -93,18 +93,3 @@ class Request:
         kept_keys = {*outputs.keys} - left_keys.keys()
         reduced = outputs.reduced_to(tensors, (), kept_keys, "`model_only=True`")
         return replace(reduced, left_out=(*outputs.left_out, *left_keys))
-
-
-def unchanged(source: OpenCheckpoint) -> Outputs:
-    """Return all tensors and items of a checkpoint under their own keys.
-
-    Layouts sort tensors by slot; where the manifest records none, the keys tell.
-
-    Raises:
-        LayoutError: a tensor has a hole or an overlap.
-    """
-    manifest = source.manifest
-    recorded = any(tensor.slot is not None for tensor in manifest.tensors)
-    tensors = (manifest if recorded else with_slots(manifest)).tensors
-    items = [OutputItem(b.key, b.path, b, is_option=PARAM_GROUPS in key_of(b.path).split(".")) for b in manifest.blobs]
-    return Outputs(list(map(OutputTensor.copy_of, tensors)), items)

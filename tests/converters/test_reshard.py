@@ -134,10 +134,10 @@ import re, sys
 from pathlib import Path
 import muonckpt
 from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.outputs import unchanged
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.target.topology import ShardRule, Target
-from muonckpt.converters.translate.request import unchanged
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
 source, out, form, *dim = sys.argv[1:]

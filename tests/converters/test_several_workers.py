@@ -30,10 +30,10 @@ import muonckpt
 from muonckpt import MuonckptError
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.job import Job, Share
+from muonckpt.converters.engine.outputs import unchanged
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.workers import Worker, joined
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.request import unchanged
 from muonckpt.names.errors import Interrupted
 
 RANKS = 10

@@ -20,11 +20,10 @@ from support.sharded import elements_of, manifest_edited
 import muonckpt
 from muonckpt import OpenCheckpoint, TargetError
 from muonckpt.algebra.layout import stacked, through
-from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor, constant
+from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor, constant, unchanged
 from muonckpt.converters.engine.rank_files import lay_out
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
-from muonckpt.converters.translate.request import unchanged
 from muonckpt.layouts.buffers.records import recorded_buffers
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.record.chunks import no_chunks

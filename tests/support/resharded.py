@@ -13,11 +13,10 @@ from muonckpt import OpenCheckpoint
 from muonckpt.converters.engine import job as jobs
 from muonckpt.converters.engine.container import Container, container_of
 from muonckpt.converters.engine.job import Job
-from muonckpt.converters.engine.outputs import Outputs
+from muonckpt.converters.engine.outputs import Outputs, unchanged
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.options import grouped as grouped  # for tests of other rooms
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.request import unchanged
 from muonckpt.record.record import Manifest
 from support import sharded
 
