@@ -82,7 +82,8 @@ def reshard(
         place = location(destination, DestinationError)
         workers.refuse_unseen(location(source, SourceError))
         with open_whole(source, partly=bool(select)) as opened:
-            container = container_of(format or _default_format(opened, request and request.target), shard_size)
+            program = request.target if request else None
+            container = container_of(format or _default_format(opened, program), shard_size)
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)
             job = make_job(opened, target, select, request.outputs if request else unchanged, container)

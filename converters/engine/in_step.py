@@ -8,9 +8,9 @@ source; by files only where there are too few chunks, and then every thread read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import chain, pairwise
+from itertools import pairwise
 from threading import Lock
 from types import TracebackType
 from typing import NamedTuple
@@ -107,7 +107,7 @@ def _range_ends(offsets: Column, length: int, count: int) -> list[int]:
     return [*np.clip(ends, 1, None).tolist(), len(offsets)] if len(offsets) else [0] * count
 
 
-def in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_order: bool) -> list[FilesInStep]:
+def files_in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_order: bool) -> list[FilesInStep]:
     """Return all files in order, grouped by what they gather from: files that share nothing are alone.
 
     Args:
@@ -124,27 +124,19 @@ def in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_
         else:
             runs.append([file])
         former_sources = sources
-    # Threads that have no group of their own share one, if it has enough chunks.
+    # A run makes no more groups than keep all threads busy, because each group reads the source again.
     busy_threads = min(threads, len(os.sched_getaffinity(0)))
-    groups = list(chain.from_iterable(_groups(run, busy_threads, in_any_order) for run in runs))
-    num_threads = [min(-(-busy_threads // len(groups)), shares) for _, shares in groups]
-    return [
-        FilesInStep(group, _RANGES_PER_THREAD * of_group if of_group > 1 else 1)
-        for (group, _), of_group in zip(groups, num_threads, strict=True)
-    ]
-
-
-def _groups(
-    files: Sequence[OutputFile], threads: int, in_any_order: bool
-) -> Iterator[tuple[Sequence[OutputFile], int]]:
-    """Yield files that gather from the same chunks in groups, each with the most threads that can share it.
-
-    There are no more groups than it takes to keep the threads busy, because each reads the source again.
-    """
-    shares = min(map(_max_shares, files)) if in_any_order else 1
-    size = min(-(-len(files) // -(-threads // shares)), _MAX_FILES)
-    for start in range(0, len(files), size):
-        yield files[start : start + size], shares
+    groups: list[tuple[Sequence[OutputFile], int]] = []
+    for run in runs:
+        shares = min(map(_max_shares, run)) if in_any_order else 1
+        size = min(-(-len(run) // -(-busy_threads // shares)), _MAX_FILES)
+        groups += [(run[start : start + size], shares) for start in range(0, len(run), size)]
+    # Threads that have no group of their own share one, if it has enough chunks.
+    grouped = []
+    for group, shares in groups:
+        group_threads = min(-(-busy_threads // len(groups)), shares)
+        grouped.append(FilesInStep(group, _RANGES_PER_THREAD * group_threads if group_threads > 1 else 1))
+    return grouped
 
 
 def _max_shares(file: OutputFile) -> int:

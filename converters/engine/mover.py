@@ -18,7 +18,7 @@ import xxhash
 
 from ...algebra.box import Index
 from ...algebra.fingerprint import box_shares
-from ...names.errors import SourceError
+from ...names.errors import DamageError, SourceError
 from ...store.io.checksums import Sums, xxh3_128
 from ...store.io.location import Location, Remote
 from ...store.io.new_file import Writing, create_file
@@ -166,12 +166,10 @@ class Mover:
             raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
 
     def _write_item(self, output: Writing, item: PlacedItem) -> str:
-        # An item of the source is checked before, and digested during its copy.
         source = item.output.source
         if source is None:
             output.write(item.output.data, item.blob.item.offset)
             return xxh3_128([item.output.data])
-        check_blob(self._payloads, source)
 
         def copy() -> Iterator[memoryview]:
             position = item.blob.item.offset
@@ -179,7 +177,13 @@ class Mover:
                 position = output.write(raw, position)
                 yield raw
 
-        return xxh3_128(copy())
+        # An item with a digest is checked by its copy.
+        digest = xxh3_128(copy())
+        if digest != source.digest:
+            check_blob(self._payloads, source)
+            if source.digest is not None:
+                raise DamageError(f"item {source.key!r} in {source.item.file} changed while it was read")
+        return digest
 
     def _write_window(self, draft: Draft, window: range) -> None:
         """Write small neighbours by one call, each plan's elements gathered together."""

@@ -25,7 +25,7 @@ from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.location import Location, check_memory, items_beside, refuse_unseen
 from ...store.io.regular import open_regular
-from .in_step import in_step
+from .in_step import files_in_step
 from .job import Job, Share, check_destination, file_states
 from .mover import Mover
 from .output_files import FinishedFile, written_tensors
@@ -133,7 +133,7 @@ def _finished_files(
     payloads = job.source.payloads
     checks = SourceChecks(payloads, job.rows, share.checked, share.shared, advance)
     mover = Mover(payloads, staged, checks, band_bytes, advance)
-    groups = in_step(share.files, job.rows, threads, mover.writes_in_any_order)
+    groups = files_in_step(share.files, job.rows, threads, mover.writes_in_any_order)
     # Files that are not finished are closed when all threads have stopped.
     with ExitStack() as unfinished, ThreadPoolExecutor(threads) as pool:
         for group in groups:

@@ -13,7 +13,7 @@ from support.resharded import contents, make_job, plan_job
 
 import muonckpt
 from muonckpt.converters.engine import in_step as module
-from muonckpt.converters.engine.in_step import Draft, FilesInStep, in_step
+from muonckpt.converters.engine.in_step import Draft, FilesInStep, files_in_step
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import ShardRule, Target
@@ -42,7 +42,7 @@ def columns(source, ranks: int) -> Job:
 
 def shared(job: Job, threads: int, in_any_order: bool = True) -> list[tuple[int, int]]:
     """The numbers of files and of threads of each group; each thread has four parts, or one alone has all."""
-    groups = in_step(job.files, job.rows, threads, in_any_order)
+    groups = files_in_step(job.files, job.rows, threads, in_any_order)
     assert [file for group in groups for file in group.files] == list(job.files)
     return [(len(group.files), max(len(group.parts) // 4, 1)) for group in groups]
 

@@ -405,3 +405,12 @@ def test_many_small_chunks_between_large_ones_and_a_bit_in_any_of_them(tmp_path)
         with pytest.raises(SourceError, match=f"tensor '{key}' box .* is damaged: digest"):
             muonckpt.reshard(tmp_path / "c", tmp_path / "e", mesh={"dp": 2})
         edit(file, offset)
+
+
+def test_a_bit_in_an_item_that_is_no_tensor_is_found_by_its_copy(tmp_path):
+    muonckpt.save({"w": torch.ones(3, 2), "lr": 0.1}, tmp_path / "a")
+    [blob] = muonckpt.open(tmp_path / "a").manifest.blobs
+    edit(tmp_path / "a" / blob.item.file, blob.item.offset + blob.item.length // 2)
+    with pytest.raises(SourceError, match=r"item 'lr' in .* is damaged: digest"):
+        muonckpt.reshard(tmp_path / "a", tmp_path / "b", mesh={"dp": 2})
+    assert nothing_but(tmp_path, "a")

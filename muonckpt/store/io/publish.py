@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -58,7 +57,7 @@ class Staging:
             return
         # A folder with a name that no other process makes.
         make_parents(destination)
-        self.place = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
+        self.place = destination.parent / f".{destination.name}.{os.urandom(6).hex()}.tmp"
         self.place.mkdir()
         if isinstance(self.place, Path):
             try:
@@ -203,7 +202,7 @@ def discard(staged: Location) -> None:
             return
         match = STAGING.fullmatch(staged.name)
         if not (match and match["discarded"]):  # under another name it is never published
-            staged = staged.rename(staged.with_name(f"{staged.name}.{uuid.uuid4().hex[:12]}"))
+            staged = staged.rename(staged.with_name(f"{staged.name}.{os.urandom(6).hex()}"))
         shutil.rmtree(staged, ignore_errors=True)
 
 
@@ -312,7 +311,7 @@ def remove(place: Location, descriptions: Collection[str]) -> None:
         (place / MARK).write(b"of a checkpoint that is being removed\n")
         finish_removal(place, descriptions)
     else:
-        hidden = place.with_name(f".{place.name.removeprefix('.')}.{uuid.uuid4().hex[:12]}.removing")
+        hidden = place.with_name(f".{place.name.removeprefix('.')}.{os.urandom(6).hex()}.removing")
         place.rename(hidden)
         sync_directory(hidden.parent)  # after a crash of the machine no checkpoint lacks files under its own name
         shutil.rmtree(hidden)

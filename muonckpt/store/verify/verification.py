@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -227,7 +226,7 @@ def _write_entry(place: Location, text: bytes) -> None:
         raise OSError(f"{record} is a symbolic link, expected a folder")
     record.mkdir(exist_ok=True)
     # The file changes at once.
-    draft = record / f".{uuid.uuid4().hex}"
+    draft = record / f".{os.urandom(16).hex()}"
     try:
         write_synced(draft, text)
         draft.replace(record / place.name)
