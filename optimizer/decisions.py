@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..names.errors import ArgumentError
 from ..names.vocabulary import FUSION
 from ..names.wording import folded, table
 from .methods.form import MatrixMethod
@@ -57,7 +58,7 @@ class Decision:
         kind = KINDS.get(self.kind)
         if kind and kind.dims is not None and len(self.shape) not in kind.dims:
             allowed = " or ".join(map(str, kind.dims))
-            raise ValueError(f"kind {self.kind!r} has {allowed} dims; {kind.advice}")
+            raise ArgumentError(f"kind {self.kind!r} has {allowed} dims; {kind.advice}")
         if self.algorithm == "muon":
             matrices_of(self.shape, self.fused)
 
@@ -79,7 +80,7 @@ class Decisions:
 
     def __post_init__(self) -> None:
         if len({id(decision.parameter) for decision in self.decisions}) != len(self.decisions):
-            raise ValueError("a parameter is decided twice")
+            raise ArgumentError("a parameter is decided twice")
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -99,19 +100,19 @@ class Decisions:
             kinds: options by kind, which override the others.
         """
         if unknown := set(kinds) - set(KINDS):
-            raise ValueError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")
+            raise ArgumentError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")
         # The options of each kind, which may not change who steps it.
         base = {"muon": {"algorithm": "muon", **muon}, "adamw": {"algorithm": "adamw", **adamw}}
         options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
         for kind, kind_options in options.items():
             if reserved := {"params", *FUSION} & set(kind_options):
-                raise ValueError(
+                raise ArgumentError(
                     f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options"
                 )
             algorithm, usual = kind_options["algorithm"], KINDS[kind].algorithm
             is_custom = isinstance(algorithm, MatrixMethod) and usual == "muon"
             if not is_custom and algorithm not in FAMILIES[usual]:
-                raise ValueError(
+                raise ArgumentError(
                     f"algorithm {algorithm!r} for {kind!r}, which takes one of {FAMILIES[usual]}; to change who steps "
                     "a parameter, change its kind by a rule"
                 )

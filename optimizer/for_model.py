@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..names.errors import called_like, did_you_mean, warn_on_rank
+from ..names.errors import ArgumentError, called_like, did_you_mean, warn_on_rank
 from ..names.renaming import WRAPPERS
 from ..names.resumption import in_globs
 from ..names.vocabulary import FUSION, GROUP_OPTIONS, MOMENTUM_DTYPE, STATE_DTYPE
@@ -59,7 +59,7 @@ WITH_ALGORITHM = (
 
 
 def refuse_no_parameters(params: object) -> None:
-    """Raise TypeError for a model, or decisions on one, with the line that makes an optimizer of them."""
+    """Raise ArgumentError for a model, or decisions on one, with the line that makes an optimizer of them."""
     if isinstance(params, nn.Module):
         arguments: Mapping[str, str] = {}
         try:
@@ -67,23 +67,25 @@ def refuse_no_parameters(params: object) -> None:
         except UnsortedError as error:
             arguments = error.arguments
         line = "".join([EXAMPLE_LINE[:-1], *(f", {name}={code}" for name, code in arguments.items()), ")"])
-        raise TypeError(f"params: expected parameters or groups, found a model, {type(params).__name__}. Write {line}")
+        raise ArgumentError(
+            f"params: expected parameters or groups, found a model, {type(params).__name__}. Write {line}"
+        )
     if isinstance(params, Mapping):
         line, kind = "Muon([{'params': ...}])" if "params" in params else EXAMPLE_LINE, type(params).__name__
-        raise TypeError(f"params: expected parameters or groups in a list, found {kind}. Write {line}")
+        raise ArgumentError(f"params: expected parameters or groups in a list, found {kind}. Write {line}")
     if isinstance(params, Decisions):
-        raise TypeError(
+        raise ArgumentError(
             "params: expected parameters or groups, found the decisions of sort_parameters. Write "
             "Muon(decisions.groups(adamw={'lr': 3e-4}), lr=0.02)"
         )
 
 
 def _refuse_group_options(options: Mapping[str, Any], arguments: Collection[str]) -> None:
-    """Raise TypeError for an option that only some groups have, and that is no argument of the optimizer."""
+    """Raise ArgumentError for an option that only some groups have, and that is no argument of the optimizer."""
     for key in sorted(options.keys() - arguments):
         value = options[key]
         if key in FUSION:
-            raise TypeError(f"{key}={value!r}: name the projections. Write split={{'*.qkv_proj': (q, k, v)}}")
+            raise ArgumentError(f"{key}={value!r}: name the projections. Write split={{'*.qkv_proj': (q, k, v)}}")
         algorithms = [value] if key == "algorithm" else []
         for name, defaults in GROUP_OPTIONS.items():
             dtype_option = STATE_DTYPE if name in SCALARS else MOMENTUM_DTYPE
@@ -93,9 +95,11 @@ def _refuse_group_options(options: Mapping[str, Any], arguments: Collection[str]
         kinds = kinds or [name for name, kind in KINDS.items() if {*algorithms} & {*FAMILIES[kind.algorithm]}]
         if kinds:
             code = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
-            raise TypeError(f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{code}}}")
+            raise ArgumentError(
+                f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{code}}}"
+            )
         if hint := did_you_mean(key, [*inspect.signature(ForModel.for_model).parameters]):
-            raise TypeError(f"for_model has no argument {key!r}{hint}")
+            raise ArgumentError(f"for_model has no argument {key!r}{hint}")
 
 
 class ForModel:
@@ -151,8 +155,7 @@ class ForModel:
             options: of the optimizer itself.
 
         Raises:
-            TypeError: as `sort_parameters`; or an option is not one of the optimizer.
-            ValueError: something is unclear (`sort_parameters`), there is no rate for AdamW, or an option is refused.
+            ArgumentError: an argument is wrong, there is no rate for AdamW, or `sort_parameters` raises it.
         """
         _refuse_group_options(options, inspect.signature(cls).parameters)
         check_value("named", named, FLAG)
@@ -161,7 +164,7 @@ class ForModel:
         decisions = sort_parameters(model, rules, head=head, split=split)
         sorter = ModelGroups(weakref.ref(model), layers_for(model, rules, head, split), rate, kinds or {}, named)
         if not (groups := sorter.groups_of(decisions)):
-            raise ValueError(
+            raise ArgumentError(
                 "model: expected parameters to train, found none with requires_grad=True. Write "
                 "model.requires_grad_(True), or that of the modules to train, before this line"
             )
@@ -210,7 +213,7 @@ class ForModel:
             model: gives the names; not needed by an optimizer of named parameters.
 
         Raises:
-            ValueError: a parameter has no name.
+            ArgumentError: a parameter has no name.
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names: dict[Tensor, str] = {}
@@ -220,7 +223,7 @@ class ForModel:
         for number, group in enumerate(self.param_groups):
             labels = group.get("param_names") or [names.get(param) for param in group["params"]]
             if None in labels:
-                raise ValueError(
+                raise ArgumentError(
                     f"group {number}: parameter {labels.index(None)} has no name; give describe() the model that has "
                     "all parameters, or make the optimizer of named_parameters()"
                 )

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..names.errors import called_like, did_you_mean
+from ..names.errors import ArgumentError, called_like, did_you_mean
 from ..names.renaming import WRAPPERS
 from .decisions import FROZEN, Decision, Decisions
 from .families import DEEPSEEK, LLAMA, LORA, MIXTRAL, MODULE_TYPES, QWEN, TORCHTITAN
@@ -91,11 +91,11 @@ def sort_parameters(model: nn.Module, *rules: Rules, head: Heads = ..., split: S
         rules, head, split: as for `Muon.for_model`.
 
     Raises:
-        TypeError: this is no model, or an argument is of another type.
         UnsortedError: lists everything that is unclear, and the arguments that decide it: parameters under no rule,
             rules that disagree or select nothing, a shape that does not fit the kind or the split, a matrix that may be
             an output head, and a projection that holds several matrices by its name.
-        ValueError: ``head`` or ``split`` names no matrix, or parameters are flat or uninitialized.
+        ArgumentError: an argument is wrong, such as a ``head`` that names no matrix; or parameters are flat or
+            uninitialized.
     """
     return sort_by_layers(model, layers_for(model, rules, head, split), "RULES" if layers_of(rules) else "MODULE_TYPES")
 
@@ -114,7 +114,9 @@ def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
     for part in head if isinstance(head, Sequence) and not isinstance(head, str) else [head]:
         modules = {*part.modules()} if isinstance(part, nn.Module) else set()
         if not isinstance(part, str | nn.Module | None):
-            raise TypeError(f"head: expected a module or its name, found a {type(part).__name__}. Write head='lm_head'")
+            raise ArgumentError(
+                f"head: expected a module or its name, found a {type(part).__name__}. Write head='lm_head'"
+            )
         # All parameters of a module but vectors.
         matrices = []
         for use in uses:
@@ -122,7 +124,9 @@ def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
             matrices += [use] if use.parameter.dim() > 1 and (is_named or use.owner in modules) else []
         if part is not None and not matrices:
             close = _close_names(part, uses) if isinstance(part, str) else ""
-            raise ValueError(f"head={part!r}: no such matrix in the model{close or '.'} Write head=None if it has none")
+            raise ArgumentError(
+                f"head={part!r}: no such matrix in the model{close or '.'} Write head=None if it has none"
+            )
         names += [escape(use.name) for use in matrices if use.parameter not in tied]
     return Rule("head", tuple(names), optional=True)
 
@@ -133,7 +137,7 @@ def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
     for pattern, parts in split.items():
         names = pattern, f"{pattern}.weight"
         if not any(is_match(name, glob) for name in matrices for glob in names):
-            raise ValueError(f"split: {pattern!r} names no matrix{_close_names(pattern, uses)}")
+            raise ArgumentError(f"split: {pattern!r} names no matrix{_close_names(pattern, uses)}")
         match parts:
             case None:
                 cut = WHOLE
@@ -142,7 +146,7 @@ def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
             case int() | tuple() | list():
                 cut = Split(parts if isinstance(parts, int) else tuple(parts))
             case _:
-                raise TypeError(f"split: expected the rows of each matrix of {pattern!r}, found {parts!r}")
+                raise ArgumentError(f"split: expected the rows of each matrix of {pattern!r}, found {parts!r}")
         yield Rule("matrix", names, dims=(2,), split=cut, optional=True)
         yield Rule("convolution", names, dims=(3, 4, 5), where=is_convolution, split=cut, optional=True)
         yield Rule("experts", names, dims=(3,), where=is_no_convolution, split=cut, optional=True)
@@ -177,10 +181,10 @@ def sort_by_layers(model: nn.Module, layers: Sequence[Sequence[Rule]], given_rul
 def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     """Return the places of each parameter in a model, with names as they are without wrappers."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a model, whose names and modules decide, found a {type(model).__name__}")
+        raise ArgumentError(f"model: expected a model, whose names and modules decide, found a {type(model).__name__}")
     modules = list(model.named_modules(remove_duplicate=False))
     if any(isinstance(module, FullyShardedDataParallel) for _, module in modules):  # also with use_orig_params
-        raise ValueError(FSDP1)
+        raise ArgumentError(FSDP1)
     replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel | DataParallel)]
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
     # A parameter has as many uses as modules that share it.
@@ -194,7 +198,7 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = ".".join([*parts, attribute])
             if is_lazy(parameter):
-                raise ValueError(f"{name} is uninitialized and has no shape yet; run the model once first")
+                raise ArgumentError(f"{name} is uninitialized and has no shape yet; run the model once first")
             uses_of.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
     return uses_of
 
@@ -217,7 +221,7 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
     if isinstance(parameter, FlatParameter) or (is_linear and parameter.dim() < 2):
         adamw = [rule for rule in chain(*layers) if rule.names and KINDS[rule.kind].algorithm == "adamw"]
         if isinstance(parameter, FlatParameter) or not any(any(map(rule.reason, uses)) for rule in adamw):
-            raise ValueError(FSDP1)
+            raise ArgumentError(FSDP1)
     usual_rule = _usual_rule(uses, names)
     # The first layer that selects it decides.
     for layer in layers:
@@ -229,7 +233,7 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
             flatten = KINDS[rule.kind].flatten
             try:
                 if rule.kind == "experts" and is_in(uses, *CONVOLUTIONS):
-                    raise ValueError(
+                    raise ArgumentError(
                         "a convolution's weight is one matrix of its first dim and all others, and no stack of experts"
                     )
                 decision = Decision(parameter, names, shape, rule.kind, rule, why, Fused(flatten=flatten))

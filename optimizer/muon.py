@@ -19,7 +19,7 @@ from torch import Tensor
 from ..algebra.layout import TensorLayout
 from ..layouts.tensors import layout_of, local_of
 from ..names.coefficients import Coefficients
-from ..names.errors import LayoutError, called_like
+from ..names.errors import ArgumentError, LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
 from ..names.vocabulary import FLATTEN, FUSION, MUON, MUON_CONVENTION, PLAIN
 from .collective import CollectiveOptimizer
@@ -112,7 +112,7 @@ class Muon(ForModel, CollectiveOptimizer):
         execution: how the work of a step is shared out, computed and sent.
 
     Raises:
-        ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
+        ArgumentError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
         LayoutError: a parameter is not a matrix, or its pieces do not add up to its rows.
     """
 
@@ -140,7 +140,7 @@ class Muon(ForModel, CollectiveOptimizer):
     ) -> None:
         refuse_no_parameters(params)
         if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
-            raise TypeError(
+            raise ArgumentError(
                 f"replicas: expected the process group over which parameters are replicated, found {replicas!r}. Write "
                 "replicas=torch.distributed.group.WORLD, or the process_group of DDP"
             )
@@ -302,7 +302,9 @@ class Muon(ForModel, CollectiveOptimizer):
                 incomplete or laid out otherwise; or a glob matches nothing, or the momentum convention is not "ema".
         """
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}")
+            raise ArgumentError(
+                f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}"
+            )
         self._follow_parameters()
         report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
         self._has_history, self._slot_snapshot, self._restarted = True, SlotSnapshot.of(self.state), {}
@@ -409,7 +411,7 @@ class Muon(ForModel, CollectiveOptimizer):
         # Options may change between steps, but state cannot follow all of them.
         for planned, group in zip(self._planned_options, self.param_groups, strict=True):
             if group["algorithm"] != planned["algorithm"]:
-                raise ValueError(
+                raise ArgumentError(
                     f"algorithm={group['algorithm']!r}: the group has state of {planned['algorithm']!r}, so it cannot "
                     "change; build a new optimizer"
                 )

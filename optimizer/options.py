@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..names.coefficients import Coefficients, Plain, plain_coefficients
-from ..names.errors import warn_on_rank
+from ..names.errors import ArgumentError, warn_on_rank
 from ..names.resumption import as_tuples, same_value
 from ..names.vocabulary import (
     FLATTEN,
@@ -79,18 +79,18 @@ def cycled_defaults(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
-    """Raise ValueError for an option that the algorithm lacks, naming the one that may be meant."""
+    """Raise ArgumentError for an option that the algorithm lacks, naming the one that may be meant."""
     foreign_but_off = {key for key in FOREIGN if not group.get(key)}
     for key in sorted(group.keys() - options - HISTORY_OPTIONS - NAMES - foreign_but_off):
         near = get_close_matches(key, options, n=1, cutoff=0.85)
         cure = f"is {near[0]!r} meant?" if near else f"expected {', '.join(sorted(options))}, or 'name' for your logs"
         if key == "use_muon":  # of other programs' groups
             cure += f". Write 'algorithm': {'muon' if group[key] else 'adamw'!r} in its place"
-        raise ValueError(f"{key}={reprlib.repr(group[key])}: {algorithm!r} groups have no such option; {cure}")
+        raise ArgumentError(f"{key}={reprlib.repr(group[key])}: {algorithm!r} groups have no such option; {cure}")
 
 
 def refuse_repeated(groups: Sequence[ParamGroup]) -> None:
-    """Raise ValueError for a parameter that groups have twice, which a step would move twice."""
+    """Raise ArgumentError for a parameter that groups have twice, which a step would move twice."""
     places: dict[Tensor, str] = {}
     for number, group in enumerate(groups):
         params = group["params"]
@@ -100,18 +100,18 @@ def refuse_repeated(groups: Sequence[ParamGroup]) -> None:
                 name = group["param_names"][place]
             position = f"parameter {place} of group {number}{f', {name}' if name else ''}"
             if isinstance(param, Tensor) and places.setdefault(param, position) != position:
-                raise ValueError(
+                raise ArgumentError(
                     f"{position} is {places[param]}, too: expected each parameter once, and none in more than one "
                     "parameter group. Write tied parameters once, as model.parameters() has them"
                 )
 
 
 def parse_coefficients(coefficients: Coefficients) -> Plain:
-    """Return Newton-Schulz coefficients as a group has them; raise ValueError for anything else."""
+    """Return Newton-Schulz coefficients as a group has them; raise ArgumentError for anything else."""
     try:
         return plain_coefficients(coefficients)
     except ValueError as error:
-        raise ValueError(f"ns_coefficients={coefficients!r}: {error}") from error
+        raise ArgumentError(f"ns_coefficients={coefficients!r}: {error}") from error
 
 
 def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float | Tensor) -> None:
@@ -121,7 +121,7 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
     """
     for group in groups:
         if is_matrix_method(group["algorithm"]) and group["adjust_lr_fn"] != "match_rms_adamw":
-            raise ValueError(
+            raise ArgumentError(
                 f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
                 f"adjust_lr_fn={group['adjust_lr_fn']!r}: give the group its own, such as 'lr': 3e-4 "
                 "(adamw_lr=3e-4 of Muon.for_model), or give all matrices adjust_lr_fn='match_rms_adamw', with which "
@@ -203,18 +203,18 @@ _EPS: Mapping[bool, Declaration] = {
 
 
 def check_value(name: str, value: Any, declaration: Declaration) -> None:
-    """Raise ValueError for a value that is not as declared."""
+    """Raise ArgumentError for a value that is not as declared."""
     is_expected, expected = declaration
     try:
         is_valid = is_expected(value)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # of another type than the condition is for
         is_valid = False
     if not is_valid:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+        raise ArgumentError(f"{name}={value!r}: expected {expected}")
 
 
 def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], MatrixMethod | None]) -> None:
-    """Raise ValueError for a rate that was set between steps and is not as declared."""
+    """Raise ArgumentError for a rate that was set between steps and is not as declared."""
     for number, group in enumerate(groups):
         method = method_of(group)
         for name in _RATES:
@@ -222,11 +222,11 @@ def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], 
                 try:
                     _check_option(name, group, method)
                 except ValueError as error:
-                    raise ValueError(f"group {number}: {error}") from None
+                    raise ArgumentError(f"group {number}: {error}") from None
 
 
 def check_group(group: ParamGroup, scales: Collection[str], method: MatrixMethod | None) -> None:
-    """Raise ValueError for an option that is not as declared.
+    """Raise ArgumentError for an option that is not as declared.
 
     Args:
         scales: the names that ``adjust_lr_fn`` may have.

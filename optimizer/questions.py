@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
+from ..names.errors import ArgumentError
 from ..names.resumption import in_globs
 from ..names.wording import find_heads, folded, unnumbered
 from .decisions import Decision
@@ -24,7 +25,7 @@ _BELOW = re.compile(r"\.(base_layer|lora_B)\b.*|(\.(weight[0-9]*|linear|layer|mo
 """The end of a name below a projection: of a weight, a wrapper, or the half of an adapter that has its rows."""
 
 
-class UnclearError(ValueError):
+class UnclearError(ArgumentError):
     """Rules leave a parameter unclear; one more ``rule`` would decide it."""
 
     def __init__(self, message: str, rule: Rule) -> None:
@@ -53,7 +54,7 @@ class Question:
     fused: tuple[str, str] | None = None
 
 
-class UnsortedError(ValueError):
+class UnsortedError(ArgumentError):
     """Parameters of a model are unclear; ``arguments`` would decide them: code, by the argument's name."""
 
     def __init__(self, questions: Sequence[Question], uses_of: Uses, results: Results, given_rules: str) -> None:

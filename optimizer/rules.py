@@ -9,6 +9,7 @@ from typing import Union
 
 from torch import Tensor, nn
 
+from ..names.errors import ArgumentError
 from .planning.matrices import Split
 
 
@@ -103,11 +104,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"{self!r}: unknown kind; expected one of {', '.join(KINDS)}")
+            raise ArgumentError(f"{self!r}: unknown kind; expected one of {', '.join(KINDS)}")
         if all(selector is None for selector in (self.names, self.module, self.attribute, self.dims, self.where)):
-            raise ValueError(f"{self!r} would select every parameter; give it names, a module, an attribute or dims")
+            raise ArgumentError(f"{self!r} would select every parameter; give it names, a module, an attribute or dims")
         if self.split not in (None, WHOLE) and KINDS[self.kind].algorithm != "muon":
-            raise ValueError(f"{self!r}: only matrices, experts, convolutions and routers are split")
+            raise ArgumentError(f"{self!r}: only matrices, experts, convolutions and routers are split")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -162,12 +163,12 @@ EXAMPLE = "[[Rule('other', '*.scale')], MODULE_TYPES]"
 
 
 def layers_of(rules: Rules) -> list[tuple[Rule, ...]]:
-    """Return the layers of rules, the first one to be asked first; raise TypeError if something is no rule."""
+    """Return the layers of rules, the first one to be asked first; raise ArgumentError if something is no rule."""
     if isinstance(rules, Rule):
         return [(rules,)]
     if isinstance(rules, str | nn.Module) or not isinstance(rules, Iterable):
         intruder = repr(rules) if isinstance(rules, str) else f"a {type(rules).__name__}"
-        raise TypeError(f"rules: expected rules in lists, as in rules={EXAMPLE}; found {intruder} among them")
+        raise ArgumentError(f"rules: expected rules in lists, as in rules={EXAMPLE}; found {intruder} among them")
     # A list among rules makes layers of its own, and ends the layer before it.
     layers: list[tuple[Rule, ...]] = []
     follows_rule = False
@@ -190,5 +191,5 @@ def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
     Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
     """
     if heads % kv_heads:
-        raise ValueError(f"{heads} heads of queries are not {kv_heads} equal groups")
+        raise ArgumentError(f"{heads} heads of queries are not {kv_heads} equal groups")
     return Split((heads // kv_heads * head_dim, head_dim, head_dim), interleaved=kv_heads)

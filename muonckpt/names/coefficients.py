@@ -12,6 +12,8 @@ from itertools import chain, cycle, islice, repeat
 from types import MappingProxyType
 from typing import Any
 
+from .errors import ArgumentError
+
 Triple = tuple[float, float, float]
 
 Plain = str | Triple | tuple[tuple[str, Any], ...]
@@ -36,7 +38,7 @@ class CoefficientSet:
         norm_scale: the matrix is divided by its Frobenius norm times this safety margin.
 
     Raises:
-        ValueError: there is no step, or a number is not finite or out of range.
+        ArgumentError: there is no step, or a number is not finite or out of range.
     """
 
     name: str
@@ -47,12 +49,12 @@ class CoefficientSet:
 
     def __post_init__(self) -> None:
         if not self.steps:
-            raise ValueError(f"coefficient set {self.name!r} needs at least one step")
+            raise ArgumentError(f"coefficient set {self.name!r} needs at least one step")
         for triple in (*self.steps, self.tail):
             if len(triple) != 3 or not all(map(math.isfinite, triple)):
-                raise ValueError(f"coefficient set {self.name!r}: want three finite numbers, got {triple}")
+                raise ArgumentError(f"coefficient set {self.name!r}: want three finite numbers, got {triple}")
         if not 0 < self.norm_scale < 2:
-            raise ValueError(f"coefficient set {self.name!r}: want 0 < norm_scale < 2, got {self.norm_scale}")
+            raise ArgumentError(f"coefficient set {self.name!r}: want 0 < norm_scale < 2, got {self.norm_scale}")
 
     def schedule(self, steps: int) -> tuple[Triple, ...]:
         """Return the triples of ``steps`` steps: the first of the list, then the tail as often as needed.
@@ -61,7 +63,7 @@ class CoefficientSet:
             ValueError: ``steps`` is less than 1.
         """
         if steps < 1:
-            raise ValueError(f"Newton-Schulz needs at least one step, got steps={steps}")
+            raise ArgumentError(f"Newton-Schulz needs at least one step, got steps={steps}")
         return self.steps[:steps] + (self.tail,) * (steps - len(self.steps))
 
 
@@ -203,13 +205,13 @@ def emerging_coefficients(kind: str, steps: int) -> str | tuple[Triple, ...]:
     Source: ``newton_schulz`` of NVIDIA-NeMo/Emerging-Optimizers fd77292 (``muon_utils.py``).
 
     Raises:
-        ValueError: there is no such type, or ``"cubic5"`` is to have another number of steps than its five.
+        ArgumentError: there is no such type, or ``"cubic5"`` is to have another number of steps than its five.
     """
     if kind not in EMERGING_TYPES:
-        raise ValueError(f"unknown coefficient type {kind!r}, expected one of {', '.join(EMERGING_TYPES)}")
+        raise ArgumentError(f"unknown coefficient type {kind!r}, expected one of {', '.join(EMERGING_TYPES)}")
     published = COEFFICIENTS[EMERGING_TYPES[kind]]
     if kind == "cubic5" and steps != len(published.steps):
-        raise ValueError(f"cubic5 is a schedule of {len(published.steps)} steps, found steps={steps}")
+        raise ArgumentError(f"cubic5 is a schedule of {len(published.steps)} steps, found steps={steps}")
     past_end = repeat(published.steps[-1]) if kind in _REPEATING_TYPES else cycle(published.steps)
     schedule = tuple(islice(chain(published.steps, past_end), steps))
     return published.name if kind == "cans" or schedule == published.schedule(steps) else schedule
@@ -222,14 +224,14 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """Return the set of a name, a set, a triple for every step or for each, or a result of :func:`plain_coefficients`.
 
     Raises:
-        ValueError: no set has this name, or these are not triples of finite numbers.
+        ArgumentError: no set has this name, or these are not triples of finite numbers.
     """
     if isinstance(coefficients, CoefficientSet):
         return coefficients
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
             names = ", ".join(COEFFICIENTS)
-            raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {names}")
+            raise ArgumentError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {names}")
         return COEFFICIENTS[coefficients]
     # One triple is for every step; rows are triples of the first steps, or the fields of a set.
     numbers: Any = coefficients
@@ -241,7 +243,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
         tail = _triple(fields.pop("tail", SAFE_TAIL))
         return CoefficientSet("custom", steps, "given by the user", tail, **fields)
     except TypeError as error:
-        raise ValueError(f"expected triples (a, b, c) of finite numbers, got {coefficients!r}") from error
+        raise ArgumentError(f"expected triples (a, b, c) of finite numbers, got {coefficients!r}") from error
 
 
 def plain_coefficients(coefficients: Coefficients) -> Plain:

@@ -99,7 +99,7 @@ UNUSABLE = "THE STATE DICT IS UNUSABLE NOW"
 
 
 class ArgumentError(MuonckptError, TypeError, ValueError):
-    """An argument of a collective call is wrong on some rank, or differs between ranks."""
+    """An argument is wrong, or differs between the ranks of a collective call."""
 
 
 class DestinationError(MuonckptError):
@@ -219,7 +219,7 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                         by_name = [key for key, each in signature.parameters.items() if each.kind == each.KEYWORD_ONLY]
                         hint = f"; by name only: {', '.join(by_name)}." if by_name else "."
                     cure = elsewhere.get(name, line)
-                    raise TypeError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
+                    raise ArgumentError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
                 raise
 
         return call

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.box import Index
+from ...names.errors import ArgumentError
 from ...names.vocabulary import FLATTEN, FUSION, GROUP_OPTIONS, MOMENTUM, OF_EVERY_GROUP, ParamGroup
 from ..ground.tensors import align_matrices
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced
@@ -36,7 +37,7 @@ class MethodSlot:
         dtype: None: the parameter's.
 
     Raises:
-        ValueError: an unknown shape, or no floating dtype.
+        ArgumentError: an unknown shape, or no floating dtype.
     """
 
     shape: str = "[m, n]"
@@ -44,9 +45,9 @@ class MethodSlot:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise ValueError(f"shape={self.shape!r}: expected one of {', '.join(SHAPES)}")
+            raise ArgumentError(f"shape={self.shape!r}: expected one of {', '.join(SHAPES)}")
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype={self.dtype}: expected a floating-point dtype, or None for the parameter's")
+            raise ArgumentError(f"dtype={self.dtype}: expected a floating-point dtype, or None for the parameter's")
 
     @property
     def dtype_name(self) -> str | None:
@@ -123,7 +124,7 @@ class MatrixMethod:
             element, and by `of_each` where it sums or multiplies.
 
     Raises:
-        ValueError: a name that state dicts cannot have, an unknown ``takes``, or a ``before`` without Newton-Schulz.
+        ArgumentError: a name that state dicts cannot have, an unknown ``takes``, or a ``before`` without Newton-Schulz.
     """
 
     name: str
@@ -139,14 +140,14 @@ class MatrixMethod:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise ValueError(f"name={self.name!r}: expected a word of letters, digits and underscores")
+            raise ArgumentError(f"name={self.name!r}: expected a word of letters, digits and underscores")
         if self.takes not in OPTIONS_OF_INPUT:
-            raise ValueError(f"takes={self.takes!r}: expected one of {', '.join(OPTIONS_OF_INPUT)}")
+            raise ArgumentError(f"takes={self.takes!r}: expected one of {', '.join(OPTIONS_OF_INPUT)}")
         if self.before is not None and not self.orthogonalizes:
-            raise ValueError(f"method {self.name!r}: before= is for takes='orthogonal'; do it in update")
+            raise ArgumentError(f"method {self.name!r}: before= is for takes='orthogonal'; do it in update")
         slots = self.slots if isinstance(self.slots, Mapping) else {}
         if wrong := [slot for slot in slots if slot == MOMENTUM or not slot.isidentifier()]:
-            raise ValueError(f"method {self.name!r}: a slot cannot be called {wrong[0]!r}")
+            raise ArgumentError(f"method {self.name!r}: a slot cannot be called {wrong[0]!r}")
 
     @property
     def orthogonalizes(self) -> bool:
@@ -180,20 +181,24 @@ class MatrixMethod:
         update = self.update(whole)
         self._check("the update", update, whole.matrix)
         if whole.state.keys() != slots.keys():
-            raise ValueError(f"method {self.name!r} has slots {_listed(slots)}, and it left {_listed(whole.state)}")
+            raise ArgumentError(f"method {self.name!r} has slots {_listed(slots)}, and it left {_listed(whole.state)}")
         # A slot that was replaced is copied to its memory, from where it goes back to where it rests.
         for name, tensor in slots.items():
             if (replacement := whole.state[name]) is not tensor:
                 self._check(name, replacement, tensor)
                 if replacement.dtype != tensor.dtype:
-                    raise ValueError(f"method {self.name!r}: {name} is {replacement.dtype}, declared is {tensor.dtype}")
+                    raise ArgumentError(
+                        f"method {self.name!r}: {name} is {replacement.dtype}, declared is {tensor.dtype}"
+                    )
                 whole.state[name] = tensor.copy_(replacement)
         return update
 
     def _check(self, name: str, value: Any, like: Tensor) -> None:
         if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
             actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ValueError(f"method {self.name!r}: {name} is {actual}, expected floats of shape {tuple(like.shape)}")
+            raise ArgumentError(
+                f"method {self.name!r}: {name} is {actual}, expected floats of shape {tuple(like.shape)}"
+            )
 
 
 def _listed(names: Collection[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...algebra.box import Index
+from ...names.errors import ArgumentError
 from ...names.vocabulary import FLATTEN, ParamGroup
 from ..planning.matrices import SHAPES, Fused, Reduced
 from .form import MatrixMethod, MethodSlot, dtype_named
@@ -36,12 +37,12 @@ class Scales:
     registered: dict[str, Scale] = field(default_factory=dict)
 
     def name_of(self, scale: str | Scale | None) -> str:
-        """Return a scale's name; raise ValueError if another function has that name."""
+        """Return a scale's name; raise ArgumentError if another function has that name."""
         if not callable(scale):
             return scale or UNNAMED
         name = f"{scale.__module__}.{scale.__qualname__}"
         if self.registered.setdefault(name, scale) is not scale:
-            raise ValueError(f"adjust_lr_fn: two different functions are called {name}")
+            raise ArgumentError(f"adjust_lr_fn: two different functions are called {name}")
         return name
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | Scale]:
@@ -83,10 +84,10 @@ class Methods:
             # Two optimizers may be given one method, but no two methods one name.
             shipped = SCALARS.get(algorithm.name) or MATRICES.get(algorithm.name)
             if (shipped or self.registered.setdefault(algorithm.name, algorithm)) != algorithm:
-                raise ValueError(f"algorithm: two different methods are called {algorithm.name!r}")
+                raise ArgumentError(f"algorithm: two different methods are called {algorithm.name!r}")
             return algorithm.name
         if algorithm not in (names := {*MATRICES, *SCALARS, *self.registered}):
-            raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted(names)}, or a MatrixMethod")
+            raise ArgumentError(f"unknown algorithm {algorithm!r}; expected one of {sorted(names)}, or a MatrixMethod")
         return algorithm
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | MatrixMethod]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.tensors import locals_of
+from ...names.errors import ArgumentError
 from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, MOMENTUM_DTYPE, STATE_DTYPE, STEP, ParamGroup
 from ..ground.tensors import (
     Tensors,
@@ -34,12 +35,12 @@ Slots = Mapping[str, Tensors]
 
 
 def average_dtype(param: Tensor, group: ParamGroup) -> torch.dtype:
-    """Return the dtype in which a group keeps a parameter's averages; raise ValueError if it is too narrow."""
+    """Return the dtype in which a group keeps a parameter's averages; raise ArgumentError if it is too narrow."""
     name = group.get(MOMENTUM_DTYPE) or group.get(STATE_DTYPE)
     if name is None:
         return param.dtype
     if param.dtype.itemsize > 4:
-        raise ValueError(
+        raise ArgumentError(
             f"state in {name} of a parameter of shape {tuple(param.shape)}, {param.dtype}: leave its dtype out, to "
             "keep it in that of the weight"
         )

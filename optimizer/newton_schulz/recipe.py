@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 
 from ...names.coefficients import COEFFICIENTS, CoefficientSet, Triple
+from ...names.errors import ArgumentError
 from ...names.vocabulary import MAX_STEPS_ON_ONE_GRAM
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -34,7 +35,7 @@ class Recipe:
     """The steps of Newton-Schulz, and their dtype: the arguments of `iterations.orthogonalize`.
 
     Raises:
-        ValueError: no step, another dtype, or restarts that are out of order or too few (:func:`spans`).
+        ArgumentError: no step, another dtype, or restarts that are out of order or too few (:func:`spans`).
     """
 
     coefficients: CoefficientSet = COEFFICIENTS["quintic"]
@@ -45,9 +46,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {self.dtype}")
+            raise ArgumentError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {self.dtype}")
         if self.steps < 1:
-            raise ValueError(f"Newton-Schulz needs at least one step, got steps={self.steps}")
+            raise ArgumentError(f"Newton-Schulz needs at least one step, got steps={self.steps}")
         if self.gram is not None:
             spans(self.gram, self.steps, self.dtype)
 
@@ -74,15 +75,17 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
     """Return the runs of steps ``[start, stop)`` that share a Gram matrix, when it is rebuilt after the steps ``gram``.
 
     Raises:
-        ValueError: restarts that do not rise within 1 to ``steps - 1``, or too few of them for a dtype of 16 bits.
+        ArgumentError: restarts that do not rise within 1 to ``steps - 1``, or too few of them for a dtype of 16 bits.
     """
     edges = (0, *gram, steps)
     if any(start >= stop for start, stop in pairwise(edges)):
-        raise ValueError(f"gram={tuple(gram)}: want rising restarts, each between 1 and {steps - 1} for {steps} steps")
+        raise ArgumentError(
+            f"gram={tuple(gram)}: want rising restarts, each between 1 and {steps - 1} for {steps} steps"
+        )
     runs = tuple(pairwise(edges))
     longest = max(stop - start for start, stop in runs)
     if dtype.itemsize == 2 and longest > MAX_STEPS_ON_ONE_GRAM:
-        raise ValueError(
+        raise ArgumentError(
             f"gram={tuple(gram)} takes {longest} of {steps} steps on one Gram matrix; beyond {MAX_STEPS_ON_ONE_GRAM}, "
             f"errors grow out of hand in {dtype}. Restart after e.g. gram={tuple(range(2, steps, 3))}, or use float32"
         )

@@ -13,7 +13,7 @@ import torch
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Piece, TensorLayout, stacked
-from ...names.errors import LayoutError
+from ...names.errors import ArgumentError, LayoutError
 from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import gram_is_cheaper
 
@@ -102,9 +102,9 @@ class Split:
     def __post_init__(self) -> None:
         for counts in (self.pieces, self.columns, self.interleaved):
             if min((counts,) if isinstance(counts, int) else counts, default=0) < 1:
-                raise ValueError(f"{self}: expected counts of at least 1")
+                raise ArgumentError(f"{self}: expected counts of at least 1")
         if self.interleaved > 1 and self.pieces == 1:
-            raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
+            raise ArgumentError(f"{self}: say which pieces each of the interleaved blocks has")
 
     def of(self, shape: Index, flatten: bool = False) -> Fused:
         """Return the row and column counts for a parameter of this shape, which may be flattened to a matrix."""

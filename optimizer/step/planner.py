@@ -12,6 +12,7 @@ from torch import Tensor
 from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...names.collector import gc_paused
+from ...names.errors import ArgumentError
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
@@ -33,7 +34,7 @@ class StepExecution:
     No field changes which update a parameter gets; ``form`` may change its rounding.
 
     Raises:
-        ValueError: an unknown exchange, or a number of stages below 1.
+        ArgumentError: an unknown exchange, or a number of stages below 1.
     """
 
     stages: int | None = None
@@ -53,10 +54,10 @@ class StepExecution:
 
     def __post_init__(self) -> None:
         if self.exchange not in LINKS:
-            raise ValueError(f"exchange={self.exchange!r}: expected one of {sorted(LINKS)}")
+            raise ArgumentError(f"exchange={self.exchange!r}: expected one of {sorted(LINKS)}")
         is_count = isinstance(self.stages, int) and not isinstance(self.stages, bool) and self.stages >= 1
         if self.stages is not None and not is_count:
-            raise ValueError(f"stages={self.stages!r}: expected None, or a whole number of at least 1")
+            raise ArgumentError(f"stages={self.stages!r}: expected None, or a whole number of at least 1")
 
 
 DEFAULT_EXECUTION = StepExecution()
