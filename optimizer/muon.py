@@ -49,7 +49,7 @@ from .report import (
     warn_if_unshared,
     warn_of_no_gradient,
 )
-from .restoration import load_fitting
+from .restoration import plan_restore
 from .state import (
     GroupSnapshot,
     SlotSnapshot,
@@ -60,6 +60,7 @@ from .state import (
     find_cleared,
     fresh_state,
     refuse_meta,
+    tensor_misfit,
 )
 from .step.agreement import Facts, plan_options
 from .step.planner import DEFAULT_EXECUTION, Planner, StepExecution as StepExecution
@@ -306,7 +307,8 @@ class Muon(ForModel, CollectiveOptimizer):
                 f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}"
             )
         self._follow_parameters()
-        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
+        restore, report = plan_restore(self, state_dict, tensor_misfit, Globs.of(fresh))
+        restore()
         self._has_history, self._slot_snapshot, self._restarted = True, SlotSnapshot.of(self.state), {}
         self._steps.plan_anew()
         return report

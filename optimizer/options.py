@@ -65,6 +65,11 @@ def params_of(groups: Iterable[ParamGroup]) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in groups)
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def state_options(method: MatrixMethod | None) -> Collection[str]:
     """Return the options that say how a group stores its state; they have no defaults."""
     if method is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from ..layouts.tensors import local_of
 from ..names.errors import warn_on_rank
 from ..names.resumption import (
     Globs,
@@ -27,7 +28,7 @@ from ..names.resumption import (
 from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .methods.matrix import UNNAMED
-from .options import adopt_saved_options, as_numbers, options_in_code, params_of, parse_coefficients
+from .options import adopt_saved_options, as_numbers, options_in_code, options_of, params_of, parse_coefficients
 from .state import tensor_misfit
 
 RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", *sorted(SCHEDULER_OPTIONS))
@@ -259,43 +260,47 @@ def _convert_option(live: Any, saved: Any) -> Any:
     return live.clone().fill_(float(saved)) if isinstance(live, Tensor) else saved
 
 
-def load_fitting(
+def plan_restore(
     optimizer: CollectiveOptimizer,
-    load: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
+    misfit: Misfit,
     globs: Globs,
-) -> LoadReport:
-    """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype and its device."""
-    fitted: list[FittedState] = []
+    lasting_slots: Collection[str] = (),
+) -> tuple[Callable[[], None], LoadReport]:
+    """Return a function that copies a state dict into an optimizer, and the report of that load.
 
-    def check(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        fitted.append(fit_state_dict(optimizer, state_dict, tensor_misfit, globs))
-        # torch would cast state to the parameter's dtype, and move it to its device.
-        return {"state": {}, "param_groups": fitted[0].groups}
+    Every slot keeps its tensor, and so its dtype and its device.  Users' hooks run as in torch's own load.
 
-    former_groups = list(optimizer.param_groups)  # torch puts others in their place
-    former_state = dict(optimizer.state)
+    Args:
+        misfit, globs, lasting_slots: as for `fit_state_dict`.
+    """
+    state_dict = {**state_dict}  # hooks may change it
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
+    fitted = fit_state_dict(optimizer, state_dict, misfit, globs, lasting_slots)
+    copies: list[tuple[Tensor, Tensor]] = []
+    for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
+        for param, key in zip(group["params"], fitted_group["params"], strict=True):
+            for slot, tensor in optimizer.state[param].items():
+                copies.append((local_of(tensor), local_of(fitted.state[key][slot])))
 
-    def restore(_: Optimizer) -> None:
+    def restore() -> None:
+        # State that was loaded in place is there already.  What lies in this state is copied before it is overwritten.
+        own_memory = {target.untyped_storage().data_ptr() for target, _ in copies}
+        moves = [(target, source) for target, source in copies if target.data_ptr() != source.data_ptr()]
+        for number, (target, source) in enumerate(moves):
+            if source.untyped_storage().data_ptr() in own_memory:
+                moves[number] = target, source.clone()
+        for target, source in moves:
+            target.copy_(source)
+        former_groups = [{**group} for group in optimizer.param_groups]
+        for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
+            group.update(options_of(fitted_group))
         adopt_saved_options(optimizer.param_groups, former_groups, optimizer.code_options)
-        pairs = zip(params_of(optimizer.param_groups), params_of(fitted[0].groups), strict=True)
-        for param, key in pairs:
-            loaded, slots = fitted[0].state[key], {}
-            for slot, former in former_state[param].items():
-                slots[slot] = loaded[slot].to(former.device, former.dtype)
-            optimizer.state[param] = slots
+        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            post_hook(optimizer)
 
-    # After users' hooks that may fix the state dict, and before those that look at the loaded state.
-    hooks = (
-        optimizer.register_load_state_dict_pre_hook(check),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
-    )
-    try:
-        load(state_dict)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return fitted[0].report
+    return restore, fitted.report
 
 
 class FreshStart:

@@ -26,7 +26,7 @@ from ...names.errors import LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
-from ..options import params_of
+from ..options import options_of, params_of
 from ..step.agreement import Facts, plan_facts
 from ..step.exchange import ALL_GATHER
 
@@ -126,11 +126,6 @@ def replace_params(groups: Iterable[Mapping[str, Any]], tensors: Mapping[Tensor,
         params = [tensors[param] for param in group["params"] if param in tensors]
         replaced.append({**options_of(group), "params": params})
     return replaced
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def size_of(group: SharingGroup) -> int:

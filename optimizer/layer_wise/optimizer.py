@@ -22,7 +22,6 @@ from ...algebra.box import Box
 from ...layouts.boxed_tensor import parts_of
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
-from ...layouts.tensors import local_of
 from ...names.errors import warn_on_rank
 from ...names.resumption import Globs, LoadReport, in_globs
 from ...names.vocabulary import MASTER, MUON
@@ -31,9 +30,9 @@ from ..collective import CollectiveOptimizer
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
-from ..options import COUNT_OR_NONE, FLAG, adopt_saved_options, check_rates, check_value, params_of
+from ..options import COUNT_OR_NONE, FLAG, check_rates, check_value, options_of, params_of
 from ..report import warn_of_no_gradient
-from ..restoration import fit_state_dict
+from ..restoration import plan_restore
 from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, boxed_dtensor, find_cleared, tensor_misfit
 from ..step.agreement import (
     AGREE_ON_LOAD,
@@ -56,7 +55,6 @@ from .buffers import (
     SharingGroup,
     fill_buffers,
     make_layouts,
-    options_of,
     replace_params,
     size_of,
 )
@@ -468,7 +466,7 @@ class LayerWise(CollectiveOptimizer):
         try:
             self._refuse_closed()
             self._follow_state()
-            restore, report = plan_restore(self, state_dict, Globs.of(fresh))
+            restore, report = plan_restore(self, state_dict, _local_misfit, Globs.of(fresh), {MASTER})
         except Exception as error:
             intent = intent.failed(error)
         self._agree(intent)
@@ -509,36 +507,6 @@ def shared_state(
         boxes = (Box.of(shape),) if tensor.numel() == whole.numel() else part.boxes
         state[slot] = boxed_dtensor(tensor, mesh, shape, boxes)
     return state
-
-
-def plan_restore(
-    optimizer: CollectiveOptimizer, state_dict: dict[str, Any], fresh: Globs
-) -> tuple[Callable[[], None], LoadReport]:
-    """Return a function that copies a state dict into an optimizer, and the report of that load.
-
-    Masters of parameters that start ``fresh`` keep their values.
-    """
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = pre_hook(optimizer, state_dict) or state_dict
-    fitted = fit_state_dict(optimizer, state_dict, _local_misfit, fresh, {MASTER})
-    # Copies go into the present tensors, which share memory with the stepped state.
-    copies: list[tuple[Tensor, Tensor]] = []
-    for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
-        for param, key in zip(group["params"], fitted_group["params"], strict=True):
-            for slot, tensor in optimizer.state[param].items():
-                copies.append((local_of(tensor), local_of(fitted.state[key][slot])))
-
-    def restore() -> None:
-        for target, source in copies:
-            target.copy_(source)
-        former_groups = [{**group} for group in optimizer.param_groups]
-        for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
-            group.update(options_of(fitted_group))
-        adopt_saved_options(optimizer.param_groups, former_groups, optimizer.code_options)
-        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-            post_hook(optimizer)
-
-    return restore, fitted.report
 
 
 def _local_misfit(tensor: Tensor, loaded: Any) -> str | None:

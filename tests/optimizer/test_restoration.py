@@ -242,3 +242,15 @@ def test_a_bound_of_a_schedule_may_be_none_on_either_side(saved, live, recwarn):
     assert target.param_groups[0]["max_lr"] == saved
     warned = [str(warning.message) for warning in recwarn if "hyper-parameters" in str(warning.message)]
     assert len(warned) == (saved != live) and all(f"max_lr={saved!r}, not {live!r}" in text for text in warned)
+
+
+def test_state_that_is_swapped_within_an_optimizer_is_not_lost():
+    """A state dict has the tensors of the optimizer that gave it, which the load writes to."""
+    first, second = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+    opt = Muon([first, second])
+    for value, param in enumerate((first, second), 1):
+        opt.state[param]["momentum_buffer"].fill_(value)
+    state = opt.state_dict()
+    state["state"] = {0: state["state"][1], 1: state["state"][0]}
+    opt.load_state_dict(state)
+    assert [opt.state[param]["momentum_buffer"].unique().item() for param in (first, second)] == [2, 1]
