@@ -54,7 +54,7 @@ def test_ranks_that_build_different_optimizers_are_told() -> None:
         for subject, message in zip(wanted, messages, strict=True):
             assert f"rank {ODD}: " in message and subject in message
         assert "ns_steps=0: expected at least one" in refused and ("ArgumentError: ns_steps" in refused)
-        assert refused.startswith("ValueError" if rank == ODD else "RuntimeError: ranks do not plan")
+        assert refused.startswith("ArgumentError" if rank == ODD else "RuntimeError: ranks do not plan")
         assert "parameter up is" in parameters
 
 
