@@ -112,6 +112,31 @@ def test_a_checkpoint_is_one_of_this_package_with_torchtitans_keys(uninterrupted
     assert ours.fingerprints == stock.fingerprints
 
 
+def begun(rank: int, world: int, folder: str, other: str) -> tuple[int, float, str]:
+    """The script, begun from a run of AdamW by the page's method: its steps, and what is told."""
+    with as_launched(rank, world), redirect_stdout(StringIO()) as told:
+        trainer = script("torchtitan.md")["Trainer"](folder)
+        (optimizer,) = trainer.optimizers
+        rates: list[float] = []
+        optimizer.register_step_pre_hook(lambda *_: rates.append(float(optimizer.param_groups[0]["lr"])))
+        trainer.train(begin_from=other)
+        return len(rates), rates[0], told.getvalue()
+
+
+def test_a_run_begins_from_one_of_adamw_with_its_schedule(tmp_path):
+    model = script("torchtitan.md")["Net"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(torch.arange(32)[None]).square().mean().backward()
+        optimizer.step()
+    other = muonckpt.Series(tmp_path / "adamw", model, optimizer).save(2).path
+    steps, rate, told = run(2, begun, str(tmp_path / "muon"), other)[0]
+    counts = "the state of 4 parameters goes on, that of 6 begins at zero; schedules are at their step 3; next step: 3"
+    assert f"begun from {other}: 10 weights loaded; {counts}" in told, told
+    expected, _ = run(1, rates_of_steps, str(tmp_path / "whole"), 0.02)[0]
+    assert (steps, rate) == (3, expected[3][0])
+
+
 def rates_of_steps(rank: int, world: int, folder: str, lr: float, **options: Any) -> tuple[list[list[float]], str]:
     """The rates with which the script's steps are taken, by group, and the line of a resume."""
     with as_launched(rank, world), redirect_stdout(StringIO()) as told:
