@@ -36,13 +36,14 @@ def unnamed_state(provenance: Mapping[str, object], number: str) -> UnnamedState
     """Return the error that state is known by the number of its parameter only, where names are needed."""
     if isinstance(optimizers := provenance.get(NUMBERED), list):
         lists = ", ".join(f'"{optimizer}": ["…"]' for optimizer in optimizers)
-        cure = f"write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them, "
+        cure = f"write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them"
         if len(optimizers) > 1:
-            cure += f"for each optimizer a list: {{{lists}}}"
+            cure += f", for each optimizer a list: {{{lists}}}"
         else:
             cure += (
-                'as ["first.weight", …]. If it was made of model.parameters(), the names are '
-                "[name for name, _ in model.named_parameters()]"
+                ". In the program that saved it: names = {p: name for name, p in model.named_parameters()}; "
+                "json.dump([names[p] for group in optimizer.param_groups for p in group['params']], "
+                f"open({NAMES_FILE!r}, 'w'))"
             )
     else:
         cure = (

@@ -412,7 +412,7 @@ class Begin(transformers.TrainerCallback):
     ) -> None:
         if state.global_step == 0:
             run = muonckpt.Series(self.folder, model, optimizer.optimizer, scheduler=lr_scheduler)
-            run.resume(begin_from=self.begin_from, begin_step=3)
+            state.global_step = run.resume(begin_from=self.begin_from)
 
 
 def begin(rank: int, world: int, folder: str, begin_from: str | None) -> tuple[str, list[float]]:
@@ -432,6 +432,7 @@ def begin(rank: int, world: int, folder: str, begin_from: str | None) -> tuple[s
             name_of = {parameter: name for name, parameter in trainer.model.named_parameters()}
             order = [name_of[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
             Path(folder, "checkpoint-3", "parameter_names.json").write_text(json.dumps(order))
+        assert trainer.state.global_step == 6
         return told.getvalue(), rates[0] if rates else []
 
 
@@ -443,6 +444,7 @@ def test_a_run_begins_from_one_of_adamw_as_the_page_says(tmp_path):
     assert f"begun from {other}: 21 weights loaded; {counts}" in told, told
     factor = 0.5 * (1 + math.cos(math.pi * 0.25))  # one of four steps after two of warm-up
     assert rates == pytest.approx([factor * 3e-3, factor * 0.02])
+    assert [path.name for path in (tmp_path / "muon").glob("checkpoint-*")] == ["checkpoint-6"], "as of one run"
 
 
 def with_own_buffers(rank: int, world: int, folder: str, resume: str | None = None) -> list[str]:
