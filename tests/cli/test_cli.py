@@ -82,7 +82,7 @@ FUTURE = b'{"format": "muonckpt", "version": 99}'
 SOURCES = {
     "nothing": (lambda path: path / "nothing", COMMANDS, "nothing"),
     "a file": (lambda path: path / ".metadata", COMMANDS, "give its folder"),
-    "an empty folder": (lambda path: (path / "empty").mkdir() or path / "empty", COMMANDS, "expected .metadata"),
+    "an empty folder": (lambda path: (path / "empty").mkdir() or path / "empty", COMMANDS, "found no .metadata and"),
     "rank-local metadata": (
         lambda path: (without(path, "muonckpt.json") / ".metadata").rename(path / "__0.metadata").parent,
         COMMANDS,

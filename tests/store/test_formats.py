@@ -82,7 +82,7 @@ UNREAD = {
     "OCDBT": (lambda place: write(place / "ocdbt.process_0" / "manifest.ocdbt"), "is of an OCDBT database"),
     "zarr v3 without groups": (lambda place: ungrouped(place), r"a/b/w/zarr.json is of zarr v3 whose groups lack"),
     "GGUF": (lambda place: write(place / "q4.gguf"), r"q4\.gguf is of GGUF"),
-    "nothing known": (lambda place: write(place / "notes.txt"), r"expected \.metadata in .*, found none$"),
+    "nothing known": (lambda place: write(place / "notes.txt"), r"found no \.metadata and no other known file$"),
 }
 
 

@@ -38,7 +38,7 @@ def installed(folder: Path, name: str, value: str, group: str = "muonckpt.format
 
 def test_a_plugin_is_found_where_it_is_installed_and_serves_every_command(arrays, tmp_path, monkeypatch):
     folder, values = arrays
-    with pytest.raises(muonckpt.SourceError, match=r"expected \.metadata"):
+    with pytest.raises(muonckpt.SourceError, match=r"found no \.metadata"):
         muonckpt.open(folder)
     monkeypatch.syspath_prepend(PLUGIN)
     with muonckpt.open(folder) as checkpoint:

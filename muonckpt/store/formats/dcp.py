@@ -288,7 +288,7 @@ def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
         return DamageError(f"expected {METADATA_FILE} beside {data_files[0]}, found none{unfinished}")
     if not unfinished and (other_format := _unread_format(path)):
         return SourceError(f"expected a checkpoint in {path}: {other_format}")
-    return SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}")
+    return SourceError(f"expected a checkpoint in {path}, found no {METADATA_FILE} and no other known file{unfinished}")
 
 
 _MAX_FOLDERS = 64
