@@ -242,7 +242,7 @@ def test_the_page_of_a_checkpoint_without_a_description_is_the_verdict(damage, t
     assert done.returncode == 1 and diagnosis.sentence in done.stdout
     assert data["verdict"]["sentence"] == diagnosis.sentence and "it cannot be opened" in diagnosis.sentence
     assert [one["command"] for one in data["verdict"]["remedies"]] == [one.command for one in diagnosis.remedies]
-    with pytest.raises(muonckpt.SourceError, match=r"found (none|a folder of 1 checkpoint)"):
+    with pytest.raises(muonckpt.SourceError, match="expected a checkpoint"):
         muonckpt.report(tmp_path)
 
 
