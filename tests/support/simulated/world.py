@@ -215,7 +215,7 @@ stores.Files.store = staticmethod(_store)  # type: ignore[assignment]
 
 _CALLS = (
     "open close pwrite posix_fallocate fsync fdatasync pread preadv rename replace link unlink remove mkdir rmdir stat "
-    "lstat fstat listdir scandir utime"
+    "lstat fstat listdir scandir utime urandom"
 )
 _REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _CALLS.split()}
 _pristine: dict[tuple[Any, str], Any] = {}
@@ -352,7 +352,7 @@ def _intercepts() -> dict[str, Callable[..., Any]]:
     calls = {
         call.__name__: call for call in (close, pwrite, posix_fallocate, fsync, pread, preadv, mkdir, fstat, listdir)
     }
-    calls |= {"open": opens, "fdatasync": fsync, "scandir": scandir, "utime": utime}
+    calls |= {"open": opens, "fdatasync": fsync, "scandir": scandir, "utime": utime, "urandom": _random_bytes}
     calls |= {name: moves(name) for name in ("rename", "replace", "link")}
     calls |= {name: removes(name) for name in ("unlink", "remove", "rmdir")}
     return calls | {name: asks(name) for name in ("stat", "lstat")}
@@ -459,7 +459,7 @@ def _sleep(seconds: float) -> None:
 
 
 def _random_bytes(count: int) -> bytes:
-    return current.identities.randbytes(count) if current else secrets.token_bytes(count)
+    return current.identities.randbytes(count) if current else _REAL["urandom"](count)
 
 
 class _NoTimer(SimpleNamespace):
