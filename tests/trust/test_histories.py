@@ -28,8 +28,9 @@ MOST = 2000
 PORTION = 300
 """Histories of one process."""
 
-ONCE_FAILED = ("0 9370",)
-"""The oracle took a step in a store for lost, of which a newer attempt was there, and whose removal had begun."""
+ONCE_FAILED = ("0 9370", "0 92829")
+"""The oracle took a step in a store for lost, of which a newer attempt was there, and whose removal had begun; a step
+whose removal had begun in a store was said to be damaged."""
 
 
 @contextmanager

@@ -18,7 +18,17 @@ from ...programs.signs import METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
-from ..io.location import Location, entries_of, folders_with, is_folder, is_there, kind_of, map_each, source_errors
+from ..io.location import (
+    Location,
+    Remote,
+    entries_of,
+    folders_with,
+    is_folder,
+    is_there,
+    kind_of,
+    map_each,
+    source_errors,
+)
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import HARMLESS, faults_by_files, sentence_of
@@ -326,6 +336,9 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
     last = read_verification(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
+    # In a store, a removal leaves a mark until the last file is gone; what is there until then is no step any more.
+    if isinstance(place, Remote) and is_there(place / publish.MARK):
+        return replace(step, state="incomplete", fault="it is being removed")
     # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.
     try:
         path = _checkpoint_in(place)
@@ -348,8 +361,6 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
 
 def _without_description(step: RunStep) -> RunStep:
     """Return a step in which nothing shows a format: of ours it is damaged, as only a whole one gets its name."""
-    if is_there(step.path / publish.MARK):
-        return replace(step, state="incomplete", fault="it is being removed")
     is_ours = StepName.parsed(step.name) is not None and not is_there(step.path / publish.CLAIM)
     if is_ours:
         return replace(step, fault=_NO_DESCRIPTION)

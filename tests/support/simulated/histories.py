@@ -490,6 +490,8 @@ class Oracle:
             attempt = self._attempt_in(verdict.step.name)
             if attempt is None or not (attempt.acknowledged or attempt.damaged):
                 continue  # a store may keep a part of it
+            if attempt.is_gone and verdict.step.state == "incomplete":
+                continue  # its removal has begun, and is not finished
             if verdict.is_whole == attempt.damaged and not (was_struck and not verdict.is_whole):
                 raise Wrong(f"false verdict of {verdict.step.name}: {verdict.sentence or verdict.step.state}")
         if not every:
