@@ -287,7 +287,7 @@ def plan_restore(
     def restore() -> None:
         # State that was loaded in place is there already.  What lies in this state is copied before it is overwritten.
         own_memory = {target.untyped_storage().data_ptr() for target, _ in copies}
-        moves = [(target, source) for target, source in copies if target.data_ptr() != source.data_ptr()]
+        moves = [(target, source) for target, source in copies if not target.is_set_to(source)]
         for number, (target, source) in enumerate(moves):
             if source.untyped_storage().data_ptr() in own_memory:
                 moves[number] = target, source.clone()

@@ -12,6 +12,7 @@ from support.regrouped import CHANGES, FRESH, LOADED, build, set_by_hand, state_
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from muonckpt.names.vocabulary import MOMENTUM
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.restoration import FreshStart
 
@@ -254,3 +255,18 @@ def test_state_that_is_swapped_within_an_optimizer_is_not_lost():
     state["state"] = {0: state["state"][1], 1: state["state"][0]}
     opt.load_state_dict(state)
     assert [opt.state[param]["momentum_buffer"].unique().item() for param in (first, second)] == [2, 1]
+
+
+def test_a_view_of_the_optimizers_own_momentum_is_copied_in_its_order():
+    """It begins where the momentum does, and is another matrix."""
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    optimizer = Muon([weight], lr=0.02)
+    weight.grad = torch.randn(4, 4)
+    optimizer.step()
+    state_dict = optimizer.state_dict()
+    [(key, slots)] = state_dict["state"].items()
+    view = slots[MOMENTUM].mT
+    expected = view.clone()
+    state_dict["state"] = {key: {**slots, MOMENTUM: view}}
+    optimizer.load_state_dict(state_dict)
+    assert torch.equal(optimizer.state[weight][MOMENTUM], expected)
