@@ -20,7 +20,6 @@ from ...algebra.fingerprint import as_hex, combine
 from ...names.errors import DamageError, DiskError, LayoutError, SourceError
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
-from ...record.chunks import layout_in_boxes
 from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, first_rows_of, with_chunks
 from ..formats.registry import DCP, OWN
 from ..formats.torch_save import tensor_item
@@ -321,7 +320,7 @@ class _Audit:
 
 def _tiles(tensor: StateRecord) -> bool:
     try:
-        layout_in_boxes(tensor.shape, tensor.boxes, tensor.chunks.strides)
+        tensor.chunk_layout()
     except LayoutError:
         return False
     return True
