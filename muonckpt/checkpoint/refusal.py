@@ -77,17 +77,21 @@ class Refusal:
 
     def __str__(self) -> str:
         receiver = "the objects of the run" if self.call == RESUME else "the state dict"
-        sides = ("the source", "the target") if self.checkpoint is None else (self.checkpoint.path, receiver)
+        target = "the target" if self.checkpoint is None else receiver
         step = self._translation()
         if step and self.call == RESUME:
             return (
-                f"{sides[0]} was saved with another optimizer. Begin a run in another folder, with its weights and the "
-                f"state of each parameter whose method stays: {self._line_that_begins()}"
+                f"{self._source} was saved with another optimizer. Begin a run in another folder, with its weights and "
+                f"the state of each parameter whose method stays: resume(begin_from={self._source!r})"
             )
         step = step or self._dequantisation()
         renaming = "" if step else self._renaming()
-        facts = f"{sides[0]} does not fit {sides[1]}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
+        facts = f"{self._source} does not fit {target}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
         return ". ".join(filter(None, (facts, step or renaming or self._cure())))
+
+    @property
+    def _source(self) -> str:
+        return "the source" if self.checkpoint is None else str(self.checkpoint.path)
 
     def _phrases(self, is_renamed: bool) -> Iterator[str]:
         """Yield what does not fit; where both sides have names of their own, these as a whole."""
@@ -160,9 +164,6 @@ class Refusal:
             f"convert {place} NEW --to muonckpt{program} (muonckpt inspect {place} says whose keys these are)"
         )
 
-    def _line_that_begins(self) -> str:
-        return f"resume(begin_from={str(self.checkpoint.path if self.checkpoint else '')!r})"
-
     def _dequantisation(self) -> str:
         """Return what to do about quantised weights that something else is expected for."""
         matching = self.matching
@@ -227,7 +228,8 @@ class Refusal:
             names = listed(sorted(map(repr, objects)))
             return (
                 f"It was saved without {names}, or with another kind. To go on with weights, optimizer state "
-                f"and the schedule's rates at that step, begin a run in another folder: {self._line_that_begins()}"
+                "and the schedule's rates at that step, begin a run in another folder: "
+                f"resume(begin_from={self._source!r})"
             )
         # A part without tensors that the checkpoint lacks is no model or optimizer: it can be left out as one.
         roots = {entry.path[0] for entry in self.stored.entries.values()}
