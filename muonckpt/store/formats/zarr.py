@@ -311,6 +311,8 @@ class ZarrPayloads(Payloads):
     def is_verbatim(self, name: str) -> bool:
         return name not in self._encoded
 
+    has_inner_checksums = True
+
     def has_checksum(self, chunk: Chunk) -> bool:
         return chunk.item.file in self._with_checksums
 

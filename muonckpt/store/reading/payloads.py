@@ -256,6 +256,9 @@ class Payloads:
         """Return whether `check_chunk` has a checksum to compare a chunk's bytes with."""
         return chunk.digest is not None or chunk.crc32 is not None
 
+    has_inner_checksums = False
+    """Whether the format keeps checksums inside items, which `check_item` compares."""
+
     def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
         """Compare an item with the checksum that its format keeps inside, if any.
 

@@ -152,7 +152,7 @@ class _Group:
         if place.template:
             has_frame, checksums = place.template.recorded(items)
             agree &= has_frame & (checksums == self.columns.crc32[rows])
-        else:
+        elif self.payloads.has_inner_checksums:
             agree &= self._insides_agree(rows)
         return indices, elements.view(dtype(self.dtype).bits).reshape(len(rows), *place.box.shape), agree
 
@@ -167,9 +167,7 @@ class _Group:
         return agree
 
     def _insides_agree(self, rows: Column) -> _Flags:
-        """Compare the items of rows with the checksums that their format keeps inside, if it does."""
-        if type(self.payloads).check_item is Payloads.check_item:
-            return np.ones(len(rows), np.bool_)
+        """Compare the items of rows with the checksums that their format keeps inside."""
 
         def agrees(item: Extent) -> bool:
             try:

@@ -44,6 +44,8 @@ class MemberPayloads(Payloads):
         self._checksums = checksums
         self._checked_items: set[Extent] = set()
 
+    has_inner_checksums = True
+
     def has_checksum(self, chunk: Chunk) -> bool:
         return super().has_checksum(chunk) or chunk.item in self._checksums
 
