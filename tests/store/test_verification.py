@@ -15,10 +15,12 @@ import pytest
 from support.damages import flip_last_bit
 
 import muonckpt
+from muonckpt import SourceError
 from muonckpt.names.version import VERSION
 from muonckpt.runs.run_audit import verdicts_of, verify_recorded, verify_run
 from muonckpt.runs.step_folder import StepFolder
 from muonckpt.store.io.location import entries_of, location
+from muonckpt.store.io.publish import MARK
 from muonckpt.store.io.regular import Pace
 from muonckpt.store.verify.audit import verify
 from muonckpt.store.verify.run import StepName, last_verification, run_of
@@ -129,6 +131,13 @@ def test_checkpoints_that_are_gone_leave_the_record(run):
     assert recorded(run) == ["step-00000002", "step-00000003"]
 
 
+def test_a_draft_of_a_process_that_was_killed_leaves_the_record(run):
+    (run / RECORD).mkdir()
+    (run / RECORD / f".{uuid.uuid4().hex}").write_text("{")
+    assert verify_recorded(run / "step-00000003", verify)[2] == ""
+    assert [entry.name for entry in (run / RECORD).iterdir()] == ["step-00000003"]
+
+
 @pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"timestamp": []}'])
 def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
     (run / RECORD).mkdir()
@@ -216,6 +225,15 @@ def test_a_store_keeps_an_object_for_each_checkpoint(run):
     assert last_verification(place / "step-00000003").verdict == "whole"
     assert muonckpt.inspect(place / "step-00000003").verified is not None
     assert [step.verified is not None for step in run_of(place).steps] == [True] * 3
+
+
+def test_a_step_of_a_store_whose_removal_has_begun_is_being_removed(run):
+    place = location(f"memory://{uuid.uuid4().hex}/run")
+    place.fs.put(str(run), place.path, recursive=True)
+    (place / "step-00000003" / MARK).write(b"")
+    for look in (muonckpt.verify, muonckpt.inspect):
+        with pytest.raises(SourceError, match="step-00000003 is being removed"):
+            look(place / "step-00000003")
 
 
 def test_a_series_leaves_the_record_alone(run):

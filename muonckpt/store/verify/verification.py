@@ -6,6 +6,7 @@ that is changed, copied or restored has other files, and no entry.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -94,11 +95,13 @@ def look_at_files(place: Location) -> FilesState:
 
 @contextmanager
 def unless_removed(place: Location) -> Iterator[None]:
-    """Raise `RemovedError` if a checkpoint was removed, whole or in part, while the block read it.
+    """Raise `RemovedError` if a checkpoint is being removed, or was, whole or in part, while the block read it.
 
     A removal begins with a rename, or a mark in a store; other programs delete one file after another.
     """
     before = _names_at(place)
+    if MARK in before:
+        raise RemovedError(f"{place} is being removed")
     try:
         yield
     except (SourceError, OSError) as error:
@@ -110,7 +113,7 @@ def unless_removed(place: Location) -> Iterator[None]:
 def _refuse_removed(place: Location, before: set[str], cause: Exception | None) -> None:
     now = _names_at(place)
     missing = sorted(before - now)
-    if "" in missing or MARK in now - before:
+    if "" in missing or MARK in now:
         raise RemovedError(f"{place} was removed while it was read") from cause
     if missing:
         raise RemovedError(f"{place} lost files while it was read: {listed(missing, 3)} was removed") from cause
@@ -225,14 +228,30 @@ def _write_entry(place: Location, text: bytes) -> None:
     if is_link(record):
         raise OSError(f"{record} is a symbolic link, expected a folder")
     record.mkdir(exist_ok=True)
-    # The file changes at once.
-    draft = record / f".{os.urandom(16).hex()}"
+    with _locked(record) as is_locked:
+        # The file changes at once.
+        draft = record / f".{os.urandom(16).hex()}"
+        try:
+            write_synced(draft, text)
+            draft.replace(record / place.name)
+        finally:
+            draft.unlink(missing_ok=True)
+        # Checkpoints that are gone leave the record, and so do drafts of processes that were killed.
+        for entry in record.iterdir():
+            if (is_locked or not entry.name.startswith(".")) and not is_there(place.parent / entry.name):
+                entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder's lock, which the system lifts when this process dies; yield whether there are such locks."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_locked = True
     try:
-        write_synced(draft, text)
-        draft.replace(record / place.name)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            is_locked = False
+        yield is_locked
     finally:
-        draft.unlink(missing_ok=True)
-    # Checkpoints that are gone leave the record.
-    for entry in record.iterdir():
-        if not entry.name.startswith(".") and not is_there(place.parent / entry.name):
-            entry.unlink(missing_ok=True)
+        os.close(handle)
