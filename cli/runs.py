@@ -24,8 +24,8 @@ def print_run(history: RunHistory) -> None:
 
 
 def exit_code(run: Run) -> int:
-    """Return 1 if a step is damaged, 3 if the newest whole one is not known, as a later one cannot be read; else 0."""
-    return 1 if any(step.state == "damaged" for step in run.steps) else 3 if run.unread else 0
+    """Return 1 if a step is faulty, 3 if the newest whole one is not known, as a later one cannot be read; else 0."""
+    return 1 if any(step.state == "faulty" for step in run.steps) else 3 if run.unread else 0
 
 
 def newest_whole(run: Run, count: int = 1) -> list[Location]:

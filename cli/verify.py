@@ -125,10 +125,10 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
         print_line(f"newest whole  {_newest_whole(run)}")
-        damaged = [step for step in verified_steps.values() if step.state == "damaged"]
-        if damaged:
-            newest_damaged = max(damaged, key=lambda step: (step.step, step.attempt))
-            print_line(f"next: {command('verify', newest_damaged.path)} (what to do about {newest_damaged.name})")
+        faulty = [step for step in verified_steps.values() if step.state == "faulty"]
+        if faulty:
+            newest_faulty = max(faulty, key=lambda step: (step.step, step.attempt))
+            print_line(f"next: {command('verify', newest_faulty.path)} (what to do about {newest_faulty.name})")
         print_duration()
     if any(verdict.is_damaged for verdict in verdicts):
         return 1

@@ -50,7 +50,7 @@ class StepVerdict:
     @property
     def is_damaged(self) -> bool:
         """True if it is not whole, or is refused although it looked whole: an alarm stays on."""
-        return self.step.state == "damaged"
+        return self.step.state == "faulty"
 
     @property
     def is_unread(self) -> bool:
@@ -128,7 +128,7 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
     for step in sorted(run.steps, key=order) if every else reversed(run.steps):
         # A step that has lost a file is not read, unless all are requested; others cannot be.
         verdict = StepVerdict(step)
-        if step.is_complete or (every and step.state == "damaged"):
+        if step.is_complete or (every and step.state == "faulty"):
             verdict = _verdict(step, auditor)
         yield verdict
         if not (verdict.step.has_loss or every):
@@ -143,7 +143,7 @@ def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
         return StepVerdict(replace(unread, state="unread", fault=str(error)))
     except SourceError as error:
         if is_there(step.path) and not isinstance(error, RemovedError):
-            return StepVerdict(replace(unread, state="damaged", fault=str(error)))
+            return StepVerdict(replace(unread, state="faulty", fault=str(error)))
         return StepVerdict(replace(unread, state="incomplete", fault="it was removed while it was read"))
-    state: State = "damaged" if entry.sentence else "whole"
+    state: State = "faulty" if entry.sentence else "whole"
     return StepVerdict(replace(step, state=state, fault=entry.sentence, verified=entry), report, note)

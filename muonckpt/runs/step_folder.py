@@ -110,7 +110,7 @@ class StepFolder:
             if step.state == "unread":
                 raise SourceError(step.fault)
             return step
-        fault = step.fault if step.state == "damaged" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
+        fault = step.fault if step.state == "faulty" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
         return replace(step, state="incomplete", fault=fault, is_complete=False)
 
     def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:

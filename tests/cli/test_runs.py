@@ -34,7 +34,7 @@ def test_inspect_prints_a_table_of_steps_that_fits_80_columns(run):
         ["step", "state"],
         ["step-00000001", "whole"],
         ["step-00000002", "whole"],
-        ["step-00000003", "damaged"],
+        ["step-00000003", "faulty"],
     ]
     assert max(map(len, table)) <= 80
     assert "newest whole  step-00000002, by names and sizes of files; not verified yet" in lines
@@ -52,7 +52,7 @@ def test_a_view_of_a_run_is_that_of_its_newest_whole_step(run):
     done = called("inspect", run, "--groups")
     assert done.stdout == printed(0, "inspect", run / "step-00000002", "--groups")
     assert "the newest whole: step-00000002" in done.stderr
-    assert "note: step-00000003 is newer and passed over: it is damaged: rank 0's file " in done.stderr
+    assert "note: step-00000003 is newer and passed over: it is faulty: rank 0's file " in done.stderr
 
 
 def test_no_step_is_taken_for_the_newest_whole_one_while_a_newer_one_cannot_be_read(run, monkeypatch):
@@ -146,7 +146,7 @@ def test_verify_says_the_same_of_a_run_however_often_it_is_asked(run):
     assert "step-00000003: faulty: " in first and printed(1, "verify", run) == first
     (run / "step-00000003" / "__0_0.distcp").unlink()
     lines = printed(1, "verify", run).splitlines()
-    assert lines[0].startswith("step-00000003: damaged, not verified: rank 0's file __0_0.distcp is missing: ")
+    assert lines[0].startswith("step-00000003: faulty, not verified: rank 0's file __0_0.distcp is missing: ")
     assert lines[-2] == f"newest whole  {run / 'step-00000002'}"
 
 
@@ -236,7 +236,7 @@ def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path
     assert Path(found["checkpoint"]).name == "step-00000002"
     assert Path(found["since"]).name == "step-00000001"
     reported = printed(1, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
-    assert "1 of 3 steps not whole: step-00000003 (damaged)" in reported
+    assert "1 of 3 steps not whole: step-00000003 (faulty)" in reported
 
 
 def test_a_run_is_planned_and_rewritten_as_its_newest_whole_step_and_sizes_agree(run, tmp_path):

@@ -249,9 +249,9 @@ def test_the_page_of_a_run_has_its_steps(driver, damaged):
     shown(driver, driver.place / "run.html")
     assert keys_shown(driver, "#steps") == ["step-00000001", "step-00000002", "step-00000002.2"]
     said = text(driver, "#verdict")
-    assert "step-00000002 is damaged: rank 2's file __2_0.distcp is missing" in said
+    assert "step-00000002 is faulty: rank 2's file __2_0.distcp is missing" in said
     assert "step-00000002.2, verified" in said
-    parts = ("1 of 3 steps not whole: ", "newest whole: ", "is damaged: ", "What to do")
+    parts = ("1 of 3 steps not whole: ", "newest whole: ", "is faulty: ", "What to do")
     assert [*parts] == sorted(parts, key=said.index), "one box has all, in this order"
     place = "return document.querySelector('#verdict').getBoundingClientRect().bottom < innerHeight"
     assert driver.execute_script(place), "it is on the first screen"

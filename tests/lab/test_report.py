@@ -254,8 +254,8 @@ def test_the_page_of_a_run_has_norms_and_drift_of_every_step(run, tmp_path):
     page = muonckpt.report_run(tmp_path / "run")
     data = data_of(page.html())
     assert [step["name"] for step in data["steps"]] == [f"step-000000{step}" for step in (10, 20, 30)]
-    assert [step["state"] for step in data["steps"]] == ["whole", "whole", "damaged"]
-    assert data["newest_whole"] == "step-00000020" and "step-00000030 (damaged)" in data["verdict"]["sentence"]
+    assert [step["state"] for step in data["steps"]] == ["whole", "whole", "faulty"]
+    assert data["newest_whole"] == "step-00000020" and "step-00000030 (faulty)" in data["verdict"]["sentence"]
     remedies = muonckpt.verify(tmp_path / "run" / "step-00000030").diagnosis.remedies
     assert data["verdict"]["remedies"] == [{"command": one.command, "gives": one.gives} for one in remedies]
     measured = [muonckpt.stats(run / step, spectra=False).tensors for step in ("10", "20")]
@@ -338,7 +338,7 @@ def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
     (tmp_path / "run" / "step-00000040").mkdir()
     (tmp_path / "run" / "step-00000040" / ".muonckpt.saving").touch()  # as in a store
     page = muonckpt.report_run(tmp_path / "run", stats="none")
-    named = "step-00000040 (incomplete), step-00000010 (damaged)"
+    named = "step-00000040 (incomplete), step-00000010 (faulty)"
     assert page.diagnosis.sentence == f"2 of 4 steps not whole: {named}"
     assert page.diagnosis.remedies[0].command == f"muonckpt verify {tmp_path / 'run' / 'step-00000030'}"
     assert [one.command for one in page.diagnosis.remedies[1:]] == commands

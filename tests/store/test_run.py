@@ -112,8 +112,8 @@ def test_damage_and_half_written_steps_are_told_from_whole_ones(run):
     assert {step.name: step.state for step in history.steps} == {
         "step-00000010": "whole",
         "step-00000020": "whole",
-        "step-00000030": "damaged",
-        "step-00000050": "damaged",  # what has its last name was published whole
+        "step-00000030": "faulty",
+        "step-00000050": "faulty",  # what has its last name was published whole
     }
     assert history.steps[3].fault.startswith("it has lost muonckpt.json and .metadata")
     assert "rank 0's file __0_0.distcp is missing" in history.steps[2].fault
@@ -144,7 +144,7 @@ def test_what_the_program_would_resume_from_is_compared_with_what_is_whole(file,
     (run / file).write_text(text)
     assert dict(overview_of_run(look_at_run(run)))["latest"] == f"the file {file} says {text.strip()}"
     (run / "step-00000030" / "__0_0.distcp").unlink()
-    assert "which is damaged" in dict(overview_of_run(look_at_run(run)))["latest"]
+    assert "which is faulty" in dict(overview_of_run(look_at_run(run)))["latest"]
     shutil.rmtree(run / "step-00000030")
     assert "which is not here" in dict(overview_of_run(look_at_run(run)))["latest"]
 
@@ -179,5 +179,5 @@ def test_a_run_in_a_store_is_looked_at_alike(run):
     assert states(str(place)) == states(run)
     place.fs.rm_file(f"{place.path}/step-00000030/__0_0.distcp")
     history = history_of(place)
-    assert [step.state for step in history.steps] == ["whole", "whole", "damaged"]
+    assert [step.state for step in history.steps] == ["whole", "whole", "faulty"]
     assert all(step.saved is not None and step.bytes for step in history.steps)

@@ -34,7 +34,7 @@ from ..open_checkpoint import OpenCheckpoint
 from .damage import HARMLESS, faults_by_files, sentence_of
 from .verification import FilesState, Verification, look_at_files, read_verification
 
-State = Literal["whole", "damaged", "incomplete", "unread"]
+State = Literal["whole", "faulty", "incomplete", "unread"]
 
 _OURS = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -93,7 +93,7 @@ class RunStep:
         path: of the checkpoint: that folder, or the only folder in it that holds a checkpoint.
         step: the number in its name.
         attempt: which attempt at this step it is, from 1.
-        state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
+        state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"faulty"``,
             ``"incomplete"`` if nothing in it describes a checkpoint, or it is being written or removed; or ``"unread"``
             if this package does not read it, or it cannot be read now: then nothing is known of it.
         fault: one sentence; empty if it is whole.
@@ -323,7 +323,7 @@ def look_at_step(place: Location, name: StepName, visit: Visit = _ignore) -> Run
     try:
         step = _examine_step(place, files_before, name, visit)
     except OSError as error:  # a file was gone that had been listed
-        step = RunStep(place.name, place, *name, "damaged", str(error), files_before.bytes, None)
+        step = RunStep(place.name, place, *name, "faulty", str(error), files_before.bytes, None)
     # Files that come or go meanwhile are of a save or a removal.
     if step.state == "whole" or look_at_files(place) == files_before:
         return step
@@ -335,7 +335,7 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
     # The last verification counts only if the files are the same as then.
     last = read_verification(place)
     last = last if last and last.files == files.digest else None
-    step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
+    step = RunStep(place.name, place, *name, "faulty", "", files.bytes, files.last_write, verified=last)
     # In a store, a removal leaves a mark until the last file is gone; what is there until then is no step any more.
     if isinstance(place, Remote) and is_there(place / publish.MARK):
         return replace(step, state="incomplete", fault="it is being removed")
@@ -356,7 +356,7 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
     # The last verification has read all bytes.
     fault = last.sentence if last and not last.is_whole else sentence_of(damage, findings)
     is_complete = not damage and {finding.kind for finding in findings} <= HARMLESS - {"manifest"}
-    return replace(step, state="damaged" if fault else "whole", fault=fault, is_complete=is_complete)
+    return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=is_complete)
 
 
 def _without_description(step: RunStep) -> RunStep:

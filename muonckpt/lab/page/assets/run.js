@@ -1,7 +1,7 @@
 // The page about a run: its steps, how sizes, norms and drift went, and what was found at each step.
 
 const STEPS = DATA.steps;
-const STATES = { whole: "\u2713", damaged: "\u2715", incomplete: "\u25cb", unread: "?" };
+const STATES = { whole: "\u2713", faulty: "\u2715", incomplete: "\u25cb", unread: "?" };
 
 function when(seconds) {
   return seconds === null ? "" : new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ");
