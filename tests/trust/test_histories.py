@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.forked import alone
 from support.simulated import world
-from support.simulated.histories import ROOT, drawn, fault_of, shrunk, traced
+from support.simulated.histories import ROOT, Damage, Program, drawn, fault_of, shrunk, traced
 from support.trials import SEED, count, tally
 
 from muonckpt.checkpoint.async_saving import AsyncSave
@@ -27,10 +27,6 @@ MOST = 2000
 
 PORTION = 300
 """Histories of one process."""
-
-ONCE_FAILED = ("0 9370", "0 92829")
-"""The oracle took a step in a store for lost, of which a newer attempt was there, and whose removal had begun; a step
-whose removal had begun in a store was said to be damaged."""
 
 
 @contextmanager
@@ -53,12 +49,27 @@ def tried(seeds: list[str]) -> list[str | None]:
 
 
 def test_no_history_loses_or_mixes_anything():
-    seeds = [*ONCE_FAILED, *(f"{SEED} {number}" for number in range(count(300, 10_000)))]
+    seeds = [f"{SEED} {number}" for number in range(count(300, 10_000))]
     with tally("histories from one seed") as row:
         for number in range(0, len(seeds), PORTION):
             portion = seeds[number : number + PORTION]
             for seed, fault in zip(portion, alone(tried, portion, timeout=1800), strict=True):
                 row.add(seed, fault)
+
+
+def killed_in_a_removal(calls: range) -> list[str | None]:
+    """A step is saved three times in a store; the rank is killed at a call, and the last attempt is cut."""
+    with simulation():
+        faults = []
+        for at in calls:
+            saving = Program(2, ("save", "replace", "replace"), kill=(0, at, True))
+            faults.append(fault_of("0 9370", (saving, Damage(1, 0, 0.4, "cut"), Program())))
+        return faults
+
+
+def test_an_attempt_whose_removal_has_begun_is_not_expected():
+    """Where a newer one was published, though that is damaged later: the oracle has taken this for a loss."""
+    assert not any(alone(killed_in_a_removal, range(106, 116), timeout=600))
 
 
 def traces(seeds: list[str]) -> list[Any]:
@@ -171,16 +182,16 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "known"),
     [
-        (unsynced_folders, 1),
-        (rename_before_the_data, 4),
-        (removal_before_the_rename, 1),
-        (record_before_the_check, 165),
-        (existence_that_swallows_errors, 284),
-        (lock_left, 206),
-        (step_number_used_twice, 0),
+        (unsynced_folders, 2),
+        (rename_before_the_data, 2),
+        (removal_before_the_rename, 3),
+        (record_before_the_check, 159),
+        (existence_that_swallows_errors, 584),
+        (lock_left, 276),
+        (step_number_used_twice, 10),
         (retention_of_the_only_whole_step, 3),
-        (async_error_dropped, 5),
-        (temporary_folder_taken_for_a_step, 18),
+        (async_error_dropped, 8),
+        (temporary_folder_taken_for_a_step, 12),
     ],
 )
 def test_a_planted_defect_is_found(plant, known):

@@ -27,15 +27,16 @@ class Node:
         kept: bytes of a file that are on the disk.
         changes: later ones, as offset and bytes; zeros that may be missing where only the length changes.
         names: what is in a folder, as the last power loss left it.
+        written, changed: its times.
     """
 
     number: int
     is_folder: bool
+    written: int
+    changed: int
     kept: bytes = b""
     changes: list[tuple[int, bytes]] = field(default_factory=list)
     names: dict[str, Node] = field(default_factory=dict)
-    written: int = 0
-    changed: int = 0
 
 
 @dataclass
@@ -55,33 +56,27 @@ class Disk:
         self.root, self.now = root, 1_700_000_000 * 10**9
         MKDIR(root)
         self.orders_names, self.created_nodes = False, 0
-        self.device = STAT(root).st_dev
         self.nodes: dict[int, Node] = {}
         self.log: list[Renaming] = []
-        self.top = self._new(STAT(root))
+        self.top = self._new(root)
 
-    def _new(self, status: os.stat_result) -> Node:
+    def _new(self, path: str) -> Node:
         self.created_nodes += 1
-        node = Node(self.created_nodes, stat.S_ISDIR(status.st_mode))
-        node.written = node.changed = self.now
+        status = STAT(path)
+        node = Node(self.created_nodes, stat.S_ISDIR(status.st_mode), self.now, self.now)
         self.nodes[status.st_ino] = node
         return node
 
-    def node(self, place: str | int) -> Node:
-        return self.nodes[STAT(place, follow_symlinks=isinstance(place, int)).st_ino]
-
-    def found(self, path: str) -> Node | None:
-        """The node of a name; None if there is none."""
+    def node(self, place: str | int) -> Node | None:
+        """The node of a name or of an open file; None if there is none."""
         try:
-            return self.node(path)
+            return self.nodes.get(STAT(place, follow_symlinks=isinstance(place, int)).st_ino)
         except OSError:
             return None
 
     def shown(self, status: os.stat_result) -> os.stat_result:
         """The status of a file, with its number and the times of the simulation."""
-        node = self.nodes.get(status.st_ino) if status.st_dev == self.device else None
-        if node is None:
-            return status
+        node = self.nodes[status.st_ino]
         values = [*status[:10]]
         values[1], values[7:10] = node.number, [node.written // 10**9, node.written // 10**9, node.changed // 10**9]
         times = {"st_mtime": node.written / 1e9, "st_mtime_ns": node.written, "st_ctime_ns": node.changed}
@@ -89,33 +84,32 @@ class Disk:
 
     # --- what calls have changed, after they have done it -----------------------------------------------------------
 
-    def created(self, path: str) -> None:
-        folder, name = self._split(path)
-        self._renamed(Renaming(self._new(STAT(path)), None, (folder, name)))
+    def touched(self, *nodes: Node) -> None:
+        self.now += 1
+        for node in nodes:
+            node.written = node.changed = self.now
 
     def wrote(self, node: Node, offset: int, data: bytes) -> None:
         node.changes.append((offset, data))
-        self.now += 1
-        node.written = node.changed = self.now
+        self.touched(node)
 
-    def moved(self, node: Node, source: str | None, target: str | None) -> None:
+    def renamed(self, node: Node | None, source: str | None, target: str | None) -> None:
+        """Note that a node, or a new one, has lost a name, got one, or both at once."""
+        if node is None:
+            assert target is not None
+            node = self._new(target)
         places = [None if path is None else self._split(path) for path in (source, target)]
-        self._renamed(Renaming(node, *places))
+        self.log.append(Renaming(node, *places))
+        self.touched(*(place[0] for place in places if place is not None))
+        node.changed = self.now
 
     def _split(self, path: str) -> tuple[Node, str]:
         folder, _, name = path.rpartition("/")
-        return self.node(folder), name
+        node = self.node(folder)
+        assert node is not None
+        return node, name
 
-    def _renamed(self, change: Renaming) -> None:
-        self.log.append(change)
-        self.now += 1
-        change.node.changed = self.now
-        for place in (change.source, change.target):
-            if place is not None:
-                place[0].written = place[0].changed = self.now
-
-    def synced(self, handle: int) -> None:
-        node = self.node(handle)
+    def synced(self, node: Node, handle: int) -> None:
         if not node.is_folder:
             readable = OPEN(f"/proc/self/fd/{handle}", os.O_RDONLY)
             node.kept, node.changes = PREAD(readable, 1 << 30, 0), []
@@ -133,40 +127,37 @@ class Disk:
         cut = dice.randint(last + 1, len(self.log)) if keeps else last + 1
         for at, change in enumerate(self.log):
             if at < cut if self.orders_names else change.is_synced or dice.random() < keeps:
-                self._apply(change)
-        self.log = []
+                _apply(change)
         # The same nodes in a new folder.
         shutil.rmtree(self.root)
-        self.nodes = {}
+        self.log, self.nodes = [], {}
         self._build(self.top, self.root, {}, dice, keeps)
-
-    @staticmethod
-    def _apply(change: Renaming) -> None:
-        if change.source is not None:
-            folder, name = change.source
-            if folder.names.get(name) is not change.node:  # what made this name was lost
-                return
-            del folder.names[name]
-        if change.target is not None:
-            folder, name = change.target
-            folder.names[name] = change.node
 
     def _build(self, node: Node, path: str, places: dict[Node, str], dice: random.Random, keeps: float) -> None:
         if node in places:
             LINK(places[node], path)
-            return
-        if node.is_folder:
+        elif node.is_folder:
             MKDIR(path)
             for name, child in node.names.items():
                 self._build(child, f"{path}/{name}", places, dice, keeps)
         else:
-            if node.changes:
-                node.kept, node.changes = _torn(node, dice, keeps), []
+            node.kept, node.changes = _torn(node, dice, keeps), []
             handle = OPEN(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             os.write(handle, node.kept)
             CLOSE(handle)
             places[node] = path
         self.nodes[STAT(path).st_ino] = node
+
+
+def _apply(change: Renaming) -> None:
+    if change.source is not None:
+        folder, name = change.source
+        if folder.names.get(name) is not change.node:  # what made this name was lost
+            return
+        del folder.names[name]
+    if change.target is not None:
+        folder, name = change.target
+        folder.names[name] = change.node
 
 
 def _torn(node: Node, dice: random.Random, keeps: float) -> bytes:

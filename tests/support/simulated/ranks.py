@@ -8,7 +8,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import device_mesh, distributed_c10d as c10d
 from torch.testing._internal.distributed.multi_threaded_pg import WorldData, ret_work
 
 
@@ -40,10 +41,8 @@ class Process:
 
     name: str
     rank: int = 0
-    peers: list[Process] = field(default_factory=list)
     memory: dict[tuple[Any, str], Any] = field(default_factory=dict)
     handlers: dict[int, Any] = field(default_factory=dict)
-    handles: set[int] = field(default_factory=set)
     calls: int = 0
     kill_at: int = 0
     loses_power: bool = False
@@ -178,17 +177,16 @@ class Schedule:
 # --- memory of processes: variables of modules ------------------------------------------------------------------------
 
 _VARIABLE = re.compile(r"_?[a-z]\w*")
+_KINDS = ("WeakKeyDictionary", "AgreedPlans")
 
 
 def variables() -> Iterator[tuple[Any, str]]:
     """The variables of the package's modules that a process changes."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("muonckpt"):
-            for key, value in list(vars(module).items()):
-                if _VARIABLE.fullmatch(key) and (
-                    isinstance(value, dict | list | set) or type(value).__name__ in ("WeakKeyDictionary", "AgreedPlans")
-                ):
-                    yield module, key
+        for key, value in list(vars(module).items()) if name.startswith("muonckpt") else ():
+            is_changing = isinstance(value, dict | list | set) or type(value).__name__ in _KINDS
+            if is_changing and _VARIABLE.fullmatch(key):
+                yield module, key
 
 
 def fresh_memory(pristine: dict[tuple[Any, str], Any]) -> dict[tuple[Any, str], Any]:
@@ -208,88 +206,68 @@ def leave(process: Process) -> None:
         process.memory[module, name] = getattr(module, name)
 
 
-# --- what threads wait for --------------------------------------------------------------------------------------------
+# --- what stands in for threads and groups ---------------------------------------------------------------------------
 
 
-def simulated_threading(schedule: Callable[[], Schedule | None]) -> Any:
-    """``threading`` for `concurrent.futures`, whose conditions wait for turns."""
+def stand_ins(schedule: Callable[[], Schedule | None]) -> list[tuple[Any, str, Any]]:
+    """What waits for turns, as owner, name and value."""
 
-    class Condition(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            running = schedule()
-            if running is None or running.task is None:
-                return super().wait(timeout)
-            told = [False]
-            self.tellers = [*getattr(self, "tellers", ()), told]
-            self.release()
-            try:
-                running.wait(lambda: told[0])
-            finally:
-                self.acquire()
-            return True
+    def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(future: Future[Any], timeout: float | None = None) -> Any:
+            if running := schedule():
+                running.wait(future.done)
+            return function(future, timeout)
 
-        def notify_all(self) -> None:
-            for told in getattr(self, "tellers", ()):
-                told[0] = True
-            super().notify_all()
+        return call
 
-    class Event:
-        def __init__(self) -> None:
-            self.is_set = False
+    class Pool:
+        """A pool of threads: one thread works when its turn comes, several work at the call."""
 
-        def set(self) -> None:
-            self.is_set = True
+        def __init__(self, threads: int, *name: str) -> None:
+            self.is_one, self.last = threads == 1 and bool(name), None
 
-        def wait(self, timeout: float | None = None) -> bool:
-            running = schedule()
-            assert running is not None
-            running.wait(lambda: self.is_set)
-            return True
+        def __enter__(self) -> Pool:
+            return self
 
-    return SimpleNamespace(**{**vars(threading), "Condition": Condition, "Event": Event})
+        def __exit__(self, *error: object) -> None: ...
 
+        def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+            future, running, former = Future[Any](), schedule(), self.last
+            assert running is not None and running.task is not None
 
-class InTurn:
-    """A pool of one thread, which works when its turn comes."""
+            def work() -> None:
+                running.wait(lambda: former not in running.tasks)
+                try:
+                    future.set_result(function(*args))
+                except Exception as error:
+                    future.set_exception(error)
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._pending, self._task = schedule, list[Any](), None
+            if self.is_one:
+                self.last = running.spawn(running.task.process, work)
+            else:
+                work()
+            return future
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        self._pending.append((function, args))
-        if self._task is None or self._task not in self._schedule.tasks:
-            assert self._schedule.task is not None
-            self._task = self._schedule.spawn(self._schedule.task.process, self._work)
+        def map(self, function: Callable[..., Any], *values: Any) -> list[Any]:
+            return [function(*each) for each in zip(*values, strict=False)]
 
-    def _work(self) -> None:
-        while self._pending:
-            function, args = self._pending.pop(0)
-            function(*args)
+        def shutdown(self, wait: bool = True) -> None:
+            if wait and (running := schedule()):
+                running.wait(lambda: self.last not in running.tasks)
 
-    def shutdown(self) -> None:
-        self._schedule.wait(lambda: self._task not in self._schedule.tasks)
+    def wait_for(waiting: Sequence[Future[Any]]) -> None:
+        for future in waiting:
+            future.exception()
 
-
-class AtOnce:
-    """A pool that works at the call."""
-
-    def __init__(self, *args: Any) -> None: ...
-
-    def __enter__(self) -> AtOnce:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def map(self, function: Callable[..., Any], *values: Any) -> list[Any]:
-        return [function(*each) for each in zip(*values, strict=False)]
+    return [
+        (Future, "result", in_turn(Future.result)),
+        (Future, "exception", in_turn(Future.exception)),
+        (futures, "wait", wait_for),
+        (futures, "ThreadPoolExecutor", Pool),
+        (c10d, "_new_process_group_helper", _new_group_helper),
+        (device_mesh, "_resolve_process_group", _group_named),
+        *((c10d, name, lambda *args: None) for name in _OF_THE_REAL_PROCESS),
+    ]
 
 
 # --- a process group of threads ---------------------------------------------------------------------------------------
@@ -382,30 +360,29 @@ class SimulatedWorld:
     def __init__(
         self, schedule: Schedule, step: Callable[[str, str], Any], peers: list[Process], rank: int, store: Any
     ) -> None:
-        self.schedule, self.step, self.peers = schedule, step, peers
+        self.schedule, self.step, self.peers, self.store = schedule, step, peers, store
         self.data = WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
-        self.store = store
-        self.data.default_pg = self.group(f"world {peers[0].name}", list(range(len(peers))), rank)
         self.data.simulated = self
+        if len(peers) > 1:
+            self.data.default_pg = self.group(f"world {peers[0].name}", list(range(len(peers))), rank)
 
     def group(self, name: str, ranks: list[int], rank: int) -> Group:
         group = Group(self, name, ranks, rank)
         self.data.pg_map[group] = ("gloo", self.store)
-        self.data.pg_names[group] = name
+        self.data.pg_names[group] = self.data.pg_to_tag[group] = name
         self.data.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
         self.data.pg_backend_config[group] = "cpu:gloo"
-        self.data.pg_to_tag[group] = name
         self.data.tags_to_pg[name] = [group]
         return group
 
 
-OF_THE_REAL_PROCESS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
+_OF_THE_REAL_PROCESS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
 """Functions of torch that know one rank a process."""
 
 _NEW_GROUP = c10d._new_process_group_helper
 
 
-def new_group_helper(
+def _new_group_helper(
     size: int, rank: int, ranks: list[int], backend: Any, store: Any, name: str, *args: Any, **more: Any
 ) -> Any:
     """Make a group of the simulation where gloo is asked for."""
@@ -413,3 +390,7 @@ def new_group_helper(
         return _NEW_GROUP(size, rank, ranks, backend, store, name, *args, **more)
     world = c10d._world.simulated  # type: ignore[attr-defined]
     return world.group(name, list(ranks), rank), store
+
+
+def _group_named(name: str) -> Any:
+    return next(group for group, known in c10d._world.pg_names.items() if known == name)

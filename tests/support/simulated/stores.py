@@ -57,15 +57,19 @@ class Files(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """The store of the machine that runs now, as fsspec has it."""
 
     protocol = PROTOCOL
-    store: Callable[[], Store]
+    machine: Callable[[], Any]
+
+    @property
+    def store(self) -> Store:
+        return type(self).machine().store  # type: ignore[no-any-return]
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
-        self._asked(path)
+        self.store.ask(path)
         return self._info(path)
 
     def _info(self, path: str) -> dict[str, Any]:
-        objects = type(self).store().objects
+        objects = self.store.objects
         if path in objects:
             data, written = objects[path]
             return {"name": path, "size": len(data), "type": "file", "mtime": written / 1e9, "ETag": str(written)}
@@ -73,16 +77,12 @@ class Files(fsspec.AbstractFileSystem):  # type: ignore[misc]
             return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
-    def _asked(self, path: str) -> None:
-        type(self).store().ask(path)
-
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         path = self._strip_protocol(path)
-        self._asked(path)
-        if self._info(path)["type"] == "file":
+        if self.info(path)["type"] == "file":
             names = {path}
         else:
-            below = [name[len(path) + 1 :] for name in type(self).store().objects if name.startswith(f"{path}/")]
+            below = [name[len(path) + 1 :] for name in self.store.objects if name.startswith(f"{path}/")]
             names = {f"{path}/{name.partition('/')[0]}" for name in below}
         return [self._info(name) if detail else name for name in sorted(names)]
 
@@ -91,13 +91,13 @@ class Files(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         path = self._strip_protocol(path)
-        self._asked(path)
-        if path not in type(self).store().objects:
+        self.store.ask(path)
+        if path not in self.store.objects:
             raise FileNotFoundError(path)
-        return type(self).store().objects[path][0][start:end]
+        return self.store.objects[path][0][start:end]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        store, path = type(self).store(), self._strip_protocol(path)
+        store, path = self.store, self._strip_protocol(path)
 
         def put() -> None:
             if mode == "create" and path in store.objects:
@@ -110,8 +110,8 @@ class Files(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self.pipe_file(path2, self.cat_file(path1))
 
     def rm_file(self, path: str) -> None:
-        store, path = type(self).store(), self._strip_protocol(path)
-        store.change("delete", path, lambda: store.objects.pop(path, None))
+        objects, path = self.store.objects, self._strip_protocol(path)
+        self.store.change("delete", path, lambda: objects.pop(path, None))
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         return _Upload(self, path)

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ import muonckpt
 
 from . import ranks, stores
 from .disk import Disk
-from .ranks import AtOnce, InTurn, Killed, Process, Schedule, SimulatedWorld, Task
+from .ranks import Killed, Process, Schedule, SimulatedWorld, Task
 
 MOST_CALLS = 60_000
 """Calls of a history after which something goes round in circles."""
@@ -135,15 +135,6 @@ class Machine:
             self.kill(process)
             raise Killed
 
-    def bury(self, processes: Sequence[Process]) -> None:
-        """Close what processes have left open."""
-        if any(process.handles for process in processes):
-            gc.collect()
-        for process in processes:
-            for handle in process.handles:
-                if self.paths.pop(handle, None) is not None:
-                    _REAL["close"](handle)
-
     # --- programs ---------------------------------------------------------------------------------------------------
 
     def start(self, name: str, world: int, work: Callable[[int], Any]) -> list[Task]:
@@ -152,12 +143,8 @@ class Machine:
         store = dist.HashStore() if world > 1 else None
         tasks = []
         for rank, process in enumerate(processes):
-            process.peers = processes
             process.memory = ranks.fresh_memory(_pristine)
-            of_rank = SimulatedWorld(self.schedule, self.step, processes, rank, store) if world > 1 else None
-            process.memory[c10d, "_world"] = (
-                of_rank.data if of_rank else ranks.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
-            )
+            process.memory[c10d, "_world"] = SimulatedWorld(self.schedule, self.step, processes, rank, store).data
             tasks.append(self.schedule.spawn(process, lambda rank=rank: work(rank), is_main=True))
         return tasks
 
@@ -170,13 +157,26 @@ class Machine:
         try:
             self.schedule.run()
             ranks.enter(outside)
-            self.bury(sorted(processes, key=lambda each: (each.name, each.rank)))
+            # What processes have left open is closed with them.
+            if self.paths:
+                gc.collect()
+            for handle in self.paths:
+                _REAL["close"](handle)
+            self.paths.clear()
         finally:
             current = None
         if any(process.loses_power and process.is_dead for process in processes):
             self.disk.lose_power(self.dice)
 
-    # --- places -----------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Have the calls of the block, which are not of a program, go to the system."""
+        global current
+        former, current = current, None
+        try:
+            yield
+        finally:
+            current = former
 
     def path(self, place: Any, folder: int | None = None) -> str | None:
         """The path of a place on this disk; None for all others."""
@@ -184,237 +184,150 @@ class Machine:
             return self.paths.get(place)
         path = os.fspath(place)
         if folder is not None:
-            base = self.paths.get(folder)
-            return None if base is None else f"{base}/{path}"
-        is_here = (
-            isinstance(path, str) and path.startswith(self.disk.root) and path[len(self.disk.root) :][:1] in ("", "/")
-        )
-        return path if is_here else None
-
-    def opened(self, handle: int, path: str) -> int:
-        self.paths[handle] = path
-        if self.process is not None:
-            self.process.handles.add(handle)
-        return handle
-
-    def closed(self, handle: int) -> None:
-        if self.paths.pop(handle, None) is not None and self.process is not None:
-            self.process.handles.discard(handle)
+            return f"{self.paths[folder]}/{path}" if folder in self.paths else None
+        root = self.disk.root
+        return path if isinstance(path, str) and (path == root or path.startswith(f"{root}/")) else None
 
 
 current: Machine | None = None
 """The machine that runs now."""
 
-
-def _store() -> stores.Store:
-    assert current is not None
-    return current.store
+stores.Files.machine = staticmethod(lambda: current)  # type: ignore[assignment]
 
 
-stores.Files.store = staticmethod(_store)  # type: ignore[assignment]
+# --- calls of the system: a step of the machine before each, and its note after it ------------------------------------
 
-_CALLS = (
-    "open close pwrite posix_fallocate fsync fdatasync pread preadv rename replace link unlink remove mkdir rmdir stat "
-    "lstat fstat listdir scandir utime urandom"
-)
-_REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _CALLS.split()}
+
+@dataclass
+class Call:
+    """A call that was made.
+
+    Attributes:
+        node: what was at the place before it; None if nothing was.
+        result: what the system has returned.
+    """
+
+    machine: Machine
+    path: str
+    node: Any
+    args: tuple[Any, ...]
+    result: Any
+
+    @property
+    def disk(self) -> Disk:
+        return self.machine.disk
+
+    def opened(self) -> Any:
+        if self.node is None:
+            self.disk.renamed(None, None, self.path)
+        self.machine.paths[self.result] = self.path
+        return self.result
+
+    def wrote(self) -> Any:
+        _, data, offset = self.args
+        self.disk.wrote(self.node, offset, bytes(data[: self.result]))
+        return self.result
+
+    def renamed(self) -> None:
+        self.disk.renamed(self.node, self.path, self.machine.path(self.args[1]))
+
+    def removed(self) -> None:
+        self.disk.renamed(self.node, self.path, None)
+
+    def scanned(self) -> _Entries:
+        with self.result:
+            return _Entries(self.disk, self.path, sorted(self.result, key=lambda entry: entry.name))
+
+
+_CALLS: dict[str, tuple[str, Callable[[Call], Any]]] = {
+    "open": ("open", Call.opened),
+    "close": ("", lambda call: call.machine.paths.pop(call.args[0])),
+    "pwrite": ("write", Call.wrote),
+    "posix_fallocate": ("write", lambda call: call.disk.wrote(call.node, call.args[1], bytes(call.args[2]))),
+    "fsync": ("fsync", lambda call: call.disk.synced(call.node, call.args[0])),
+    "pread": ("read", lambda call: call.result),
+    "preadv": ("read", lambda call: call.result),
+    "rename": ("rename", Call.renamed),
+    "replace": ("rename", Call.renamed),
+    "link": ("link", lambda call: call.disk.renamed(call.node, None, call.machine.path(call.args[1]))),
+    "unlink": ("unlink", Call.removed),
+    "remove": ("unlink", Call.removed),
+    "rmdir": ("rmdir", Call.removed),
+    "mkdir": ("mkdir", lambda call: call.disk.renamed(None, None, call.path)),
+    "stat": ("stat", lambda call: call.disk.shown(call.result)),
+    "lstat": ("stat", lambda call: call.disk.shown(call.result)),
+    "fstat": ("", lambda call: call.disk.shown(call.result)),
+    "listdir": ("list", lambda call: sorted(call.result)),
+    "scandir": ("list", Call.scanned),
+    "utime": ("", lambda call: call.disk.touched(call.node)),
+}
+"""Of each call its kind, if it may fail, and what is noted and returned after it."""
+
+_REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in (*_CALLS, "urandom")}
 _pristine: dict[tuple[Any, str], Any] = {}
 
 
-def _intercepts() -> dict[str, Callable[..., Any]]:
-    """The calls of the system, with a step of the machine before each, and its note after it."""
-    real = SimpleNamespace(**_REAL)
+def _intercepted(name: str) -> Callable[..., Any]:
+    real, (kind, note) = _REAL[name], _CALLS[name]
 
-    def opens(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        place = current.path(path, dir_fd) if current else None
-        if place is None or current is None:
-            return real.open(path, flags, mode, dir_fd=dir_fd)
-        current.step("create" if flags & os.O_CREAT else "open", place)
-        is_new = bool(flags & os.O_CREAT) and current.disk.found(place) is None
-        handle = real.open(path, flags, mode, dir_fd=dir_fd)
-        if is_new:
-            current.disk.created(place)
-        return current.opened(handle, place)
+    def call(*args: Any, **options: Any) -> Any:
+        machine = current
+        path = machine.path(args[0], options.get("dir_fd")) if machine and args else None
+        if machine is None or path is None:
+            return real(*args, **options)
+        is_new = name == "open" and args[1] & os.O_CREAT
+        if kind and machine.step("create" if is_new else kind, path, args[1] if name == "pwrite" else b""):
+            args = _halved(name, args)
+        node = machine.disk.node(args[0] if isinstance(args[0], int) else path)
+        return note(Call(machine, path, node, args, real(*args, **options)))
 
-    def close(handle: int) -> None:
-        real.close(handle)
-        if current:
-            current.closed(handle)
-
-    def pwrite(handle: int, data: Any, offset: int) -> int:
-        place = current.path(handle) if current else None
-        if place is None or current is None:
-            return real.pwrite(handle, data, offset)
-        data = memoryview(data).cast("B")
-        if current.step("write", place, data):
-            data = data[: max(len(data) // 2, 1)]
-        count = real.pwrite(handle, data, offset)
-        current.disk.wrote(current.disk.node(handle), offset, bytes(data[:count]))
-        return count
-
-    def posix_fallocate(handle: int, offset: int, length: int) -> None:
-        place = current.path(handle) if current else None
-        if place is not None and current is not None:
-            current.step("write", place)
-            size = real.fstat(handle).st_size
-            current.disk.wrote(current.disk.node(handle), size, bytes(max(offset + length - size, 0)))
-        real.posix_fallocate(handle, offset, length)
-
-    def fsync(handle: int) -> None:
-        place = current.path(handle) if current else None
-        if place is None or current is None:
-            return real.fsync(handle)
-        current.step("fsync", place)
-        current.disk.synced(handle)
-
-    def pread(handle: int, length: int, offset: int) -> bytes:
-        place = current.path(handle) if current else None
-        if place is not None and current is not None and current.step("read", place):
-            length = max(length // 2, 1)
-        return real.pread(handle, length, offset)
-
-    def preadv(handle: int, buffers: Any, offset: int) -> int:
-        place = current.path(handle) if current else None
-        if place is not None and current is not None and current.step("read", place):
-            buffers = [memoryview(buffers[0])[: max(len(buffers[0]) // 2, 1)]]
-        return real.preadv(handle, buffers, offset)
-
-    def moves(name: str) -> Callable[..., None]:
-        def call(source: Any, target: Any, **options: Any) -> None:
-            places = current and (current.path(source), current.path(target))
-            if not current or not places or None in places:
-                return getattr(real, name)(source, target, **options)
-            current.step("link" if name == "link" else "rename", places[0])
-            node = current.disk.found(places[0])
-            getattr(real, name)(source, target, **options)
-            assert node is not None
-            current.disk.moved(node, None if name == "link" else places[0], places[1])
-
-        return call
-
-    def removes(name: str) -> Callable[..., None]:
-        def call(path: Any, *, dir_fd: int | None = None) -> None:
-            place = current.path(path, dir_fd) if current else None
-            if place is None or current is None:
-                return getattr(real, name)(path, dir_fd=dir_fd)
-            current.step("rmdir" if name == "rmdir" else "unlink", place)
-            node = current.disk.found(place)
-            getattr(real, name)(path, dir_fd=dir_fd)
-            assert node is not None
-            current.disk.moved(node, place, None)
-
-        return call
-
-    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        place = current.path(path, dir_fd) if current else None
-        if place is not None and current is not None:
-            current.step("mkdir", place)
-        real.mkdir(path, mode, dir_fd=dir_fd)
-        if place is not None and current is not None:
-            current.disk.created(place)
-
-    def asks(name: str) -> Callable[..., Any]:
-        def call(path: Any, *, dir_fd: int | None = None, **options: Any) -> Any:
-            if not current:
-                return getattr(real, name)(path, dir_fd=dir_fd, **options)
-            place = current.path(path, dir_fd)
-            if place is not None:
-                current.step("stat", place)
-            return current.disk.shown(getattr(real, name)(path, dir_fd=dir_fd, **options))
-
-        return call
-
-    def fstat(handle: int) -> os.stat_result:
-        return current.disk.shown(real.fstat(handle)) if current else real.fstat(handle)
-
-    def listdir(path: Any = ".") -> list[str]:
-        place = current.path(path) if current else None
-        if place is None or current is None:
-            return real.listdir(path)
-        current.step("list", place)
-        return sorted(real.listdir(path))
-
-    def scandir(path: Any = ".") -> Any:
-        place = current.path(path) if current else None
-        if place is None or current is None:
-            return real.scandir(path)
-        current.step("list", place)
-        with real.scandir(path) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        return _Entries([_Entry(entry, f"{place}/{entry.name}") for entry in found])
-
-    def utime(path: Any, *args: Any, **options: Any) -> None:
-        real.utime(path, *args, **options)
-        if current and current.path(path):
-            node = current.disk.node(path)
-            node.written = node.changed = current.disk.now
-
-    calls = {
-        call.__name__: call for call in (close, pwrite, posix_fallocate, fsync, pread, preadv, mkdir, fstat, listdir)
-    }
-    calls |= {"open": opens, "fdatasync": fsync, "scandir": scandir, "utime": utime, "urandom": _random_bytes}
-    calls |= {name: moves(name) for name in ("rename", "replace", "link")}
-    calls |= {name: removes(name) for name in ("unlink", "remove", "rmdir")}
-    return calls | {name: asks(name) for name in ("stat", "lstat")}
+    return call
 
 
-class _Entries:
-    """The iterator of ``scandir``."""
+def _halved(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Read or write a part of what was asked for."""
+    place, what, *rest = args
+    if name == "pread":
+        return place, max(what // 2, 1), *rest
+    if name == "preadv":
+        return place, [memoryview(what[0])[: max(len(what[0]) // 2, 1)]], *rest
+    return (place, what[: max(len(what) // 2, 1)], *rest) if name == "pwrite" else args
 
-    def __init__(self, entries: Sequence[_Entry]) -> None:
-        self._following = iter(entries)
 
-    def __iter__(self) -> _Entries:
-        return self
+class _Entries(Iterator[Any], contextlib.AbstractContextManager[Any]):
+    """What ``scandir`` returns."""
 
-    def __next__(self) -> _Entry:
+    def __init__(self, disk: Disk, path: str, entries: Iterable[os.DirEntry[str]]) -> None:
+        def entry_of(entry: os.DirEntry[str]) -> SimpleNamespace:
+            kinds = {"is_dir": entry.is_dir, "is_file": entry.is_file, "is_symlink": entry.is_symlink}
+            stat = lambda **options: disk.shown(entry.stat(**options))  # noqa: E731
+            return SimpleNamespace(name=entry.name, path=f"{path}/{entry.name}", stat=stat, **kinds)
+
+        self._following = iter([entry_of(entry) for entry in entries])
+
+    def __next__(self) -> SimpleNamespace:
         return next(self._following)
 
-    def __enter__(self) -> _Entries:
-        return self
-
     def __exit__(self, *error: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Entry:
-    def __init__(self, entry: os.DirEntry[str], path: str) -> None:
-        self.name, self.path, self._entry = entry.name, path, entry
-        self.is_dir, self.is_file, self.is_symlink = entry.is_dir, entry.is_file, entry.is_symlink
-
-    def __fspath__(self) -> str:
-        return self.path
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        status = self._entry.stat(follow_symlinks=follow_symlinks)
-        return current.disk.shown(status) if current else status
 
 
 class _Written(io.FileIO):
     """A file that is written through Python's buffers."""
 
     def __init__(self, file: Any, mode: str) -> None:
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags, 0o666)
-
-        super().__init__(file, mode, opener=None if isinstance(file, int) else opener)
+        opener = None if isinstance(file, int) else lambda path, flags: os.open(path, flags, 0o666)
+        super().__init__(file, mode, opener=opener)
 
     def write(self, data: Any) -> int:
-        assert current is not None
-        data = memoryview(data).cast("B")
-        if current.step("write", current.paths[self.fileno()], data):
-            data = data[: max(len(data) // 2, 1)]
-        offset = self.tell()
-        count = super().write(data) or 0
-        current.disk.wrote(current.disk.node(self.fileno()), offset, bytes(data[:count]))
+        count = os.pwrite(self.fileno(), memoryview(data).cast("B"), self.tell())
+        self.seek(count, os.SEEK_CUR)
         return count
 
     def close(self) -> None:
         handle = -1 if self.closed else self.fileno()
         super().close()
         if current:
-            current.closed(handle)
+            current.paths.pop(handle, None)
 
 
 _OPEN = io.open
@@ -495,7 +408,6 @@ def _stand_ins() -> dict[int, Any]:
         id(threading): SimpleNamespace(**threads),
         id(threading.Timer): _NoTimer,
         id(signal): SimpleNamespace(**{**vars(signal), "signal": _set_handler, "getsignal": _get_handler}),
-        id(concurrent.futures.ThreadPoolExecutor): AtOnce,
     }
 
 
@@ -504,21 +416,18 @@ def intercepted() -> Iterator[None]:
     """Have the calls of this process go through the current machine during the block."""
     for name in muonckpt.__all__:
         getattr(muonckpt, name)  # imports its module
-    changes: list[tuple[Any, str, Any]] = [(os, name, call) for name, call in _intercepts().items()]
-    changes += [(io, "open", _io_open), (c10d, "_new_process_group_helper", ranks.new_group_helper)]
-    changes += [(c10d, name, lambda *args: None) for name in ranks.OF_THE_REAL_PROCESS]
-    conditions = ranks.simulated_threading(lambda: current.schedule if current else None)
-    changes += [(concurrent.futures._base, "threading", conditions)]
-    changes += [(concurrent.futures, "ThreadPoolExecutor", AtOnce)]
-    stand_ins = _stand_ins()
+    changes: list[tuple[Any, str, Any]] = [(os, name, _intercepted(name)) for name in _CALLS]
+    changes += [
+        (os, "urandom", _random_bytes),
+        (io, "open", _io_open),
+        *ranks.stand_ins(lambda: current.schedule if current else None),
+    ]
+    pool = next(value for _, name, value in changes if name == "ThreadPoolExecutor")
+    stand_ins = {**_stand_ins(), id(concurrent.futures.ThreadPoolExecutor): pool}
     for name, module in list(sys.modules.items()):
         if name.startswith("muonckpt"):
-            changes += [
-                (module, key, stand_ins[id(value)]) for key, value in vars(module).items() if id(value) in stand_ins
-            ]
-    from muonckpt.checkpoint import async_saving
-
-    changes.append((async_saving, "ThreadPoolExecutor", lambda *args: InTurn(current.schedule)))  # type: ignore[union-attr]
+            replaced = [key for key, value in vars(module).items() if id(value) in stand_ins]
+            changes += [(module, key, stand_ins[id(vars(module)[key])]) for key in replaced]
     former = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     # Collected when processes end, so that what they have left open is closed then.
     gc.collect()
