@@ -95,7 +95,7 @@ class Fit:
     diagnosis: Diagnosis = field(repr=False)
 
     def __bool__(self) -> bool:
-        return not (self.diagnosis and self.diagnosis.has_loss)
+        return not self.diagnosis.has_loss
 
     @property
     def ranks(self) -> int:

@@ -141,7 +141,7 @@ def preflight(
         try:
             opened = stack.enter_context(open(place))
             diagnosis = diagnosis_by_files(opened)
-            if diagnosis and diagnosis.has_loss and not fresh:
+            if diagnosis.has_loss and not fresh:
                 raise diagnosis.error
         except DamageError as error:
             return Preflight(str(checkpoint), source, dict(mesh), loader, str(error), LoadReport(), (), (), ())

@@ -84,7 +84,7 @@ def verify_recorded(
         misplaced=damage.misplaced,
         mixed_up=damage.mixed_up,
     )
-    if damage.is_of_disk:
+    if damage.disk_errors:
         return report, entry, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
     return report, entry, record_verification(place, entry)
 

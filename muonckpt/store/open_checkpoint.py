@@ -383,10 +383,14 @@ DISK_FAILS = "cannot be read, as a disk fails (EIO)"
 
 
 class LostFile(NamedTuple):
-    """Why a file does not have all bytes that it should have, and how many it has, from the first on."""
+    """Why a file does not have all bytes that it should have, and how many it has, from the first on.
+
+    ``disk_error`` is that of the disk that cannot open it.
+    """
 
     reason: str
     length: int = 0
+    disk_error: DiskError | None = None
 
 
 class OpenCheckpoint:
@@ -490,11 +494,8 @@ class OpenCheckpoint:
                 return digest
         return None
 
-    def lost_files(self, disk_errors: dict[str, DiskError] | None = None) -> Mapping[str, LostFile]:
+    def lost_files(self) -> Mapping[str, LostFile]:
         """Return the files that do not have all bytes that the manifest promises, by name.
-
-        Args:
-            disk_errors: receives those of files that the disk cannot open, which are lost then; else they are raised.
 
         Raises:
             UnavailableError: it is not known whether a file is there.
@@ -511,10 +512,7 @@ class OpenCheckpoint:
                 with open_regular(place) as file:
                     size = file.size
             except DiskError as error:
-                if disk_errors is None:
-                    raise
-                disk_errors[name] = error
-                return LostFile(DISK_FAILS)
+                return LostFile(DISK_FAILS, disk_error=error)
             except SourceError as error:
                 return LostFile(f"cannot be opened: {error}" if is_there(place) else "is missing")
             # Items that were made of a description stand under its name.

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...names.version import VERSION
 from ...names.wording import Finding, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
+from ...store.verify.damage import NOTHING_LOST
 from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at
 from ...store.verify.run import RunStep
 from .checkpoint_page import Reading, StatsChoice, verdict_of
@@ -181,7 +182,7 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
     steps, newest = history.steps, history.newest_whole
     bad = [step for step in steps if step.state != "whole"]
     if not bad:
-        return Diagnosis(history.run.path, "")
+        return Diagnosis(history.run.path, NOTHING_LOST)
     names = listed((f"{step.name} ({step.state})" for step in reversed(bad)), 3)  # the newest
     sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {names}"
     # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
@@ -195,7 +196,8 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
     # Other steps need nothing done before that.
     for step in damaged[:_MAX_STEPS]:
         remedies.append(Remedy(command("verify", step.path), f"says what is wrong with {step.name}, and what to do"))
-    return Diagnosis(history.run.path, sentence, tuple(remedies))
+    damage = replace(NOTHING_LOST, findings=(Finding("steps", sentence),))
+    return Diagnosis(history.run.path, damage, tuple(remedies))
 
 
 _MAX_STEPS = 2

@@ -55,7 +55,7 @@ from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
 from ...names.wording import listed
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
-from ...store.verify.diagnosis import advice_where_none_is_whole, open
+from ...store.verify.diagnosis import diagnosis_of_damaged, open
 from ...store.verify.run import StepName
 from ..step_folder import Newest, StepFolder
 from .beginning import begin
@@ -497,9 +497,10 @@ class Series:
         place = self._folder.place
         if faults:
             lines = "\n- ".join(f"{self._folder.path(name)}: {fault}" for name, fault in faults.items())
+            newest, names = self._folder.path(max(faults)), [*map(str, faults)]
             raise DamageError(
                 f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {lines}",
-                self._ask_first(partial(advice_where_none_is_whole, place, [*map(str, faults)])),
+                self._ask_first(lambda: diagnosis_of_damaged(newest, names).advice),
             )
         if required:
             raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")

@@ -133,8 +133,8 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     orphans = _orphans(path, manifest) if of_one_folder else ()
     notes = [f"{name} belongs to no item of this checkpoint" for name in orphans]
     notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
-    disk_errors = dict[str, DiskError]()
-    by_files = damage_of_files(checkpoint, disk_errors)
+    by_files = damage_of_files(checkpoint)
+    disk_errors = dict(by_files.disk_errors)
     unopened = [Finding("disk", str(error)) for error in disk_errors.values()]
     # Read all tensors, and all items.
     with ThreadPoolExecutor(jobs) as pool:
@@ -147,8 +147,10 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     integrity = _against_integrity(path) if of_one_folder else ()
     findings = (*unopened, *descriptions, *work.findings, *integrity)
     # Report the losses, or other places of the same bytes.
-    damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
-    damage = replace(damage, files={**damage.files, **dict.fromkeys(disk_errors, DISK_FAILS)})
+    files = {**by_files.files, **dict.fromkeys(disk_errors, DISK_FAILS)}
+    damage = replace(
+        by_files, chunks=work.lost_chunks, items=lost_items, files=files, read=True, disk_errors=disk_errors
+    )
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
     damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(
@@ -160,7 +162,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
         fingerprints=work.fingerprints,
         findings=findings,
         notes=tuple(notes),
-        diagnosis=diagnosis_of(checkpoint, damage, findings),
+        diagnosis=diagnosis_of(checkpoint, damage.with_findings(findings)),
     )
 
 

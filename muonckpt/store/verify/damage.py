@@ -1,4 +1,4 @@
-"""Damage: what a checkpoint has lost, in terms of a run, whoever looks; `diagnosis` adds what to do about it.
+"""Damage: what is wrong with a checkpoint, in terms of a run, whoever looks; `diagnosis` adds what to do about it.
 
 `verify` finds damage by reading everything; `inspect`, `diff`, `report` and `load` by the presence and the sizes of
 files alone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -35,7 +35,7 @@ from ..formats.registry import OWN
 from ..io.checksums import xxh3_128
 from ..io.location import entries_of, is_file, is_folder, is_there, items_beside
 from ..io.regular import read_text_file
-from ..open_checkpoint import DISK_FAILS, OpenCheckpoint
+from ..open_checkpoint import OpenCheckpoint
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
 
@@ -58,7 +58,7 @@ def rank_in_name(file: str) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Damage:
-    """The losses of a checkpoint.
+    """The losses of a checkpoint, and its other faults; true if something is lost.
 
     Attributes:
         manifest: of the checkpoint, as far as it could be read.
@@ -69,6 +69,8 @@ class Damage:
         read: whether all bytes were compared; else only the files' sizes.
         mixed_up: whether the manifest is of another save than the files.
         misplaced: by the name of a file the name under which its bytes are.
+        findings: the faults that the losses do not explain.
+        disk_errors: of files that the disk cannot read, by name: the checkpoint may be whole elsewhere.
     """
 
     manifest: Manifest
@@ -79,9 +81,28 @@ class Damage:
     read: bool = False
     mixed_up: bool = False
     misplaced: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    disk_errors: Mapping[str, DiskError] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of the other faults."""
+        return frozenset(finding.kind for finding in self.findings)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether something is lost, or may be."""
+        return bool(self) or not self.kinds <= HARMLESS
+
+    def with_findings(self, findings: Iterable[Finding]) -> Damage:
+        """Return the same losses beside those of the findings that they do not explain."""
+        keys = {*entry_keys(self.tensors)} | self.items
+        # A reader stops at files that are missing, and says so.
+        kinds = {"files", "disk", "metadata", "description"} if self.files else set[str]()
+        return replace(self, findings=tuple(f for f in findings if f.kind not in kinds and f.key not in keys))
 
     @cached_property
     def view(self) -> ModelView:
@@ -89,11 +110,6 @@ class Damage:
         from ...programs.model_view import view_by_keys  # not needed where nothing is wrong
 
         return view_by_keys(self.manifest)
-
-    @property
-    def is_of_disk(self) -> bool:
-        """Whether a disk fails here: the checkpoint may be whole elsewhere."""
-        return DISK_FAILS in self.files.values()
 
     @property
     def begins_anew(self) -> bool:
@@ -166,14 +182,22 @@ class Damage:
 
     @property
     def sentence(self) -> str:
-        """The losses, as one sentence for people."""
+        """All that is wrong, as one sentence for people; empty if nothing is."""
+        messages_by_kind = defaultdict[str, list[str]](list)
+        for finding in self.findings:
+            messages_by_kind[finding.kind].append(finding.message)
+        sentences = [listed(messages, 1, "; ") for messages in messages_by_kind.values()]
+        return "; ".join([self._losses_in_words, *sentences] if self else sentences)
+
+    @property
+    def _losses_in_words(self) -> str:
         num_lost, num_stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
         # Bytes that are elsewhere are not lost.
         if self.misplaced:
             moves = [f"that of {name} is called {file}" for name, file in sorted(self.misplaced.items())]
             text = f"{counted(len(moves), 'file')} with other names than when it was saved: {listed(moves, 4)}"
             besides = self.without_misplaced
-            return f"{text}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
+            return f"{text}; {besides._losses_in_words if besides else 'nothing else is wrong, and nothing is lost'}"
         if self.mixed_up:
             files = _files(sorted(self.manifest.columns.names))
             return (
@@ -238,14 +262,13 @@ _MAX_HOLES = 256
 """The most holes of a tensor that are listed, else none: lost files leave few, hostile boxes very many."""
 
 
-def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError] | None = None) -> Damage:
-    """Return the losses of missing or cut files, by their names and sizes alone; arguments as `lost_files`.
+def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
+    """Return the losses of missing or cut files, by their names and sizes alone.
 
     Raises:
         UnavailableError: it is not known whether a file is there.
     """
-    manifest, columns = checkpoint.outline, checkpoint.outline.columns
-    files = checkpoint.lost_files(disk_errors)
+    manifest, columns, files = checkpoint.outline, checkpoint.outline.columns, checkpoint.lost_files()
     # Chunks and items that reach beyond the ends of their files.
     lengths = {name: file.length for name, file in files.items()}
     ends = np.array([*(lengths.get(name, MAX_ELEMENTS) for name in columns.names), 0], np.int64)
@@ -258,8 +281,9 @@ def damage_of_files(checkpoint: OpenCheckpoint, disk_errors: dict[str, DiskError
         if tensor.boxes.elements < box.numel:
             boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
             holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
-    damage = Damage(manifest, chunks, items, {name: file.reason for name, file in files.items()}, holes)
-    return replace(damage, misplaced=misplaced_files(checkpoint, damage)) if files else damage
+    reasons = {name: file.reason for name, file in files.items()}
+    disk_errors = {name: file.disk_error for name, file in files.items() if file.disk_error}
+    return Damage(manifest, chunks, items, reasons, holes, disk_errors=disk_errors)
 
 
 _MAX_PAIRS = 1 << 16
@@ -330,18 +354,35 @@ HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
 """Kinds of findings with which all elements and items are those that were saved."""
 
 
-def faults_by_files(checkpoint: OpenCheckpoint) -> tuple[Damage, list[Finding]]:
-    """Return the damage that descriptions, names and sizes of files show, and the findings that it does not explain.
+def damage_by_files(checkpoint: OpenCheckpoint) -> Damage:
+    """Return the damage that descriptions, names and sizes of files show.
 
     This decides whether a checkpoint is whole where its elements are not read.
+
+    Raises:
+        UnavailableError: it is not known whether a file is there, or a disk cannot open it.
     """
     damage = damage_of_files(checkpoint)
-    return damage, unexplained(damage, findings_by_files(checkpoint))
+    for error in damage.disk_errors.values():
+        raise error
+    misplaced = misplaced_files(checkpoint, damage) if damage.files else {}
+    return replace(damage, misplaced=misplaced).with_findings(findings_by_files(checkpoint))
+
+
+_KINDS_OF_FAULTS = {
+    DiskError: "disk",
+    SeveralSavesError: "several_saves",
+    MisdescribedError: "description",
+    UnlistedError: "unlisted",
+}
 
 
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that the reader has met, and the descriptions that are missing or not as they were written."""
-    findings = _faults_of(checkpoint)
+    findings = []
+    for fault in checkpoint.faults:
+        message = str(fault).removeprefix(f"{checkpoint.path}: ")
+        findings.append(Finding(_KINDS_OF_FAULTS.get(type(fault), "files"), message))
     if checkpoint.lacks_manifest:
         message = f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts"
         findings.append(Finding("manifest", message))
@@ -366,42 +407,3 @@ def _changed_descriptions(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
         if digest != digests.get(name, digest):
             message = f"its {name} is damaged: digest {digest}, expected {digests[name]} by {MANIFEST_FILE}"
             yield Finding("description", message)
-
-
-def _faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
-    """Return the faults that its reader has met."""
-
-    def kind(fault: SourceError | DiskError) -> str:
-        match fault:
-            case DiskError():
-                return "disk"
-            case SeveralSavesError():
-                return "several_saves"
-            case MisdescribedError():
-                return "description"
-            case UnlistedError():
-                return "unlisted"
-        return "files"
-
-    return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
-
-
-def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings that the sentence about damage has not said already."""
-    keys = {*entry_keys(damage.tensors)} | damage.items
-    # A reader stops at files that are missing, and says so.
-    kinds = {"files", "disk", "metadata", "description"} if damage.files else set[str]()
-    return [finding for finding in findings if finding.kind not in kinds and finding.key not in keys]
-
-
-def sentence_of(damage: Damage, findings: Sequence[Finding]) -> str:
-    """Describe the faults of a checkpoint; empty if there are none.
-
-    Args:
-        findings: what the damage does not explain.
-    """
-    messages_by_kind = defaultdict[str, list[str]](list)
-    for finding in findings:
-        messages_by_kind[finding.kind].append(finding.message)
-    sentences = [listed(messages, 1, "; ") for messages in messages_by_kind.values()]
-    return "; ".join([damage.sentence, *sentences] if damage else sentences)

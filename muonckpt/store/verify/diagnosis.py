@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -32,16 +32,7 @@ from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
 from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
-from .damage import (
-    HARMLESS,
-    NOTHING_LOST,
-    Damage,
-    damage_of_files,
-    faults_by_files,
-    rank_in_name,
-    sentence_of,
-    unexplained,
-)
+from .damage import NOTHING_LOST, Damage, damage_by_files, damage_of_files, rank_in_name
 from .run import has_stock_description, last_verification, new_attempt, whole_before
 from .verification import Verification
 
@@ -59,19 +50,30 @@ class Diagnosis:
     """The faults of a checkpoint.
 
     Attributes:
-        sentence: in terms of a run, without the path; empty if nothing is wrong.
+        damage: what is wrong, as far as the checkpoint was read.
         remedies: the cheapest and most exact first.
-        damage: the lost elements and items, as far as they were read.
-        has_loss: whether something is lost, or may be.
         verified: the last verification of exactly these files, if it was looked up.
     """
 
     path: Location
-    sentence: str
+    damage: Damage
     remedies: tuple[Remedy, ...] = ()
-    damage: Damage = NOTHING_LOST
-    has_loss: bool = True
     verified: Verification | None = None
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, in terms of a run, without the path; empty if nothing is.
+
+        A verification that has found a loss counts before what the files tell, because it has read them.
+        """
+        if self.verified is None or not self.verified.has_loss:
+            return self.damage.sentence
+        return self.verified.sentence if self.damage else _as_recorded(self.verified)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether something is lost, or may be."""
+        return self.damage.has_loss or (self.verified is not None and self.verified.has_loss)
 
     def __bool__(self) -> bool:
         return bool(self.sentence)
@@ -112,41 +114,32 @@ class Diagnosis:
         return {"sentence": self.sentence, "remedies": self.remedies, "lost": self.damage or None}
 
 
-def diagnosis_of(
-    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], damaged_steps: Collection[str] = ()
-) -> Diagnosis:
-    """Diagnose an open checkpoint.
+def diagnosis_of(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collection[str] = ()) -> Diagnosis:
+    """Say what to do about the damage of an open checkpoint.
 
     Args:
         damaged_steps: the names of other steps of its run that are known to be damaged.
     """
-    if not damage and not findings:
-        return Diagnosis(checkpoint.path, "", damage=damage, has_loss=False)
-    findings = unexplained(damage, findings)
-    remedies = tuple(_remedies(checkpoint, damage, findings, damaged_steps))
-    has_loss = bool(damage) or not {finding.kind for finding in findings} <= HARMLESS
-    return Diagnosis(checkpoint.path, sentence_of(damage, findings), remedies, damage, has_loss)
+    is_whole = not damage and not damage.findings
+    remedies = () if is_whole else tuple(_remedies(checkpoint, damage, damaged_steps))
+    return Diagnosis(checkpoint.path, damage, remedies)
 
 
 def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str] = ()) -> Diagnosis:
-    """Diagnose an open checkpoint by its descriptions, files' sizes and its last verification.
-
-    A verification that has found a loss counts before what the files tell, because it has read them.
-    """
-    last = last_verification(checkpoint.path)
-    damage, findings = faults_by_files(checkpoint)
-    diagnosis = replace(diagnosis_of(checkpoint, damage, findings, damaged_steps), verified=last)
+    """Diagnose an open checkpoint by its descriptions, files' sizes and its last verification."""
+    path, last = checkpoint.path, last_verification(checkpoint.path)
+    diagnosis = diagnosis_of(checkpoint, damage_by_files(checkpoint), damaged_steps)
     if last is None or not last.has_loss:
-        return diagnosis
+        return replace(diagnosis, verified=last)
+    # The files do not show what reading has shown.
+    remedies = diagnosis.remedies
     if last.misplaced:
-        remedies: tuple[Remedy, ...] = (_renamed(checkpoint.path, last.misplaced),)
-    elif damage:
-        remedies = diagnosis.remedies
-    else:
-        stock = _by_stock_description(checkpoint.path) if last.mixed_up else ()
-        remedies = (*stock, *_seen_by_reading(checkpoint.path, damaged_steps).remedies)
-    sentence = last.sentence if damage else _as_recorded(last)
-    return replace(diagnosis, sentence=sentence, remedies=remedies, has_loss=True)
+        remedies = (_renamed(path, last.misplaced),)
+    elif not diagnosis.damage:
+        remedies = _remedies_for_others(path, damaged_steps)
+        if last.mixed_up:
+            remedies = (*_by_stock_description(path), *remedies)
+    return Diagnosis(path, diagnosis.damage, remedies, last)
 
 
 def recorded_loss(path: Location) -> str:
@@ -165,7 +158,8 @@ def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps:
         with checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     reason = str(error).removeprefix(f"{path}: ")
-    return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_remedies_of_unreadable(path, damaged_steps)))
+    damage = replace(NOTHING_LOST, findings=(Finding("unreadable", f"it cannot be opened: {reason}"),))
+    return Diagnosis(path, damage, tuple(_remedies_of_unreadable(path, damaged_steps)))
 
 
 def remains(path: Location) -> OpenCheckpoint | None:
@@ -187,25 +181,25 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
         return diagnosis_of_unreadable(path, error, damaged_steps)
 
 
+def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
+    """Diagnose a checkpoint in which reading has met damage, whether its files show that or not."""
+    diagnosis = diagnosis_at(path, damaged_steps)
+    return diagnosis or replace(diagnosis, remedies=_remedies_for_others(path, damaged_steps))
+
+
 def advice_on(path: Location) -> str:
     """Return the message where reading a checkpoint has found damage: the losses, and the next step."""
     try:
-        diagnosis = diagnosis_at(path) or _seen_by_reading(path)
+        diagnosis = diagnosis_of_damaged(path)
     except UnavailableError:  # the damage is the news
         return ""
     return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
 
 
-def advice_where_none_is_whole(run: Location, damaged_steps: Sequence[str]) -> str:
-    """Return what to do about the newest step of a run, given the names of its steps, all damaged."""
-    path = run / max(damaged_steps)
-    return (diagnosis_at(path, damaged_steps) or _seen_by_reading(path, damaged_steps)).advice
-
-
-def _seen_by_reading(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
+def _remedies_for_others(path: Location, damaged_steps: Collection[str]) -> tuple[Remedy, ...]:
     """Return what to do about damage that names and sizes of files do not show."""
     reading = Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")
-    return Diagnosis(path, "", (reading, *_earlier_step(path, damaged_steps)))
+    return (reading, *_earlier_step(path, damaged_steps))
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
@@ -220,14 +214,12 @@ _MAX_NAMES = 12
 """The most parameters that a line of Python names."""
 
 
-def _remedies(
-    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], damaged_steps: Collection[str]
-) -> Iterator[Remedy]:
+def _remedies(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
     A cure that gives up state is not among them where another one keeps it.
     """
-    path, kinds = checkpoint.path, {finding.kind for finding in findings}
+    path, kinds = checkpoint.path, damage.kinds
     # Files get their names back.
     if damage.misplaced:
         yield _renamed(path, damage.misplaced)
@@ -242,7 +234,7 @@ def _remedies(
     if damage.mixed_up:
         yield from _by_stock_description(path)
     # The run goes on from another step, or a copy has the lost files.
-    earlier_step = [*_earlier_step(path, damaged_steps, damage.is_of_disk)]
+    earlier_step = [*_earlier_step(path, damaged_steps, bool(damage.disk_errors))]
     yield from earlier_step
     if earlier_step:
         return
@@ -377,7 +369,7 @@ def open_whole(path: str | os.PathLike[str] | Remote, partly: bool = False) -> O
     """
     checkpoint = open(path)
     diagnosis = diagnosis_by_files(checkpoint)
-    if diagnosis and diagnosis.has_loss and not partly:
+    if diagnosis.has_loss and not partly:
         raise diagnosis.error
     if diagnosis and not checkpoint.lacks_manifest:  # `open` has warned of that
         warnings.warn(f"{checkpoint.path} is read although not whole: {diagnosis.sentence}", stacklevel=3)

@@ -31,7 +31,7 @@ from ..io.location import (
 )
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import HARMLESS, faults_by_files, sentence_of
+from .damage import HARMLESS, damage_by_files
 from .verification import FilesState, Verification, look_at_files, read_verification
 
 State = Literal["whole", "faulty", "incomplete", "unread"]
@@ -346,7 +346,7 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
             return _without_description(step)
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
-            damage, findings = faults_by_files(opened)
+            damage = damage_by_files(opened)
             visit(place.name, opened)
     except DamageError as error:
         with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
@@ -354,8 +354,8 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
     except SourceError as error:
         return replace(step, state="unread", fault=str(error))
     # The last verification has read all bytes.
-    fault = last.sentence if last and not last.is_whole else sentence_of(damage, findings)
-    is_complete = not damage and {finding.kind for finding in findings} <= HARMLESS - {"manifest"}
+    fault = last.sentence if last and not last.is_whole else damage.sentence
+    is_complete = not damage and damage.kinds <= HARMLESS - {"manifest"}
     return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=is_complete)
 
 
