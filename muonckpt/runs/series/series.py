@@ -46,7 +46,6 @@ from ...names.errors import (
     LostRankError,
     MuonckptError,
     SourceError,
-    UnavailableError,
     about,
     called_like,
     warn_on_rank,
@@ -404,7 +403,7 @@ class Series:
             UnavailableError: the folder, or a checkpoint in it, cannot be looked at now.
         """
         refuse_mixed_calls(self._group, "Series.latest")
-        newest = self._newest()
+        newest = broadcast_from_first(self._group, partial(self._folder.newest, self._damaged))
         if newest.name is None:
             self._warn_of(newest, "no whole one is left")
             return None
@@ -457,7 +456,7 @@ class Series:
         arguments = choices.as_arguments()
         while True:
             # The newest checkpoint, and all that are newer and not whole.
-            newest = self._newest()
+            newest = broadcast_from_first(self._group, partial(self._folder.newest, self._damaged))
             if newest.name is None:
                 self._refuse_empty(newest.faults, required)
                 return None
@@ -467,7 +466,7 @@ class Series:
                 with self._noting_half_loaded(saved.path):
                     loaded = load_for(call, state_dict, saved.path, arguments, attest=attest, process_group=self._group)
             except SourceError as error:
-                if not self._ask_first(partial(self._folder.exists, newest.name)):
+                if not broadcast_from_first(self._group, partial(self._folder.exists, newest.name)):
                     continue  # it was removed while we read
                 if not isinstance(error, DamageError):
                     raise
@@ -500,18 +499,15 @@ class Series:
             newest, names = self._folder.path(max(faults)), [*map(str, faults)]
             raise DamageError(
                 f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {lines}",
-                self._ask_first(lambda: diagnosis_of_damaged(newest, names).advice),
+                broadcast_from_first(self._group, lambda: diagnosis_of_damaged(newest, names).advice),
             )
         if required:
             raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
-        if self._ask_first(partial(is_there, place / METADATA_FILE)):
+        if broadcast_from_first(self._group, partial(is_there, place / METADATA_FILE)):
             raise SourceError(
                 f"expected the folder of a run, found a checkpoint: {place}. Write "
                 f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
             )
-
-    def _newest(self) -> Newest:
-        return self._ask_first(lambda: self._folder.newest(self._damaged))
 
     def _saved(self, name: StepName) -> SavedStep:
         return SavedStep(name.step, str(self._folder.path(name)))
@@ -527,10 +523,7 @@ class Series:
 
         def begin() -> StepName:
             self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
-            new = self._folder.new_name
-            return self._answer_question(
-                lambda: new(step, lambda name: replace or name in self._damaged), DestinationError
-            )
+            return self._folder.new_name(step, lambda name: replace or name in self._damaged)
 
         return self._decide("save", DestinationError, arguments, begin)
 
@@ -581,18 +574,6 @@ class Series:
             return decide()
 
         return decide_on_first(self._group, kind, arguments, decide_for)
-
-    def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
-        return broadcast_from_first(self._group, lambda: self._answer_question(question, UnavailableError))
-
-    def _answer_question(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
-        """Return the answer about the folder; what a file system raises becomes an error of ``kind`` that names it."""
-        try:
-            return question()
-        except MuonckptError:
-            raise
-        except Exception as error:
-            raise kind(f"{self._folder.place}: {error}") from error
 
 
 def _check_step(step: object) -> None:
