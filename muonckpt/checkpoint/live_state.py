@@ -28,7 +28,7 @@ from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.mesh import MeshPlacement
 from ..layouts.tensors import mesh_placement_of
 from ..names.errors import ArgumentError, LayoutError, MuonckptError, about
-from ..names.keys import NamedOptimizer, OptimizerKey, key_of, named_optimizers, slots_of
+from ..names.keys import NamedOptimizer, OptimizerKey, key_of, named_optimizers, numbered_optimizers, slots_of
 from ..names.resumption import STATE_DICT, STATE_LINE
 from ..names.vocabulary import MOMENTUM, ZERO_SLOTS, Convention, KeyPath
 from ..record.chunks import Chunks, no_chunks
@@ -299,6 +299,11 @@ class LiveState:
                 f"two parts of the state dict {purpose} have the key {key!r}, because names and numbers on the way to "
                 "a value are joined by dots: rename one"
             ) from error
+
+    @cached_property
+    def numbered(self) -> tuple[str, ...]:
+        """The keys of optimizers whose parameters have numbers: they are matched by key."""
+        return tuple(numbered_optimizers(self.nested))
 
     @cached_property
     def slots(self) -> Mapping[KeyPath, tuple[str, Annotation]]:

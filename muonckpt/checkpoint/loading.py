@@ -49,14 +49,14 @@ from .attestation import TensorPrint, attest_loaded
 from .chunk_reader import ChunkReader, PartialSum, judge_sums
 from .joint_state import prove_asked_whole
 from .live_state import LiveState, LocalParts, RankState, refuse_no_state_dict
-from .matching import RankRequest, judge, match
+from .matching import judge, match
 from .optimizer_matching import dropped_by_torch
 from .reading_plan import ChunkUnits, JointRequest, ReadingPlan
 from .refusal import LOAD, Refusal
 from .resume_proof import LoadedState
 from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
-from .template import LoadTemplate, Matching, Stored, joint_sources
+from .template import Matching, Stored, joint_sources
 from .transfer import Transfer
 
 T = TypeVar("T")
@@ -135,12 +135,8 @@ class _Asked:
     checkpoint: OpenCheckpoint
     stored: Stored
     live: LiveState
-    request: RankRequest
+    matching: Matching
     boxes: RankState
-
-    @property
-    def matching(self) -> Matching:
-        return self.request.matching
 
     def refusal(self, matching: Matching) -> str:
         choices = self.call.checked_choices
@@ -157,7 +153,7 @@ class _Question:
     """
 
     arguments: Mapping[str, object]
-    request: RankRequest
+    matching: Matching
     boxes: RankState
     memory: int
     devices: frozenset[str]
@@ -307,7 +303,7 @@ def _load(call: LoadCall) -> Loaded:
 def rehearse_load(call: LoadCall, checkpoint: OpenCheckpoint) -> tuple[Matching, LoadReport, str]:
     """Match as a load does, on this rank alone, and return the error that a load would raise, or ""."""
     _, asked = _ask(call, checkpoint, "")
-    matching, report = judge([asked.request], asked.stored, call.checked_choices)
+    matching, report = judge([asked.matching], asked.stored, call.checked_choices)
     return matching, report, "" if matching.fits else asked.refusal(matching)
 
 
@@ -362,18 +358,16 @@ def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tup
             tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
             proved.add(geometry)
     stored = Stored.of(checkpoint, place_in(call.group))
-    template = LoadTemplate.of(live, choices.allow_extra.matches_all)
-    matching = match(template, stored, choices)
+    matching = match(live, stored, choices)
     # From here on tensors that have grown are their first rows, as the checkpoint has them.
     live = live.cut_to(matching.rows)
     boxes = RankState.of((), (), ())
     if matching.fits:
         boxes = live.described.boxes({*matching.sources, *matching.zeros})
         _refuse_overwriting(call, checkpoint, tied_origins(live, matching.sources, matching.zeros))
-    request = RankRequest(matching, template.optimizers)
     memory = max(call.memory, _MIN_BYTES)
-    question = _Question(call.arguments, request, boxes, memory, live.devices, outline_digest, machine_name())
-    return question, _Asked(call, checkpoint, stored, live, request, boxes)
+    question = _Question(call.arguments, matching, boxes, memory, live.devices, outline_digest, machine_name())
+    return question, _Asked(call, checkpoint, stored, live, matching, boxes)
 
 
 def machine_name() -> str:
@@ -393,11 +387,11 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
                 "tensors, chunks or files, or the same in another order. Put the same files there on all nodes; if "
                 "a plug-in reads it, let it list tensors in one order"
             )
-    matching, report = judge([question.request for question in ranks], stored, call.checked_choices)
+    matching, report = judge([question.matching for question in ranks], stored, call.checked_choices)
     if not matching.fits:
         raise SourceError(asked.refusal(matching))
     # Drop the rest; all ranks know the loaded state by the same keys.
-    claimed = matching.covered_keys.union(*(question.request.matching.sources.values() for question in ranks))
+    claimed = matching.covered_keys.union(*(question.matching.sources.values() for question in ranks))
     unloaded_keys = sorted(
         key
         for key, entry in stored.entries.items()
@@ -405,11 +399,11 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
         and call.checked_choices.allow_extra.match(key)
         and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
     )
-    sources = joint_sources([(question.boxes, question.request.matching) for question in ranks])
+    sources = joint_sources([(question.boxes, question.matching) for question in ranks])
     known = _Known(sources, unloaded_keys, report.kept, sorted(matching.rows))
     # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
-    request = JointRequest.of([(question.boxes, question.request.matching.sources) for question in ranks])
+    request = JointRequest.of([(question.boxes, question.matching.sources) for question in ranks])
     devices = frozenset[str]().union(*(question.devices for question in ranks))
     names = [*range(len(ranks))] if isinstance(call.place, Remote) else [question.machine for question in ranks]
     machines = tuple(map([*dict.fromkeys(names)].index, names))

@@ -1,4 +1,4 @@
-"""The matching of a checkpoint with a template: parameters by their names, parameter groups by their parameters.
+"""The matching of a checkpoint with a state dict: parameters by their names, parameter groups by their parameters.
 
 `match` decides for one rank, `judge` for all of them together.  State outside of a `NamedOptimizer` goes by its key.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import escape
 from itertools import chain, repeat
 
@@ -21,48 +21,49 @@ from ..names.resumption import (
     LoadReport,
     match_subtrees,
 )
-from ..names.vocabulary import BY_RANK, ZERO_SLOTS, KeyPath
+from ..names.vocabulary import BY_RANK, ZERO_SLOTS, KeyPath, has_our_options
 from ..names.wording import listed
 from ..record.record import StateRecord
 from .bits import dtype_name
+from .live_state import LiveState
 from .optimizer_matching import CODE_OPTIONS, match_optimizer
-from .template import LoadTemplate, Matching, MissingTensor, OptimizerParameter, Stored
+from .template import Matching, MissingTensor, OptimizerParameter, Stored, misfits, saved_rows, tied_keys
 
 # --- One rank ---------------------------------------------------------------------------------------------------------
 
 
-def match(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
-    """Decide what a rank's template takes from a checkpoint."""
+def match(live: LiveState, stored: Stored, choices: Choices) -> Matching:
+    """Decide what a rank's state dict takes from a checkpoint."""
     # Report only a fault of the whole: else each key by itself would be missing or extra.
-    if faults := [*_find_other_forms(template, stored)] or _find_moved_subtrees(template, stored):
+    if faults := [*_find_other_forms(live, stored)] or _find_moved_subtrees(live, stored):
         return Matching(covered_keys=frozenset(stored.entries), faults=tuple(faults))
-    matching = _match_parts(template, stored, choices)
+    matching = _match_parts(live, stored, choices)
     if matching.fits:
         return matching
     # The cures depend on these: the tensors without a counterpart, and whether only rows are new.
-    grown = _match_parts(template, stored, replace(choices, grow=Globs(("*",))))
+    grown = _match_parts(live, stored, replace(choices, grow=Globs(("*",))))
     growable = frozenset(grown.grown.values()).difference(grown.differences)
     if grown.misfits or {*grown.faults} - {*matching.faults}:
         growable = frozenset()
     missing = {}
-    for key, value in template.values.items():
+    for key, value in live.flat.items():
         if isinstance(value, torch.Tensor) and key not in stored.entries:
-            name, note = template.live.slots.get(template.paths[key], (str(template.paths[key][-1]), None))
+            name, note = live.slots.get(live.paths[key], (str(live.paths[key][-1]), None))
             slot = note.slot or "" if note else ""
             missing[key] = MissingTensor(name, slot, tuple(value.shape), dtype_name(value.dtype))
     return replace(matching, missing_tensors=missing, growable=growable)
 
 
-def _match_parts(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
+def _match_parts(live: LiveState, stored: Stored, choices: Choices) -> Matching:
     """Match optimizers by the names of their parameters, and everything else by its key."""
     faults = []
-    for key in template.numbered if choices.fresh.patterns else ():
+    for key in live.numbered if choices.fresh.patterns else ():
         faults.append(
             f"the parameters of {key!r} have numbers, so fresh={list(choices.fresh.patterns)!r} cannot name them: save "
             "and load get_optimizer_state_dict(model, optimizer), which has names"
         )
-    matchings = [match_optimizer(optimizer, template, stored, choices) for optimizer in template.optimizers]
-    return Matching.joined([Matching(faults=tuple(faults)), _match_by_key(template, stored, choices), *matchings])
+    matchings = [match_optimizer(optimizer, live, stored, choices) for optimizer in live.optimizers]
+    return Matching.joined([Matching(faults=tuple(faults)), _match_by_key(live, stored, choices), *matchings])
 
 
 _FORMS = {
@@ -76,12 +77,12 @@ _FORMS = {
 """The forms in which users save and load an optimizer, in words and as code."""
 
 
-def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
+def _find_other_forms(live: LiveState, stored: Stored) -> Iterator[str]:
     """Yield a fault for each optimizer that the checkpoint has in another form than the template."""
-    if template.is_ours and not stored.translated:
+    if has_our_options(live.flat) and not stored.translated:
         return  # another program's, and to be translated first
-    forms = [(optimizer.key, optimizer.form) for optimizer in template.optimizers]
-    for key, form in (*forms, *zip(template.numbered, repeat(StateForm.NUMBERED), strict=False)):
+    forms = [(optimizer.key, optimizer.form) for optimizer in live.optimizers]
+    for key, form in (*forms, *zip(live.numbered, repeat(StateForm.NUMBERED), strict=False)):
         saved_form = stored.form(key)
         if saved_form not in (None, form):
             saved, code = _FORMS[saved_form]
@@ -92,10 +93,10 @@ def _find_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
             )
 
 
-def _find_moved_subtrees(template: LoadTemplate, stored: Stored) -> list[str]:
+def _find_moved_subtrees(live: LiveState, stored: Stored) -> list[str]:
     """Return a fault if whole parts of the checkpoint stand at other keys than in the template."""
-    template_paths = set(map(template.paths.__getitem__, template.paths.keys() - stored.entries.keys()))
-    stored_paths = {stored.entries[key].path for key in stored.entries.keys() - template.values.keys()}
+    template_paths = set(map(live.paths.__getitem__, live.paths.keys() - stored.entries.keys()))
+    stored_paths = {stored.entries[key].path for key in stored.entries.keys() - live.flat.keys()}
     subtrees = match_subtrees(template_paths, stored_paths)
     if not subtrees:
         return []
@@ -112,48 +113,48 @@ def _label(path: KeyPath) -> str:
     return repr(key_of(path)) if path else "its top"
 
 
-def _match_by_key(template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
+def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching:
     """Match by their keys the values that are in no optimizer with names.
 
     Weights that the checkpoint lacks keep their values if ``fresh=`` names them, and rows that it lacks if ``grow=``
     does.
     """
-    prefixes = _prefixes(template.optimizers)
-    sources, kept_weights, misfits = dict[str, str](), dict[str, str](), dict[str, str]()
+    prefixes = _prefixes(live.optimizers)
+    sources, kept_weights, differing_values = dict[str, str](), dict[str, str](), dict[str, str]()
     grown, rows = dict[str, str](), dict[str, int]()
     missing_keys, keys_of_other_ranks = list[str](), list[str]()
     # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.  Where ranks
     # saved values of their own under a key, this rank's is its origin; it is a fault if only other ranks have one.
-    for key in sorted(key for key in template.values if not key.startswith(prefixes)):
-        path = template.paths[key]
+    for key in sorted(key for key in live.flat if not key.startswith(prefixes)):
+        path = live.paths[key]
         if key in stored.entries:
             origin = stored.origin(key)
             if origin is None:
                 keys_of_other_ranks.append(key)
                 continue
             sources[key], entry = origin, stored.entries[origin]
-            saved_rows = template.saved_rows(key, entry)
+            num_rows = saved_rows(live.flat[key], entry)
             name = _growing_name(path)
-            if saved_rows is not None and name is not None and choices.grow.match(name):
-                grown[key], rows[key] = name, saved_rows
-            if faults := template.misfits(key, entry, key in grown):
-                misfits[key] = " and ".join(faults)
-        elif isinstance(template.values[key], torch.Tensor) and choices.fresh.match(str(path[-1])):
+            if num_rows is not None and name is not None and choices.grow.match(name):
+                grown[key], rows[key] = name, num_rows
+            if faults := misfits(live, key, entry, key in grown):
+                differing_values[key] = " and ".join(faults)
+        elif isinstance(live.flat[key], torch.Tensor) and choices.fresh.match(str(path[-1])):
             kept_weights[key] = str(path[-1])
         elif not (PARAM_GROUPS in path[:-1] and path[-1] in CODE_OPTIONS):
             missing_keys.append(key)
     # 2. Weights that are tied to one that is loaded have its values: the checkpoint has one of their names.
     if missing_keys:
-        tied_keys = template.tied_keys(sources)
-        missing_keys = [key for key in missing_keys if key not in tied_keys]
+        tied = tied_keys(live, sources)
+        missing_keys = [key for key in missing_keys if key not in tied]
     # 3. Options that only the checkpoint has come into the groups whose other options are loaded.
     options = [key for key, entry in stored.entries.items() if entry.path[-1] in CODE_OPTIONS]
     added_keys, added_options = list[str](), {}
     if options:
-        groups = {template.paths[key][:-1] for key in sources}
+        groups = {live.paths[key][:-1] for key in sources}
         for key in options:
             path = stored.entries[key].path
-            if key not in template.values and path[:-1] in groups:
+            if key not in live.flat and path[:-1] in groups:
                 added_keys.append(key)
                 added_options[path] = stored.option(key)
     # 4. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
@@ -166,12 +167,13 @@ def _match_by_key(template: LoadTemplate, stored: Stored, choices: Choices) -> M
         frozenset(covered_keys),
         grown=grown,
         rows=rows,
-        loaded=frozenset(_numbered_parameters(template, sources)),
+        loaded=frozenset(_numbered_parameters(live, sources)),
         kept_weights=kept_weights,
+        optimizers=live.optimizers,
         added=added_options,
-        misfits=misfits,
+        misfits=differing_values,
         missing_keys=tuple(missing_keys),
-        faults=tuple(_describe_values_of_other_ranks(keys_of_other_ranks, template, stored)),
+        faults=tuple(_describe_values_of_other_ranks(keys_of_other_ranks, live, stored)),
     )
 
 
@@ -189,18 +191,18 @@ def _prefixes(optimizers: Iterable[NamedOptimizer]) -> tuple[str, ...]:
     return tuple(chain.from_iterable((optimizer.state, optimizer.options) for optimizer in optimizers))
 
 
-def _describe_values_of_other_ranks(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
+def _describe_values_of_other_ranks(keys: Sequence[str], live: LiveState, stored: Stored) -> Iterator[str]:
     """Yield a fault about items without a value on a rank, with the argument that leaves them out."""
     if not keys:
         return
     ranks, absent_paths = set[tuple[int, int]](), set[KeyPath]()
     for key in keys:
         ranks.update(stored.by_rank[key])
-        absent_paths.add(template.paths[key])
+        absent_paths.add(live.paths[key])
     saved_ranks = f"{len(ranks)} of {max(ranks)[1]}" if len(ranks) < max(ranks)[1] else str(len(ranks))
     # The beginnings of paths at which the state dict holds something else as well.
     other_prefixes = set[KeyPath]()
-    for path in template.paths.values():
+    for path in live.paths.values():
         if path not in absent_paths:
             other_prefixes |= {path[:end] for end in range(1, len(path))}
     # The largest parts of the state dict that hold nothing else are left out.
@@ -218,38 +220,26 @@ def _describe_values_of_other_ranks(keys: Sequence[str], template: LoadTemplate,
     )
 
 
-def _numbered_parameters(template: LoadTemplate, keys: Iterable[str]) -> Iterator[OptimizerParameter]:
+def _numbered_parameters(live: LiveState, keys: Iterable[str]) -> Iterator[OptimizerParameter]:
     """Yield the parameters of optimizers with numbers that have state at these keys, as ``"optimizer#0"``."""
-    for key in keys if template.numbered else ():
-        for reading in OptimizerKey.of_slot(template.paths[key]):
-            if (optimizer := key_of(reading.place.root)) in template.numbered:
+    for key in keys if live.numbered else ():
+        for reading in OptimizerKey.of_slot(live.paths[key]):
+            if (optimizer := key_of(reading.place.root)) in live.numbered:
                 yield optimizer, f"{optimizer}#{reading.name}"
 
 
 # --- All ranks --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """A rank's request to the coordinator."""
-
-    matching: Matching
-    optimizers: tuple[NamedOptimizer, ...]
-
-
-def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> tuple[Matching, LoadReport]:
+def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[Matching, LoadReport]:
     """Decide what all ranks together take, with all that does not fit."""
     # 1. Another rank may take what one leaves, so only items that all of them leave are left.
-    extra, fresh, joint = choices.allow_extra, choices.fresh, Matching.joined([r.matching for r in requests])
-    claimed_keys, optimizers = set(joint.covered_keys), dict[str, NamedOptimizer]()
-    for request in requests:
-        claimed_keys.update(request.matching.sources.values())
-        for optimizer in request.optimizers:
-            optimizers[optimizer.key] = optimizer
-    unclaimed_keys = sorted(stored.entries.keys() - claimed_keys)
+    extra, fresh, joint = choices.allow_extra, choices.fresh, Matching.joined(ranks)
+    taken_keys = set[str]().union(*(matching.sources.values() for matching in ranks))
+    unclaimed_keys = sorted(stored.entries.keys() - taken_keys - joint.covered_keys)
     # 2. State that no rank takes: of parameters that are dropped on purpose, or gone.
     dropped_names, explained_keys, differences = set[str](), set[str](), dict[str, str]()
-    for optimizer in optimizers.values():
+    for optimizer in {optimizer.key: optimizer for optimizer in joint.optimizers}.values():
         parameter_names = {name for key, name in joint.parameters if key == optimizer.key}
         stored_names = set(chain.from_iterable(group.names for group in stored.groups(optimizer)))
         unclaimed_state = optimizer.state_of_names(unclaimed_keys, parameter_names | stored_names)
@@ -291,8 +281,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, choices: Choices) -> 
         faults.append(f"grow={pattern!r} matches no tensor that has the shape of the saved one but for more rows")
     for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped):
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
-    sources = set[str]().union(*(request.matching.sources.values() for request in requests))
-    entries = [stored.entries[source] for source in sources]
+    entries = map(stored.entries.__getitem__, taken_keys)
     report = LoadReport(
         _sorted_names(joint.loaded),
         _sorted_names(joint.fresh),

@@ -26,7 +26,8 @@ from ..names.resumption import (
 )
 from ..names.vocabulary import FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
 from ..names.wording import listed
-from .template import LoadTemplate, Matching, OptimizerParameter, OptionGroup, Stored, option_groups
+from .live_state import LiveState
+from .template import Matching, OptimizerParameter, OptionGroup, Stored, misfits, option_groups, saved_rows
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -40,9 +41,9 @@ _OPTIONAL_OPTIONS = RUN_OPTIONS | CODE_OPTIONS
 """Options whose absence in a checkpoint is not reported: it must lack them, or has them only where they differ."""
 
 
-def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, choices: Choices) -> Matching:
+def match_optimizer(optimizer: NamedOptimizer, live: LiveState, stored: Stored, choices: Choices) -> Matching:
     """Decide what an optimizer takes: the state of each parameter by its name, then the options of its groups."""
-    match = _OptimizerMatch.of(optimizer, template, stored)
+    match = _OptimizerMatch.of(optimizer, live, stored)
     live_states, saved_states = match.states()
     names: dict[str, str] = {}
     for name, state in live_states.items():
@@ -50,17 +51,18 @@ def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: S
 
     def slot_fault(key: str, saved_key: str) -> str | None:
         entry = stored.entries[saved_key]
-        grows = template.saved_rows(key, entry) is not None and choices.grow.match(names[key])
-        return next(iter(template.misfits(key, entry, grows)), None)
+        grows = saved_rows(live.flat[key], entry) is not None and choices.grow.match(names[key])
+        return next(iter(misfits(live, key, entry, grows)), None)
 
     def is_zeroed(state: ParameterState, slot: str) -> bool:
-        is_tensor = isinstance(template.values[state.slots[slot]], torch.Tensor)
+        is_tensor = isinstance(live.flat[state.slots[slot]], torch.Tensor)
         return is_tensor and begins_as_zeros(slot, state.options)
 
     # 1. Fitting state is loaded, other state begins from zero or is refused.
     groups = [group.names for group in match.groups]
+    may_have_more = choices.allow_extra.matches_all
     matcher = ParameterMatcher(
-        live_states, saved_states, groups, cache(match.group_options), slot_fault, is_zeroed, template.partial
+        live_states, saved_states, groups, cache(match.group_options), slot_fault, is_zeroed, may_have_more
     )
     report, differences, faults, origins = matcher.match(choices.fresh, choices.ungrouped)
     if optimizer.groups is None and any(reason.startswith(OTHER_OPTIONS) for reason in differences.values()):
@@ -75,8 +77,8 @@ def match_optimizer(optimizer: NamedOptimizer, template: LoadTemplate, stored: S
     for name in report.loaded:
         for slot, key in live_states[name].slots.items():
             loaded_keys.append(key)
-            if (saved_rows := template.saved_rows(key, stored.entries[key])) is not None:
-                grown[key], rows[key] = name, saved_rows
+            if (num_rows := saved_rows(live.flat[key], stored.entries[key])) is not None:
+                grown[key], rows[key] = name, num_rows
                 if not is_zeroed(live_states[name], slot):
                     unknown_rows.append(f"{name!r} cannot grow: it is not known how new rows of its {slot} begin")
     fresh_keys = chain.from_iterable(live_states[name].slots.values() for name in report.fresh)
@@ -108,7 +110,7 @@ class _OptimizerMatch:
     """
 
     optimizer: NamedOptimizer
-    template: LoadTemplate
+    live: LiveState
     stored: Stored
     groups: Sequence[OptionGroup]
     saved_groups: Sequence[OptionGroup]
@@ -116,8 +118,8 @@ class _OptimizerMatch:
     homes: Mapping[str, Sequence[int]]
 
     @classmethod
-    def of(cls, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> _OptimizerMatch:
-        values = template.values
+    def of(cls, optimizer: NamedOptimizer, live: LiveState, stored: Stored) -> _OptimizerMatch:
+        values = live.flat
         groups = option_groups(optimizer, values, values.__getitem__, lambda key: str(as_tuples(values[key])))
         saved_groups, unsaid_keys = list[OptionGroup](), set[str]()
         homes: defaultdict[str, list[int]] = defaultdict(list)
@@ -128,14 +130,14 @@ class _OptimizerMatch:
             saved_groups.append(OptionGroup(names, said))
             for name in names:
                 homes[name].append(number)
-        return cls(optimizer, template, stored, groups, saved_groups, frozenset(unsaid_keys), dict(homes))
+        return cls(optimizer, live, stored, groups, saved_groups, frozenset(unsaid_keys), dict(homes))
 
     def parameters(self, names: Iterable[str]) -> frozenset[OptimizerParameter]:
         return frozenset(zip(repeat(self.optimizer.key), names, strict=False))
 
     def states(self) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
         """Return the state of parameters on both sides, with the options on which its meaning depends."""
-        values, stored = self.template.values, self.stored
+        values, stored = self.live.flat, self.stored
         options: dict[str, Mapping[str, Any]] = {}
         for names, keys in self.groups:
             common_options = {option: values[first] for option, (first, *_) in keys.items()}
@@ -189,13 +191,13 @@ class _OptimizerMatch:
         self, keys: Mapping[str, Sequence[str]], saved_keys: Mapping[str, Sequence[str]], owner: str
     ) -> Matching:
         """Give a group, in words the owner of its options, those of a saved one; its own stay where that has none."""
-        template, stored = self.template, self.stored
+        live, stored = self.live, self.stored
         sources, faults, live_options, covered_keys = dict[str, str](), list[str](), list[str](), list[str]()
         for option in sorted(keys.keys() - NAMES_OF_GROUPS - saved_keys.keys()):
             if option in RUN_OPTIONS:
                 faults.append(f"missing key {keys[option][0]!r}")
             elif option not in _OPTIONAL_OPTIONS:
-                live_options.append(f"{option}={template.values[keys[option][0]]!r}")
+                live_options.append(f"{option}={live.flat[keys[option][0]]!r}")
         added_options: dict[KeyPath, Any] = {}
         for option, (saved_key, *equal_keys) in saved_keys.items():
             # Each group keeps its name and its parameters.
@@ -203,12 +205,12 @@ class _OptimizerMatch:
                 covered_keys += equal_keys
                 for key in keys[option]:
                     sources[key] = saved_key
-                    faults += (f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[saved_key]))
+                    faults += (f"{key!r} {fault}" for fault in misfits(live, key, stored.entries[saved_key]))
             # The history of a group goes on with it, although no code has set it.
             elif option in HISTORY_OPTIONS:
                 covered_keys += (saved_key, *equal_keys)
                 for key in next(iter(keys.values()), ()):
-                    *parents, leaf = template.paths[key]
+                    *parents, leaf = live.paths[key]
                     flattened, dot, _ = str(leaf).rpartition(".")
                     added_options[*parents, f"{flattened}{dot}{option}"] = stored.option(saved_key)
         return Matching(
@@ -231,14 +233,14 @@ class _OptimizerMatch:
         live_rates: list[Any] = []
         for group, origin in zip(self.groups, origins, strict=True):
             has_own = origin is None and group.names and "initial_lr" in group.keys
-            own_rate = self.template.values[group.keys["initial_lr"][0]] if has_own else None
+            own_rate = self.live.flat[group.keys["initial_lr"][0]] if has_own else None
             live_rates.append(own_rate if origin is None else saved_rates[origin])
         # A scheduler that says for which rates it was made needs no guess; with several, it does not say whose it is.
         has_schedulers, base_rates = self._base_rates()
         if any(scheduler_misfit(base, live_rates) is None for base in base_rates.values()):
             return Matching()
         misfit = scheduler_misfit(saved_rates, live_rates)
-        has_several, is_merged = len(self.template.optimizers) > 1, False
+        has_several, is_merged = len(self.live.optimizers) > 1, False
         if misfit:
             # Each saving rank has groups; this rank may have some of them, or several as one.
             used_numbers = [number for number, group in enumerate(self.groups) if group.names]
@@ -273,12 +275,12 @@ class _OptimizerMatch:
         return self.stored.option(group.keys["initial_lr"][0]) if "initial_lr" in group.keys else None
 
     def _base_rates(self) -> tuple[bool, dict[str, tuple[Any, ...]]]:
-        """Return whether the template has schedulers, and the rates for which saved ones were made, by key.
+        """Return whether the state dict has schedulers, and the rates for which saved ones were made, by key.
 
         A scheduler's ``base_lrs`` has a rate for each group, by the group's number.
         """
         has_schedulers, base_rates = False, {}
-        for key, path in self.template.paths.items():
+        for key, path in self.live.paths.items():
             if "base_lrs" not in path and "_schedulers" not in path:
                 continue
             has_schedulers = True

@@ -41,11 +41,11 @@ from .attestation import MOST_FAULTS, SharesOfRank, held_together, shares_of
 from .bits import share_of, unsigned
 from .joint_state import layout_on_ranks, other_options, refuse_other_groups, with_joint_groups
 from .live_state import Digests, LiveState, RankState
-from .matching import RankRequest, judge, match
+from .matching import judge, match
 from .reading_plan import AskedTensor, JointRequest
 from .refusal import REDISTRIBUTE, Refusal
 from .shared_memory import check_apart, differing_ties, tied_origins
-from .template import LoadTemplate, Stored
+from .template import Matching, Stored
 from .transfer import Transfer, views
 from .transfer_plan import Move, RankSides, Stage, divide_in_stages, make_copies
 
@@ -80,7 +80,7 @@ class Redistribution:
 class _Request:
     """A rank's request; ``tied`` are pairs of tensors of the source that would come into one memory."""
 
-    rank: RankRequest
+    matching: Matching
     state: RankState
     devices: frozenset[str]
     tied: frozenset[tuple[str, str]]
@@ -129,7 +129,7 @@ def redistribute(
     items, stored = _stored_of(ranks, offers, (place, len(ranks)))
     source = source.known_as(offers[place].state)
     target, requests = gather_keeping(group, SourceError, lambda: _ask(source, target_state_dict, stored, choices))
-    matching, report = judge([request.rank for request in requests], stored, choices)
+    matching, report = judge([request.matching for request in requests], stored, choices)
     if not matching.fits:
         refusal = Refusal(matching, choices, stored, target, None, REDISTRIBUTE)
         raise SourceError(broadcast_from_first(group, lambda: str(refusal)))
@@ -142,7 +142,7 @@ def redistribute(
     box_shares = _prove_replicas(source, moves, ranks, group) if attest else {}
     # 3. Elements move; then everything else is set, and what has arrived is compared with what was sent.
     failure = transfer.run({move.source: source.local(move.source) for move in moves}, target.local, plan.wire)
-    own_matching = requests[place].rank.matching
+    own_matching = requests[place].matching
 
     def finish() -> _Shares:
         if failure is not None:
@@ -188,13 +188,11 @@ def _ask(
 ) -> tuple[_Request, LiveState]:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
     target = LiveState.of(target_state_dict, "to redistribute into")
-    template = LoadTemplate.of(target, choices.allow_extra.matches_all)
-    matching = match(template, stored, choices)
+    matching = match(target, stored, choices)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
-    rank = RankRequest(matching, template.optimizers)
-    return _Request(rank, target.described.boxes(keys), target.devices, tied), target
+    return _Request(matching, target.described.boxes(keys), target.devices, tied), target
 
 
 def _plan(
@@ -227,7 +225,7 @@ def _moves_of(
     """Return what has to move, after proving that the source is whole."""
     places = range(len(ranks))
     offered = JointRequest.of([(offer.state, {key: key for key in offer.state.keys}) for offer in offers]).tensors
-    asked = JointRequest.of([(request.state, request.rank.matching.sources) for request in requests]).tensors
+    asked = JointRequest.of([(request.state, request.matching.sources) for request in requests]).tensors
     moves: list[Move] = []
     for key, targets in sorted(asked.items()):
         record = stored.entries[key]

@@ -1,4 +1,4 @@
-"""The two sides of a load and its outcome: the template, the stored entries, and the matching of one with the other."""
+"""The stored side of a load, and the outcome: what fits a state dict, and the matching of one with the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ..algebra.box import Index
 from ..layouts.boxed_tensor import whole_shape
-from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, rank_in
+from ..names.keys import NamedOptimizer, StateForm, key_of, rank_in
 from ..names.resumption import as_tuples, option_difference
 from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
 from ..programs.signs import unsaid_by_name
@@ -30,73 +30,47 @@ OptimizerParameter = tuple[str, str]
 """The key of an optimizer's state dict, and the name of one of its parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadTemplate:
-    """The values that a state dict asks for.
+def tied_keys(live: LiveState, keys: Collection[str]) -> set[str]:
+    """Return the keys of all tensors that are, element by element, in the memory of one with a given key."""
 
-    Attributes:
-        values, paths: by flat key.
-        numbered: keys of optimizers whose parameters have numbers; these go by key.
-        partial: the checkpoint may hold more than it asks for.
-        live: the state dict itself.
+    # Tensors are tied where the same boxes have the same memory, and cover all of a tensor of one shape.
+    def places(key: str) -> tuple[Any, ...]:
+        elements = {lo: Elements.of(part) for lo, part in live.parts[key].items()}
+        return whole_shape(live.flat[key]), frozenset(elements.items())
+
+    memory = set(map(places, live.parts.keys() & keys))
+    return {key for key in live.parts if places(key) in memory}
+
+
+def saved_rows(value: object, entry: StateRecord | Blob) -> int | None:
+    """Return how many rows an entry has, if a value is a tensor of its shape but for more rows."""
+    if not isinstance(value, torch.Tensor) or not isinstance(entry, StateRecord) or not entry.shape:
+        return None
+    rows, *others = entry.shape
+    is_longer = value.ndim > 0 and tuple(value.shape[1:]) == tuple(others) and rows < value.shape[0]
+    return rows if is_longer else None
+
+
+def misfits(live: LiveState, key: str, entry: StateRecord | Blob, grows: bool = False) -> list[str]:
+    """Return why an entry cannot be loaded at a key, in words that follow the key.
+
+    Args:
+        grows: it has fewer rows, as is meant.
     """
-
-    values: Mapping[str, Any]
-    paths: Mapping[str, KeyPath]
-    optimizers: tuple[NamedOptimizer, ...]
-    numbered: tuple[str, ...]
-    partial: bool
-    live: LiveState
-
-    @classmethod
-    def of(cls, live: LiveState, partial: bool) -> LoadTemplate:
-        return cls(live.flat, live.paths, live.optimizers, tuple(numbered_optimizers(live.nested)), partial, live)
-
-    @property
-    def is_ours(self) -> bool:
-        """True if an optimizer of ours asks for its state."""
-        return has_our_options(self.values)
-
-    def tied_keys(self, keys: Collection[str]) -> set[str]:
-        """Return the keys of all tensors that are, element by element, in the memory of a given one."""
-
-        # Tensors are tied where the same boxes have the same memory, and cover all of a tensor of one shape.
-        def places(key: str) -> tuple[Any, ...]:
-            elements = {lo: Elements.of(part) for lo, part in self.live.parts[key].items()}
-            return whole_shape(self.values[key]), frozenset(elements.items())
-
-        memory = set(map(places, self.live.parts.keys() & keys))
-        return {key for key in self.live.parts if places(key) in memory}
-
-    def saved_rows(self, key: str, entry: StateRecord | Blob) -> int | None:
-        """Return how many rows an entry has, if a tensor has its shape but for more rows."""
-        value = self.values[key]
-        if not isinstance(value, torch.Tensor) or not isinstance(entry, StateRecord) or not entry.shape:
-            return None
-        rows, *others = entry.shape
-        is_longer = value.ndim > 0 and tuple(value.shape[1:]) == tuple(others) and rows < value.shape[0]
-        return rows if is_longer else None
-
-    def misfits(self, key: str, entry: StateRecord | Blob, grows: bool = False) -> list[str]:
-        """Return why an entry cannot be loaded at a key, in words that follow the key.
-
-        Args:
-            grows: it has fewer rows, as is meant.
-        """
-        # A tensor has a shape and dtype to compare; where one side has none, that is all there is to say.
-        value, faults = self.values[key], list[str]()
-        if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
-            stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
-            return [f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"]
-        if isinstance(entry, StateRecord):
-            if entry.shape != value.shape and not grows:
-                faults.append(f"has shape {entry.shape}, expected {tuple(value.shape)}")
-            if entry.dtype != dtype_name(value.dtype):
-                faults.append(f"is {entry.dtype}, expected {dtype_name(value.dtype)}")
-            convention = self.live.convention(self.paths[key]) if entry.convention else None
-            if convention and entry.convention != convention:
-                faults.append("is " + option_difference(CONVENTION, entry.convention, convention))
-        return faults
+    # A tensor has a shape and dtype to compare; where one side has none, that is all there is to say.
+    value, faults = live.flat[key], list[str]()
+    if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
+        stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
+        return [f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"]
+    if isinstance(entry, StateRecord):
+        if entry.shape != value.shape and not grows:
+            faults.append(f"has shape {entry.shape}, expected {tuple(value.shape)}")
+        if entry.dtype != dtype_name(value.dtype):
+            faults.append(f"is {entry.dtype}, expected {dtype_name(value.dtype)}")
+        convention = live.convention(live.paths[key]) if entry.convention else None
+        if convention and entry.convention != convention:
+            faults.append("is " + option_difference(CONVENTION, entry.convention, convention))
+    return faults
 
 
 class OptionGroup(NamedTuple):
@@ -241,7 +215,7 @@ class Matching:
         loaded, fresh, discarded, own_options: as in a `LoadReport`.
         ungrouped: parameters that were loaded and are in no group of the checkpoint.
         kept_weights: names of weights that keep their values, by key.
-        parameters: all that optimizers have.
+        optimizers, parameters: those of the template, and all parameters that they have.
         added: options that only the checkpoint has and that the state dict gets, by path.
         differences: why the state of a parameter cannot be loaded, by name.
         misfits: why values outside of optimizers cannot be loaded, by key.
@@ -262,6 +236,7 @@ class Matching:
     discarded: frozenset[str] = frozenset()
     ungrouped: frozenset[OptimizerParameter] = frozenset()
     kept_weights: Mapping[str, str] = field(default_factory=dict)
+    optimizers: tuple[NamedOptimizer, ...] = ()
     parameters: frozenset[OptimizerParameter] = frozenset()
     own_options: tuple[str, ...] = ()
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
