@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -192,6 +193,14 @@ def did_you_mean(word: str, candidates: Sequence[str]) -> str:
         parts = dict.fromkeys(chain.from_iterable(name.split(".") for name in candidates[:20_000]))
         close = get_close_matches(word, list(parts), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def value_in_short(value: object) -> str:
+    """Return a number or a text as code, anything else by its type, for an error message."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return reprlib.repr(value)
+    noun = type(value).__name__
+    return f"an {noun}" if noun[0] in "aeiouAEIOU" else f"a {noun}"
 
 
 def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -331,3 +331,24 @@ def crossing(rank: int, world: int, folder: str) -> list[str]:
 def test_ranks_that_make_different_calls_are_told_so_at_once(tmp_path):
     one, other = run(2, crossing, str(tmp_path))
     assert one == other and len(one) == 42
+
+
+@pytest.mark.parametrize("folder", [".", ".."])
+def test_a_folder_without_a_name_is_told_by_its_path(tmp_path, monkeypatch, folder):
+    (tmp_path / "run" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run" / "inside")
+    with pytest.raises(SourceError, match=str((tmp_path / "run" / "inside" / folder).resolve())):
+        muonckpt.load({}, folder)
+
+
+def test_a_refused_first_save_leaves_no_folder(tmp_path):
+    with_hole = {"w": muonckpt.BoxedTensor((4, 3), {(0, 0): torch.ones(2, 3)})}
+    series = muonckpt.Series(tmp_path / "runs" / "first")
+    with pytest.raises(LayoutError):
+        series.save(1, with_hole)
+    assert not [*tmp_path.iterdir()]
+    # Folders that others use stay.
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(LayoutError):
+        series.save(1, with_hole)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "runs"]

@@ -384,6 +384,17 @@ def test_state_of_an_unknown_optimizer_begins_and_the_line_says_so(make, tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [({"begin_step": 3}, "3"), ({"begin_from": "other", "begin_step": "3"}, "'3'"),
+     ({"begin_from": "other", "begin_step": -1}, "-1"), ({"begin_from": "other", "begin_step": True}, "True")],
+)  # fmt: skip
+def test_a_step_to_begin_with_is_an_integer_beside_a_checkpoint(tmp_path, arguments, found):
+    model = net()
+    with pytest.raises(muonckpt.ArgumentError, match=rf"begin_step={found}: expected an integer, 0 or more, beside"):
+        muonckpt.Series(tmp_path, model, muon(model)).resume(**arguments)
+
+
 def test_other_refusals_of_a_translation_are_raised_with_the_copy_to_make(tmp_path):
     """State of AdamW that lacks its steps is not that of an unknown optimizer."""
     model = net()

@@ -48,6 +48,7 @@ from ...names.errors import (
     SourceError,
     about,
     called_like,
+    value_in_short,
     warn_on_rank,
 )
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
@@ -301,11 +302,16 @@ class Series:
 
         Raises:
             AttestError: ``strict``, and something is not as it was saved.
-            ArgumentError: the series was made without objects.
+            ArgumentError: the series was made without objects; or ``begin_step`` is no step, or without ``begin_from``.
             DamageError, SourceError, LayoutError, LostRankError, DestinationError: as in `restore`.
         """
         if self._training is None:
             raise ArgumentError("the series has no objects to resume. Write Series(folder, model, optimizer)")
+        if begin_step is not None and (begin_from is None or type(begin_step) is not int or begin_step < 0):
+            raise ArgumentError(
+                f"begin_step={value_in_short(begin_step)}: expected an integer, 0 or more, beside begin_from. Write "
+                "run.resume(begin_from='other-run/step-40', begin_step=41)"
+            )
         state_dict = self._training.state_dict()
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
         if is_coordinator(self._group) and self._training.lacks_scheduler:
@@ -578,7 +584,7 @@ class Series:
 
 def _check_step(step: object) -> None:
     if type(step) is not int or step < 0:
-        actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
+        actual = value_in_short(step)
         argument = "step" if isinstance(step, Mapping) else "int(step)"
         line = "" if type(step) is int else f". Write series.save({argument}, state_dict)"
         raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}")

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ...names.errors import DamageError, DestinationError, DiskError, MuonckptError, SourceError, UnavailableError
+from ...names.errors import (
+    ArgumentError,
+    DamageError,
+    DestinationError,
+    DiskError,
+    MuonckptError,
+    SourceError,
+    UnavailableError,
+    value_in_short,
+)
 
 GAP = 128 << 10
 """Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a
@@ -342,15 +351,23 @@ def map_each(place: Location, function: Callable[[T], R], values: Iterable[T]) -
 def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = ValueError) -> Location:
     """Return the location of a path, in which ``~`` is expanded, or of a URL of any protocol that fsspec knows.
 
+    Folders that have no name, such as ``"."``, become absolute, so that errors name them.
+
     Raises:
+        ArgumentError: it is no path.
         error: the protocol is unknown, or its library is not installed; or a ``file://`` URL names another machine.
     """
     if isinstance(name, Remote):
         return name
+    if not isinstance(name, str | os.PathLike):
+        raise ArgumentError(f"expected a path or a URL, found {value_in_short(name)}")
     text = os.fsdecode(name)
     protocol, separator, _ = text.partition("://")
     if not separator:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        with suppress(OSError):  # the working directory was removed
+            return path.resolve() if path.name in ("", "..") else path
+        return path
     # A file URL is a path of this machine; fsspec knows the others.
     if protocol in ("file", "local"):
         parts = urlsplit(text)

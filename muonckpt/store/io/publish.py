@@ -48,6 +48,7 @@ class Staging:
         self._destination, self._file = destination, file
         self._has_moved = False
         self._lock: int | None = None
+        self._new_parents: list[Path] = []
         # Space first: what killed saves left would otherwise stay for ever.
         remove_abandoned(destination)
         refuse_existing(destination)
@@ -56,7 +57,7 @@ class Staging:
             _claim(destination)
             return
         # A folder with a name that no other process makes.
-        make_parents(destination)
+        self._new_parents = make_parents(destination)
         self.place = destination.parent / f".{destination.name}.{os.urandom(6).hex()}.tmp"
         self.place.mkdir()
         if isinstance(self.place, Path):
@@ -108,7 +109,7 @@ class Staging:
                 ) from error
 
     def close(self, others_write: bool = False) -> None:
-        """Remove the unpublished, and unlock the others.
+        """Remove the unpublished and the folders made for it, and unlock the others.
 
         Args:
             others_write: whether other processes may still write there.  A store does not refuse that, so its claim
@@ -116,6 +117,9 @@ class Staging:
         """
         if not self._has_moved and not (others_write and isinstance(self.place, Remote)):
             discard(self.place)
+            with suppress(OSError):  # another process has made something there
+                for folder in self._new_parents:
+                    folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
 
@@ -216,22 +220,24 @@ def refuse_existing(destination: Location) -> None:
         raise DestinationError(f"{destination} exists already, and nothing is overwritten; choose another destination")
 
 
-def make_parents(place: Location) -> None:
-    """Make the missing directories above a place, each on disk before anything is made in it.
+def make_parents(place: Location) -> list[Path]:
+    """Make the missing directories above a place, each on disk before anything is made in it; return them, last first.
 
     A process may have been killed between making the last existing one and syncing its parent, so that is synced, too.
     """
-    if isinstance(place, Path):
-        missing = [folder for folder in place.parents if not is_there(folder)]
-        above = (missing[-1] if missing else place).parent.parent
-        try:
-            sync_directory(above)
-        except OSError as error:  # such a process made no folder where this user may not read, or nothing is synced
-            if error.errno not in (errno.EACCES, errno.EINVAL):
-                raise
-        for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
-            sync_directory(folder.parent)
+    if isinstance(place, Remote):
+        return []
+    missing = [folder for folder in place.parents if not is_there(folder)]
+    above = (missing[-1] if missing else place).parent.parent
+    try:
+        sync_directory(above)
+    except OSError as error:  # such a process made no folder where this user may not read, or nothing is synced
+        if error.errno not in (errno.EACCES, errno.EINVAL):
+            raise
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_directory(folder.parent)
+    return missing
 
 
 def sync_directory(path: Path) -> None:
