@@ -291,7 +291,7 @@ def shares_of(live: LiveState, keys: Collection[str]) -> SharesOfRank:
     # Shares stay on their devices until all are under way.
     boxes = live.described.boxes(keys)
     shares: list[Tensor] = []
-    for key in boxes.keys:
+    for key in boxes.form.keys:
         shares += [share_of(part, lo) for lo, part in live.parts[key].items()]
     # One fetch for each device, as each of them waits for the device.
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)

@@ -106,14 +106,14 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
 
     Where all ranks have the same groups, these are their own numbers; stages of a pipeline have groups of their own.
     """
-    if all(state.optimizers == ranks[0].optimizers for state in ranks):
+    if all(state.form.optimizers == ranks[0].form.optimizers for state in ranks):
         return list(ranks)
     # A group gets its number with the first rank that has it; the order of ranks is the same everywhere.
     numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
     joint, forms = list[RankState](), dict[object, RankForm]()
     for state in ranks:
         rank_numbers: defaultdict[str, list[int]] = defaultdict(list)
-        for optimizer in state.optimizers:
+        for optimizer in state.form.optimizers:
             groups, joint_numbers = optimizer.groups or (), numbers[optimizer.key]
             for place, names in enumerate(groups):
                 identity = names or (groups, place)  # one without parameters is that of ranks with the same groups
@@ -128,11 +128,13 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
 def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
     """Refuse a parameter that ranks have in groups with other options: a resume could take either's."""
     # Where all ranks have the same groups, equal keys are compared anyway, so there is nothing to look for.
+    if all(state.form.optimizers == ranks[0].form.optimizers for state in ranks):
+        return
     homes: dict[tuple[str, str], tuple[int, Mapping[str, bytes | None]]] = {}
-    for rank, state in enumerate(ranks if any(state.optimizers != ranks[0].optimizers for state in ranks) else ()):
-        items = dict(zip(state.keys, state.first_items(), strict=False))
-        for optimizer in state.optimizers:
-            keys = optimizer.options_of_groups(state.keys)
+    for rank, state in enumerate(ranks):
+        items = dict(zip(state.form.keys, state.first_items(), strict=False))
+        for optimizer in state.form.optimizers:
+            keys = optimizer.options_of_groups(state.form.keys)
             for number, names in enumerate(optimizer.groups or ()):
                 values = {}
                 for option, key in keys.get(number, {}).items():
@@ -177,7 +179,7 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[AlikeHolders]]:
         first = ranks[places[0]]
         corners = [*corners_by_kind([ranks[place] for place in places])]
         ranks_alike = np.array(places, np.int64)
-        for key, number, item in zip(first.keys, first.numbers, first.first_items(), strict=False):
+        for key, number, item in zip(first.form.keys, first.form.numbers, first.first_items(), strict=False):
             kind, (lo, hi) = first.form.kinds[number], corners[number]
             if kind is None or lo.shape[1] or 0 in kind.shape:
                 holders[key].append(AlikeHolders((group, number), ranks_alike, item, kind, lo, hi))
@@ -287,7 +289,7 @@ def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
     # Layers repeat, so each combination of kinds on ranks is proved once.
     kinds_of: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for rank, state in ranks.items():
-        for key, number in zip(state.keys, state.numbers, strict=True):
+        for key, number in zip(state.form.keys, state.form.numbers, strict=True):
             kinds_of[key][rank] = number
     proved = set()
     for key, numbers in kinds_of.items():

@@ -145,26 +145,6 @@ class RankState:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rank_state, (pickle.dumps(self.form), self.counts, self.corners)
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.form.keys
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return self.form.numbers
-
-    @property
-    def paths(self) -> tuple[KeyPath, ...]:
-        return self.form.paths
-
-    @property
-    def names(self) -> tuple[str | None, ...]:
-        return self.form.names
-
-    @property
-    def optimizers(self) -> tuple[NamedOptimizer, ...]:
-        return self.form.optimizers
-
     @cached_property
     def kinds(self) -> tuple[ShardSpec | None, ...]:
         """The kinds with their boxes."""
@@ -177,32 +157,34 @@ class RankState:
     def boxes(self, keys: Collection[str]) -> RankState:
         """Return where the tensors of some keys are, without paths and names."""
         numbers, has_options = {}, False
-        prefixes = tuple(optimizer.options for optimizer in self.optimizers)
-        for key, number in zip(self.keys, self.numbers, strict=True):
+        prefixes = tuple(optimizer.options for optimizer in self.form.optimizers)
+        for key, number in zip(self.form.keys, self.form.numbers, strict=True):
             if self.form.kinds[number] is not None:
                 has_options |= key.startswith(prefixes)
                 if key in keys:
                     numbers[key] = number
         # Groups are compared by ranks only where tensors of options go along.
-        optimizers = self.optimizers if has_options else ()
+        optimizers = self.form.optimizers if has_options else ()
         form = RankForm(tuple(numbers), tuple(numbers.values()), self.form.kinds, optimizers=optimizers)
         return replace(self, form=form)
 
-    def tensors(self) -> Iterator[tuple[str, ShardSpec]]:
-        for key, number in zip(self.keys, self.numbers, strict=True):
-            if (kind := self.kinds[number]) is not None:
-                yield key, kind
+    @cached_property
+    def tensors(self) -> Mapping[str, ShardSpec]:
+        """The kind of each tensor, by key."""
+        kinds = zip(self.form.keys, map(self.kinds.__getitem__, self.form.numbers), strict=True)
+        return {key: kind for key, kind in kinds if kind is not None}
 
     def records(self) -> Iterator[StateRecord]:
         """Yield the record of each tensor, without chunks."""
-        for key, number, path, name in zip(self.keys, self.numbers, self.paths, self.names, strict=True):
-            if (kind := self.form.kinds[number]) is not None:
+        form = self.form
+        for key, number, path, name in zip(form.keys, form.numbers, form.paths, form.names, strict=True):
+            if (kind := form.kinds[number]) is not None:
                 yield record_of(key, path, name, kind)
 
     def first_items(self) -> list[int]:
         """Return the number of each key's first item, and how many items there are."""
         counts = np.frombuffer(self.counts, np.int64) + np.array([kind is None for kind in self.form.kinds], np.int64)
-        return [0, *np.cumsum(counts[np.array(self.numbers, np.int64)]).tolist()]
+        return [0, *np.cumsum(counts[np.array(self.form.numbers, np.int64)]).tolist()]
 
 
 def corners_by_kind(states: Sequence[RankState]) -> Iterator[tuple[IntArray, IntArray]]:
@@ -383,8 +365,8 @@ class LiveState:
 
     def known_as(self, state: RankState) -> LiveState:
         """Return the same with the keys and paths of a state, which is ``described`` with other numbers of groups."""
-        flat = dict(zip(state.keys, self.flat.values(), strict=True))
-        paths = dict(zip(state.keys, state.paths, strict=True))
+        flat = dict(zip(state.form.keys, self.flat.values(), strict=True))
+        paths = dict(zip(state.form.keys, state.form.paths, strict=True))
         return LiveState(self.state_dict, self.nested, flat, paths)
 
     @cached_property
@@ -406,12 +388,8 @@ class LiveState:
 
     def local(self, key: str) -> LocalParts:
         """Return the elements of a tensor that are here."""
-        kind = self._kinds.get(key)
+        kind = self.described.tensors.get(key)
         return NO_PARTS if kind is None else LocalParts.of(kind.boxes, self.parts[key].values())
-
-    @cached_property
-    def _kinds(self) -> Mapping[str, ShardSpec]:
-        return dict(self.described.tensors())
 
     @property
     def devices(self) -> frozenset[str]:

@@ -89,13 +89,13 @@ class JointRequest:
         # Ranks that ask for the same, but for their boxes, are looked at once.
         classes: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
         for place, (state, sources) in enumerate(requests):
-            classes[state.keys, state.numbers, tuple(sources.items())].append(place)
+            classes[state.form.keys, state.form.numbers, tuple(sources.items())].append(place)
         tensors: dict[tuple[str, str], tuple[RankBoxes, ...]] = {}
         objects: dict[str, tuple[int, ...]] = {}
         for places in classes.values():
             state, sources = requests[places[0]]
             by_kind: dict[int, tuple[RankBoxes, ...]] = {}
-            for key, number in zip(state.keys, state.numbers, strict=True):
+            for key, number in zip(state.form.keys, state.form.numbers, strict=True):
                 if key not in sources:  # state that begins as zeros
                     continue
                 if number not in by_kind:
@@ -105,7 +105,7 @@ class JointRequest:
                     )
                 pair = sources[key], key
                 tensors[pair] = tensors[pair] + by_kind[number] if pair in tensors else by_kind[number]
-            for key in sources.keys() - {*state.keys}:
+            for key in sources.keys() - {*state.form.keys}:
                 objects[sources[key]] = (*objects.get(sources[key], ()), *places)
         by_source: defaultdict[str, tuple[AskedTensor, ...]] = defaultdict(tuple)
         for (source, target), ranks in tensors.items():

@@ -224,7 +224,7 @@ def _moves_of(
 ) -> list[Move]:
     """Return what has to move, after proving that the source is whole."""
     places = range(len(ranks))
-    offered = JointRequest.of([(offer.state, {key: key for key in offer.state.keys}) for offer in offers]).tensors
+    offered = JointRequest.of([(offer.state, {key: key for key in offer.state.form.keys}) for offer in offers]).tensors
     asked = JointRequest.of([(request.state, request.matching.sources) for request in requests]).tensors
     moves: list[Move] = []
     for key, targets in sorted(asked.items()):
@@ -275,14 +275,15 @@ class _Offer:
 
     def known_as(self, state: RankState) -> _Offer:
         """Return the same with the keys of a state, which is this one with other numbers of groups."""
-        keys = dict(zip(self.state.keys, state.keys, strict=True))
+        keys = dict(zip(self.state.form.keys, state.form.keys, strict=True))
         pickled = {keys[key]: value for key, value in self.pickled.items()}
         options = {keys[key]: value for key, value in self.options.items()}
         return replace(self, state=state, pickled=pickled, options=options)
 
     def objects(self) -> Iterator[tuple[Blob, bytes]]:
         """Yield the objects, and what tells them apart."""
-        for key, path, item in zip(self.state.keys, self.state.paths, self.state.first_items(), strict=False):
+        form = self.state.form
+        for key, path, item in zip(form.keys, form.paths, self.state.first_items(), strict=False):
             if key in self.pickled:
                 yield _blob(key, path, self.pickled[key]), self.digests[item]
 
@@ -369,7 +370,7 @@ def _prove_replicas(
         raise AttestError(f"the source differs from rank to rank: {listed(faults, MOST_FAULTS, '; ')}")
     place, _ = place_in(group)
     state, numbers = shares[place]
-    boxes = [(key, box) for key, kind in state.tensors() for box in kind.boxes]
+    boxes = [(key, box) for key, kind in state.tensors.items() for box in kind.boxes]
     return dict(zip(boxes, numbers, strict=True))
 
 

@@ -286,6 +286,6 @@ def joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]
     joint = with_joint_groups([state for state, _ in ranks])
     sources: dict[str, str] = {}
     for (state, matching), joint_state in zip(ranks, joint, strict=True):
-        keys = zip(state.keys, joint_state.keys, strict=True)
+        keys = zip(state.form.keys, joint_state.form.keys, strict=True)
         sources |= {joint_key: matching.sources[key] for key, joint_key in keys if key in matching.sources}
     return sources
