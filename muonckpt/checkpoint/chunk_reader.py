@@ -170,7 +170,7 @@ class ChunkReader:
         self._spans = [[*_spans(self._reads_of(each))] for each in rounds]
         spans = [*chain.from_iterable(self._spans)]
         longest = max((span.extent.length for span in spans), default=0)
-        self._staging = _Staging(min(longest, BAND_BYTES + _ALIGNMENT), is_pinned)
+        self._staging = _Staging(min(longest, BAND_BYTES), is_pinned)
         kept = (sum(_aligned(read) for span in of_round for read in span.reads) for of_round in self._spans)
         self._kept = torch.empty(max(kept, default=0), dtype=torch.uint8, pin_memory=is_pinned)
         """Memory for the elements that are sent, until they are."""
@@ -205,11 +205,10 @@ class ChunkReader:
             for read in span.reads:
                 memory.append(self._kept[num_kept : num_kept + read.length * read.range.is_sent])
                 num_kept += _aligned(read)
-            with self._about(span):
-                sent = self._read_span(span, targets, memory)
-            for read, elements in zip(span.reads, sent, strict=True):
                 if read.boxes:
-                    kept[read.tensor.key].append((read, elements))
+                    kept[read.tensor.key].append((read, memory[-1]))
+            with self._about(span):
+                self._read_span(span, targets, memory)
         self._staging.finish()
         return {key: _joined(of_tensor) for key, of_tensor in kept.items()}
 
@@ -229,78 +228,60 @@ class ChunkReader:
             with about(subject):
                 raise unavailable(self._payloads.place(span.extent.file), error) from error
 
-    def _read_span(self, span: _Span, targets: Targets, memory: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Read the bytes of a span once, put and check them; return where those of each read that is sent are."""
-        first = span.reads[0]
-        if span.is_item:
-            self.bytes_read += span.extent.length
-            parts = self._item_bands(span, [_targets_in(read, targets) for read in span.reads], memory)
-            if first.crc32 is not None:
-                self._check(first, parts)
-            else:
-                with about_chunk(self._payloads, first.tensor, first.chunk):
-                    self._payloads.check_item(span.extent, parts)
-            for _ in parts:  # where the format does not ask for them
-                pass
-            return memory
-        if len(span.reads) == 1:
-            of_read = _targets_in(first, targets)
-            if not of_read and not first.boxes and not self._has_sum(first):
-                return memory
-            self.bytes_read += first.length
-            runs, copied = _runs(first, of_read, memory[0])
-            parts = self._bands(first, runs, copied)
-            self._check(first, parts)
-            for _ in parts:
-                pass
-            return [runs[0].memory if runs[0].memory is not None else memory[0]]
+    def _read_span(self, span: _Span, targets: Targets, memory: Sequence[Tensor]) -> None:
+        """Read the bytes of a span once, put their elements, keep those that are sent, and check all."""
+        first, of_reads = span.reads[0], [_targets_in(read, targets) for read in span.reads]
+        places = [_Place(span.extent.offset, span.extent.end, None)]
+        if len(span.reads) == 1 and not span.is_item and not first.boxes:
+            if not of_reads[0] and not self._has_sum(first):
+                return
+            places, of_reads[0] = _places(first, of_reads[0])
         self.bytes_read += span.extent.length
-        raw = self._staging.take(span.extent.length)
-        self._fill(raw, span.extent.file, span.extent.offset)
-        raw_bytes = _bytes_in(raw)
-        for read, kept in zip(span.reads, memory, strict=True):
-            start = read.offset - span.extent.offset
-            self._put(read, read.range.start, raw[start : start + read.length], _targets_in(read, targets), kept)
-            self._check(read, (raw_bytes[start : start + read.length],))
-        return memory
+        bands = self._bands(span, places, of_reads, memory)
+        if span.is_item and first.crc32 is None:
+            with about_chunk(self._payloads, first.tensor, first.chunk):
+                self._payloads.check_item(span.extent, bands)
+        elif span.is_item or len(span.reads) == 1:
+            self._check(first, bands)
+        else:
+            [raw] = bands
+            for read in span.reads:
+                start = read.offset - span.extent.offset
+                self._check(read, (raw[start : start + read.length],))
+        for _ in bands:  # where no checksum asks for them
+            pass
 
-    def _item_bands(
-        self, span: _Span, targets: Sequence[Sequence[_Target]], memory: Sequence[Tensor]
+    def _bands(
+        self,
+        span: _Span,
+        places: Sequence[_Place],
+        targets: Sequence[Sequence[_Target]],
+        memory: Sequence[Tensor],
     ) -> Iterator[memoryview]:
-        """Read an item band by band, put the elements of each, and yield its bytes."""
-        for low in range(span.extent.offset, span.extent.end, BAND_BYTES):
-            raw = self._staging.take(min(BAND_BYTES, span.extent.end - low))
-            self._fill(raw, span.extent.file, low)
-            for read, of_read, kept in zip(span.reads, targets, memory, strict=True):
-                start, stop = max(read.offset, low), min(read.end, low + len(raw))
-                if start < stop:
-                    part = kept[start - read.offset : stop - read.offset]
-                    element = read.range.start + (start - read.offset) // read.dtype.itemsize
-                    self._put(read, element, raw[start - low : stop - low], of_read, part)
-            yield _bytes_in(raw)
+        """Read a span band by band, put the elements of its reads, and yield its bytes.
 
-    def _bands(self, read: _Read, runs: Sequence[_Run], copied: Sequence[_Target]) -> Iterator[memoryview]:
-        """Read a range of a chunk band by band, put the elements of each, and yield its bytes."""
-        size, row = read.dtype.itemsize, max(int(np.prod(read.stored_shape[1:], dtype=np.int64)), 1)
-        for run in runs:
-            low = run.start
-            while low < run.stop:
-                high = min(low + BAND_BYTES // size, run.stop)
-                if high < run.stop and high // row * row > low:  # whole rows are one box
-                    high = high // row * row
-                start, stop = ((element - run.start) * size for element in (low, high))
-                raw = self._staging.take(stop - start) if run.memory is None else run.memory[start:stop]
-                self._fill(raw, read.file, read.offset + (low - read.range.start) * size)
-                self.placed += (high - low) * run.is_target
-                self._put(read, low, raw, copied, raw[:0])
+        Args:
+            targets, memory: those of each read; ``memory`` keeps its bytes if they are sent.
+        """
+        file = self._payloads.open_file(span.extent.file, span.extent.end)
+        for place in places:
+            for low in range(place.start, place.stop, BAND_BYTES):
+                high = min(low + BAND_BYTES, place.stop)
+                if place.memory is None:
+                    raw = self._staging.take(high - low)
+                else:
+                    raw = place.memory[low - place.start : high - place.start]
+                    self.placed += len(raw) // span.reads[0].dtype.itemsize
+                file.fill(_bytes_in(raw), low)
+                for read, of_read, kept in zip(span.reads, targets, memory, strict=True):
+                    start, stop = max(read.offset, low), min(read.end, high)
+                    if start < stop:
+                        part = slice(start - read.offset, stop - read.offset)
+                        self._put(read, part.start, raw[start - low : stop - low], of_read, kept[part])
                 yield _bytes_in(raw)
-                low = high
 
-    def _fill(self, raw: Tensor, file: str, offset: int) -> None:
-        self._payloads.open_file(file, offset + len(raw)).fill(_bytes_in(raw), offset)
-
-    def _put(self, read: _Read, start: int, raw: Tensor, targets: Sequence[_Target], kept: Tensor) -> None:
-        """Copy elements of a chunk, from this one on, to the targets; their bytes to where they are kept."""
+    def _put(self, read: _Read, offset: int, raw: Tensor, targets: Sequence[_Target], kept: Tensor) -> None:
+        """Copy bytes of a read, from this one on, to where they are kept; their elements to the targets."""
         if len(kept):
             kept.copy_(raw)
         if not targets:
@@ -309,10 +290,10 @@ class ChunkReader:
             raw = raw.clone()
         elements, shape = raw.view(read.dtype), read.stored_shape
         is_pinned = raw.is_pinned() if targets[0].elements.is_cuda else False
-        offset = 0
+        start, done = read.range.start + offset // read.dtype.itemsize, 0
         for box in flat_boxes(shape, start, start + len(elements)):
-            block = elements[offset : offset + box.numel].view(box.shape)
-            offset += box.numel
+            block = elements[done : done + box.numel].view(box.shape)
+            done += box.numel
             for target in targets:
                 if (common := box & target.box) is not None:
                     _part(target.elements, target.box, common).copy_(_part(block, box, common), non_blocking=is_pinned)
@@ -426,12 +407,12 @@ def _spans(reads: Sequence[_Read]) -> Iterator[_Span]:
 
 def _is_near(group: Sequence[_Read], read: _Read) -> bool:
     """Return whether a read belongs to the same span as those before it."""
-    first, last = group[0], group[-1]
-    if read.file != first.file or (first.item is not None and read.item == first.item):
-        return read.file == first.file
-    if _needs_item(first) or _needs_item(read):
+    first = group[0]
+    if read.item is not None and read.item == first.item:
+        return True
+    if read.file != first.file or _needs_item(first) or _needs_item(read):
         return False
-    return read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
+    return read.offset <= group[-1].end + _GAP_BYTES and read.end - _aligned_start(first) <= BAND_BYTES
 
 
 def _needs_item(read: _Read) -> bool:
@@ -442,25 +423,25 @@ def _needs_item(read: _Read) -> bool:
 def _span_of(group: Sequence[_Read]) -> _Span:
     first = group[0]
     item = first.item if all(read.item == first.item for read in group) else None
-    if item is not None and (_needs_item(first) or (len(group) > 1 and item.length > BAND_BYTES)):
+    if item is not None and (_needs_item(first) or len(group) > 1):
         return _Span(item, group, True)
-    start = first.offset if len(group) == 1 else first.offset // _ALIGNMENT * _ALIGNMENT
+    start = first.offset if len(group) == 1 else _aligned_start(first)
     return _Span(Extent(first.file, start, max(read.end for read in group) - start), group, False)
+
+
+def _aligned_start(read: _Read) -> int:
+    return read.offset // _ALIGNMENT * _ALIGNMENT
 
 
 # --- Where elements belong --------------------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """Elements ``start:stop`` of a chunk that are read to one place; ``memory`` of None is that of the staging buffer.
-
-    ``is_target`` tells whether they are where they belong then.
-    """
+class _Place(NamedTuple):
+    """The memory to which bytes ``start:stop`` of a file are read; None is the staging buffer."""
 
     start: int
     stop: int
     memory: Tensor | None
-    is_target: bool
 
 
 def _targets_in(read: _Read, targets: Targets) -> list[_Target]:
@@ -495,31 +476,22 @@ def _part(elements: Tensor, box: Box, part: Box) -> Tensor:
     return elements[tuple(slice(low - at, high - at) for low, high, at in zip(part.lo, part.hi, box.lo, strict=True))]
 
 
-def _runs(read: _Read, targets: Sequence[_Target], kept: Tensor) -> tuple[list[_Run], list[_Target]]:
+def _places(read: _Read, targets: Sequence[_Target]) -> tuple[list[_Place], list[_Target]]:
     """Return the places to which a range of a chunk is read, one after the other, and the targets to be copied to."""
     start, stop, size = read.range.start, read.range.stop, read.dtype.itemsize
-    runs, copied = list[_Run](), list[_Target]()
+    places, copied, reached = list[_Place](), list[_Target](), read.offset
     for target in sorted(targets, key=lambda target: target.box.lo):
         low, high = _flat_range(target.box, read.stored_shape)
         first, last = max(low, start), min(high, stop)
-        is_run = high - low == target.box.numel and (last - first) * size >= _MIN_DIRECT_BYTES
-        # Sent bytes are in one memory; otherwise runs follow one another.
-        is_free = (first, last) == (start, stop) if read.boxes else not runs or runs[-1].stop <= first
-        if is_run and is_free and not (read.boxes and runs) and _is_plain(target.elements):
+        begin, end = (read.offset + (element - start) * size for element in (first, last))
+        is_run = high - low == target.box.numel and end - begin >= _MIN_DIRECT_BYTES
+        if is_run and reached <= begin and _is_plain(target.elements):
             memory = target.elements.reshape(-1)[first - low : last - low].view(torch.uint8)
-            runs.append(_Run(first, last, memory, True))
+            places += _Place(reached, begin, None), _Place(begin, end, memory)
+            reached = end
         else:
             copied.append(target)
-    if read.boxes and not runs:
-        return [_Run(start, stop, kept, False)], copied
-    # Bytes between runs pass through the staging buffer.
-    filled, reached = list[_Run](), start
-    for run in (*runs, _Run(stop, stop, None, False)):
-        if reached < run.start:
-            filled.append(_Run(reached, run.start, None, False))
-        reached = run.stop
-        filled += [run] * (run.start < run.stop)
-    return filled, copied
+    return [*places, _Place(reached, read.end, None)], copied
 
 
 def _flat_range(box: Box, shape: Index) -> tuple[int, int]:

@@ -6,7 +6,8 @@ Items that are not tensors are decoded as plain data; no code in one is ever run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -27,7 +28,7 @@ from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
 from .io import limits
-from .io.checksums import crc32, xxh3_128
+from .io.checksums import RawBytes, crc32, xxh3_128
 from .io.location import Location, is_there, map_each
 from .io.regular import open_regular
 from .reading.blocks import slices_within
@@ -41,24 +42,13 @@ def check_blob(payloads: Payloads, blob: Blob) -> None:
     Raises:
         SourceError: they differ, or cannot be read; names the item and the file.
     """
-    # Our manifests have digests of items; without one its zip has a CRC-32 of each member.
-    with about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged"):
-        if blob.digest is not None:
-            compare_checksums("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
-            return
-        item = blob.item
-
-        def part(offset: int, length: int) -> Extent:
-            return Extent(item.file, item.offset + offset, length)
-
-        for member in read_members(lambda offset, length: bytes(payloads.view(part(offset, length))), item.length):
-            if member.crc32 is not None:
-                checksum = crc32(payloads.bands(part(member.offset, member.length)))
-                compare_checksums(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
+    item = blob.item
+    with _about_item(payloads, blob):
+        _check_item(blob, lambda start, length: payloads.bands(Extent(item.file, item.offset + start, length)))
 
 
 def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
-    """Return the bytes of an item that is not a tensor, after `check_blob`.
+    """Return the bytes of an item that is not a tensor, which are read once and compared as `check_blob` does.
 
     Raises:
         LimitError: it has more bytes than its file has on the disk.
@@ -68,8 +58,26 @@ def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
     if blob.item.length > limits.SMALL_DESCRIPTION:
         max_bytes = limits.SMALL_DESCRIPTION + payloads.on_disk(blob.item.file)
         limits.check_limit(blob.item.length, max_bytes, f"bytes in item {blob.key!r} of {blob.item.file}")
-    check_blob(payloads, blob)
-    return bytes(payloads.view(blob.item))
+    with _about_item(payloads, blob):
+        raw = bytes(payloads.view(blob.item))
+        _check_item(blob, lambda start, length: [raw[start : start + length]])
+    return raw
+
+
+def _about_item(payloads: Payloads, blob: Blob) -> AbstractContextManager[None]:
+    return about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged")
+
+
+def _check_item(blob: Blob, parts: Callable[[int, int], Iterable[RawBytes]]) -> None:
+    """Compare the checksums of an item's bytes, of which ``parts`` gives those from an offset on."""
+    # Our manifests have digests of items; without one its zip has a CRC-32 of each member.
+    if blob.digest is not None:
+        compare_checksums("digest", xxh3_128(parts(0, blob.item.length)), blob.digest)
+        return
+    for member in read_members(lambda start, length: b"".join(parts(start, length)), blob.item.length):
+        if member.crc32 is not None:
+            checksum = crc32(parts(member.offset, member.length))
+            compare_checksums(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
 
 
 class Values:

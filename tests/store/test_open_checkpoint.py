@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections import Counter
@@ -20,6 +21,7 @@ from muonckpt import LayoutError, SourceError
 from muonckpt.names.wording import as_json
 from muonckpt.record.json_fields import sealed_text
 from muonckpt.store.io.location import location
+from muonckpt.store.open_checkpoint import checked_blob
 
 STATE = {
     "w": torch.arange(120.0).reshape(12, 10) / 7,
@@ -292,3 +294,21 @@ def test_an_open_checkpoint_stays_where_it_was_when_the_program_goes_to_another_
         opened.close()  # a file is opened again when it is read
         assert sum(tensor.bits().size for tensor in opened.tensors.values()) > 150
         assert all(opened.items[key] is not ... for key in opened.items)
+
+
+@pytest.mark.parametrize("name", ["own", "stock"])
+def test_an_item_is_read_once_so_that_its_bytes_are_those_that_were_checked(name, saved, monkeypatch):
+    opened, honest, seen = muonckpt.open(saved / name), os.preadv, set[int]()
+
+    def changing(handle: int, buffers: tuple[memoryview, ...], offset: int) -> int:
+        filled = honest(handle, buffers, offset)
+        if offset in seen:  # by another program, in the meantime
+            buffers[0][:filled] = bytes(filled)
+        seen.add(offset)
+        return filled
+
+    blob = next(blob for blob in opened.outline.blobs if blob.key == "epoch")
+    monkeypatch.setattr(os, "preadv", changing)
+    assert torch.load(io.BytesIO(checked_blob(opened.payloads, blob))) == 2
+    with pytest.raises(SourceError, match=r"item 'epoch' in .* is damaged"):
+        checked_blob(opened.payloads, blob)
