@@ -16,13 +16,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from ...algebra.layout import Buffer
-from ...names.errors import DamageError
 from ...record.chunks import Chunks
 from ...record.columns import UNKNOWN, Column
 from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ...store.io.checksums import JoinedCrc, crc32_of
 from ...store.reading.blocks import join_ranges
-from ...store.reading.payloads import Payloads, check_chunk, payload_of
+from ...store.reading.payloads import Payloads, check_chunk, check_joined, payload_of
 from .outputs import OutputTensor
 
 Mask = NDArray[np.bool_]
@@ -131,17 +130,9 @@ class SourceChecks:
             if joined.reached < length:
                 return
             del self._runs[row]
-        if not self._take(np.array([row])).all():
-            return
-        if joined.crc32 != self._rows.columns.crc32[row]:
-            tensor, chunk = self._rows.at(row)
-            check_chunk(self._payloads, tensor, chunk)  # names the fault
-            where = f"tensor {tensor.key!r} box {chunk.box} in {self._payloads.place(chunk.item.file)}"
-            raise DamageError(
-                f"{where} changed while it was read: what was copied has CRC-32 {joined.crc32:08x}, and what it has "
-                f"now, as expected, {chunk.crc32:08x}"
-            )
-        self._progress(length)
+        if self._take(np.array([row])).all():
+            check_joined(self._payloads, *self._rows.at(row), joined)
+            self._progress(length)
 
     def read_small(self, outputs: Sequence[OutputTensor], buffer: Buffer, length: int) -> Bytes:
         """Return the payloads of small chunks, those of a buffer of outputs, as ``[outputs, length]``; check them.

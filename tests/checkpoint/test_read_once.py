@@ -171,7 +171,7 @@ def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
         [part(0, half)],  # not all of it
         [part(0, half), part(half, length), part(half, length, flip=2)],  # one of two that read it
     ):
-        with pytest.raises(SourceError, match=r"'w'.*a rank of 7 read other bytes"):
+        with pytest.raises(SourceError, match=r"'w'.*changed while it was read.*read by rank 7"):
             judge_sums(checkpoint, parts, [0, 7])
 
 

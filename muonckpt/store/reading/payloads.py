@@ -20,7 +20,7 @@ from ...algebra.fingerprint import combine, fingerprint
 from ...algebra.layout import Place
 from ...names.errors import DamageError, DiskError, SourceError, about
 from ...record.record import Chunk, Extent, Manifest, StateRecord
-from ..io.checksums import crc32, xxh3_128
+from ..io.checksums import JoinedCrc, crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location, is_there
 from ..io.regular import READ_BYTES, BytesInMemory, FileBytes, Pace, PacedFile, open_regular
@@ -401,6 +401,21 @@ def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
     """
     with about_chunk(payloads, tensor, chunk):
         _compare_sums(payloads, chunk, payloads.bands(payload_of(tensor, chunk)))
+
+
+def check_joined(payloads: Payloads, tensor: StateRecord, chunk: Chunk, joined: JoinedCrc) -> None:
+    """Compare a chunk's CRC-32 with that of the parts that were read of it, by whichever threads or ranks.
+
+    Raises:
+        DamageError: the chunk is damaged; or a part was read wrongly, or when the file had other bytes.
+    """
+    if (joined.reached, joined.crc32) == (payload_of(tensor, chunk).length, chunk.crc32):
+        return
+    check_chunk(payloads, tensor, chunk)  # names the fault
+    raise DamageError(
+        f"tensor {tensor.key!r} box {chunk.box} in {payloads.place(chunk.item.file)} changed while it was read: the "
+        f"parts that were read have CRC-32 {joined.crc32:08x}, and the chunk has {chunk.crc32:08x}, as expected"
+    )
 
 
 def about_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:
