@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from ...algebra.box import Index
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
 from ...names.resumption import as_tuples
@@ -30,9 +29,10 @@ from .groups import (
     write_options,
 )
 from .matrices import UNKNOWN, Matrices
-from .parameters import TranslatedModel, TranslatedParameter, hides_pieces
+from .parameters import TranslatedModel, hides_pieces
 from .parse import NAMES, merge_equal
 from .state_writer import StateWriter, moved
+from .structure import Parameter
 
 _GONE = object()
 """The value of an option that a group no longer has."""
@@ -85,9 +85,9 @@ class GroupWriter:
             return self._renamed_groups()
         # In other words a group is split by what its options mean for each of its parameters.
         parameters = source.listed
-        shapes, derived, groups = source.shapes(), list[OutputItem](), list[ParameterGroup]()
+        derived, groups = list[OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
-            groups += self._split_by_options(group, members, parameters, shapes, derived)
+            groups += self._split_by_options(group, members, parameters, derived)
         groups = merge_equal(groups)
         if self.like is not None:
             groups = self.like.arrange(groups, target, self.findings)
@@ -102,8 +102,7 @@ class GroupWriter:
         self,
         group: ParameterGroup,
         members: Collection[str],
-        parameters: Mapping[str, TranslatedParameter],
-        shapes: Mapping[str, Index],
+        parameters: Mapping[str, Parameter],
         derived: list[OutputItem],
     ) -> Iterator[ParameterGroup]:
         """Yield the target's groups for a group of the source, one for each set of options.
@@ -121,7 +120,7 @@ class GroupWriter:
                     f"{name} has no state, and no option says by which method; it is in no group of the target"
                 )
                 continue
-            parameter, shape = parameters[name], shapes.get(name, ())
+            parameter, shape = parameters[name], parameters[name].shape
             method = self.state.method(parameter)
             # Options depend on the rows that are split or joined, the number of steps and the template.
             template_options = self.like.options_of(name) if self.like is not None else {}
@@ -133,27 +132,32 @@ class GroupWriter:
                     raise self.state.unknown_steps(parameter)
                 step = max(steps, default=self.source.overrides.step or 0)
             # Most parameters of a group are of one kind, for which options are translated once.
-            is_flattened = any(tensor.flattened for tensor in parameter.slots.values())
-            common_kind = parameter.method.name, method.name, step, shape, is_flattened, repr(template_options)
+            common_kind = (
+                parameter.method.name,
+                method.name,
+                step,
+                shape,
+                parameter.is_flattened,
+                repr(template_options),
+            )
             unsaid = self.source.unsaid_options(parameter)
             kind = *common_kind, unsaid, matrices and (repr(matrices.options()), matrices.is_flat)
             if kind not in options_by_kind:
-                options_by_kind[kind] = self._options(
-                    group, parameter, step, shape, template_options, matrices, is_flattened
-                )
+                options_by_kind[kind] = self._options(group, parameter, step, template_options, matrices)
             options = self._noted(parameter, options_by_kind[kind])
             key = repr(sorted(options.items()))
             names_by_options[key].append(name)
             options_by_key[key] = options
             # State that follows from options is not copied from the source, unless nothing changes: it is computed.
             for slot in () if self.state.is_same_dialect else method.derived:
-                derived += self._computed_slot(parameter, slot, shape)
+                derived += self._computed_slot(parameter, slot)
         for key, names in names_by_options.items():
             yield ParameterGroup(tuple(names), options_by_key[key], group.positions)
 
-    def _matrices(self, parameter: TranslatedParameter) -> Matrices | None:
+    def _matrices(self, parameter: Parameter) -> Matrices | None:
         """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
-        matrices = parameter.matrices if "momentum" in parameter.method.slots else None
+        is_changed = parameter.regrouped and "momentum" in parameter.method.slots
+        matrices = parameter.matrices if is_changed else None
         if (matrices is None or not matrices.is_known) and parameter.sources:
             reasons = (hides_pieces(source, self.source.dialect, self.source.values) for source in parameter.sources)
             if reason := next(filter(None, reasons), ""):
@@ -178,9 +182,9 @@ class GroupWriter:
                 reason = f"rules have joined it, and no groups of {self.target.name} are written that say it"
                 self.findings.check(Action.SET, f"{name} of {parameter.name}", repr(value), reason=reason)
 
-    def _computed_slot(self, parameter: TranslatedParameter, slot: str, shape: Index) -> Iterator[OutputItem]:
+    def _computed_slot(self, parameter: Parameter, slot: str) -> Iterator[OutputItem]:
         """Yield a slot that follows from a parameter's options and its shape, if they tell it."""
-        group, matrices = parameter.group, self._matrices(parameter)
+        group, matrices, shape = parameter.group, self._matrices(parameter), parameter.shape
         if group is None or (matrices is not None and not matrices.is_known):
             return
         common = common_options(group.options, self.source.dialect, parameter.method, shape).common
@@ -191,20 +195,15 @@ class GroupWriter:
 
     def own_derived(self) -> Iterator[OutputTensor | OutputItem]:
         """Yield the slots that follow from options, for the source's own program; computed where rules change them."""
-        source = self.source
-        parameters_by_alias: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
-        for parameter in source.parameters.values() if source.derived else ():
-            for alias in parameter.aliases:
-                parameters_by_alias[alias].append(parameter)
-        written_paths = set[KeyPath]()
-        for (name, slot), entry in source.derived.items():
-            for parameter in parameters_by_alias[name]:
-                path = self.state.path(parameter, slot)
-                if path in written_paths:
+        for parameter in self.source.parameters.values():
+            for slot in sorted(self.source.derived):
+                # The first of several parts says it for the whole.
+                entry = next((source.slots[slot] for source in parameter.sources if slot in source.slots), None)
+                if entry is None:
                     continue
-                written_paths.add(path)
-                if parameter.matrices is not None:
-                    yield from self._computed_slot(parameter, slot, parameter.shape)
+                path = self.state.path(parameter, slot)
+                if parameter.regrouped:
+                    yield from self._computed_slot(parameter, slot)
                 elif isinstance(entry, StateRecord):
                     yield moved(entry, path)
                 else:
@@ -213,22 +212,20 @@ class GroupWriter:
     def _options(
         self,
         group: ParameterGroup,
-        parameter: TranslatedParameter,
+        parameter: Parameter,
         step: int | None,
-        shape: Index,
         template_options: Mapping[str, object],
         matrices: Matrices | None,
-        is_flattened: bool,
     ) -> WrittenOptions:
         """Return the options of a group in the target's words; the template's count where the source says nothing."""
-        source, target, method = self.source, self.target, self.state.method(parameter)
+        source, target, method, shape = self.source, self.target, self.state.method(parameter), parameter.shape
         # Within one program, options keep their words; only those of another convention go.
         if parameter.method.shares_options_with(method):
             is_rescaled = source.overrides.target not in (None, source.dialect.convention)
             omitted = target.unwritten_options if is_rescaled else ()
             options = {option: group.options[option] for option in group.options if option not in omitted}
             findings, unsaid = list[OptionFinding](), source.unsaid_options(parameter)
-            if matrices is not None and parameter.matrices is not None:
+            if matrices is not None and parameter.regrouped:
                 restructured = restructured_options(options, target, method, matrices, shape)
                 options, findings = dict(restructured.options), [*restructured.findings]
             for coding in method.codings:
@@ -250,18 +247,20 @@ class GroupWriter:
             common |= common_structure(matrices, shape)
         # Momentum that is stored as a matrix was flattened, and so was one of more dims than a stack of matrices has.
         has_kernel_dims = len(shape) > 3 and FLATTEN not in stored.common and "momentum" in parameter.method.slots
-        if is_flattened or has_kernel_dims:
+        if parameter.is_flattened or has_kernel_dims:
             common[FLATTEN] = True
         stored, methods = replace(stored, common=common), (parameter.method, method)
         written = write_options(stored, source.dialect, target, methods, shape, template_options)
-        if not (is_flattened or has_kernel_dims):
+        if not (parameter.is_flattened or has_kernel_dims):
             return written
-        evidence = "its momentum is stored as a matrix" if is_flattened else f"the parameter has {len(shape)} dims"
+        evidence = (
+            "its momentum is stored as a matrix" if parameter.is_flattened else f"the parameter has {len(shape)} dims"
+        )
         reason = f"{source.dialect.name} does not say it, but {evidence}"
         flattened = OptionFinding(Action.SET, FLATTEN, ("True",), reason)
         return replace(written, findings=(*written.findings, flattened))
 
-    def _noted(self, parameter: TranslatedParameter, written: WrittenOptions) -> Mapping[str, object]:
+    def _noted(self, parameter: Parameter, written: WrittenOptions) -> Mapping[str, object]:
         """Return the options of a parameter's group; note what the report and the manifest say of them."""
         for finding in written.findings:
             self.option_findings[self.state.method(parameter).name, finding].append(parameter.listed)
@@ -326,9 +325,7 @@ class GroupWriter:
                     Action.SET, f"{option} of groups", *sorted(values), reason=reason, topic=Topic.OPTIONS
                 )
 
-    def _option_items(
-        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
-    ) -> list[OutputItem]:
+    def _option_items(self, groups: list[ParameterGroup], parameters: Mapping[str, Parameter]) -> list[OutputItem]:
         target, items = self.target, list[OutputItem]()
         assert target.option is not None
         is_list = target.option.listed
@@ -371,9 +368,7 @@ class GroupWriter:
     def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
         return [int(self.state.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
 
-    def _common_state(
-        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
-    ) -> dict[str, object]:
+    def _common_state(self, groups: list[ParameterGroup], parameters: Mapping[str, Parameter]) -> dict[str, object]:
         """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
 
         The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
@@ -454,7 +449,7 @@ class GroupWriter:
             parameter, changes = self.source.listed.get(name), dict[str, object]()
             if parameter is not None and (unsaid := self.source.unsaid_options(parameter)):
                 self.unsaid[name] = unsaid & group.options.keys()
-            matrices = self._matrices(parameter) if parameter and parameter.matrices is not None else None
+            matrices = self._matrices(parameter) if parameter and parameter.regrouped else None
             if parameter is not None and matrices is not None:
                 options = {option: group.options[option] for option in group.entries if option != PARAMS}
                 written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
@@ -482,11 +477,11 @@ class GroupWriter:
         return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
 
 
-def _is_counted_by_group(parameter: TranslatedParameter) -> bool:
+def _is_counted_by_group(parameter: Parameter) -> bool:
     return {"first", "second"} <= parameter.slots.keys() and STEP not in parameter.method.slots
 
 
-def _steps(parameters: Iterable[TranslatedParameter]) -> set[int]:
+def _steps(parameters: Iterable[Parameter]) -> set[int]:
     return {p.step for p in parameters if p.step is not None and not p.is_stateless}
 
 

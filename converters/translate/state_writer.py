@@ -16,8 +16,8 @@ from ...programs.dialect import Dialect, StoredMethod
 from ...record.record import StateRecord, no_chunks
 from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, constant
 from .conventions import agreed_convention, momentum_factor
-from .parameters import TranslatedModel, TranslatedParameter
-from .structure import TranslatedTensor
+from .parameters import TranslatedModel
+from .structure import Parameter
 
 _SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
 """Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
@@ -47,7 +47,7 @@ class StateWriter:
     def is_same_dialect(self) -> bool:
         return self.target is self.source.dialect
 
-    def method(self, parameter: TranslatedParameter) -> StoredMethod:
+    def method(self, parameter: Parameter) -> StoredMethod:
         """Return how the target stores the state of a parameter."""
         if parameter.name not in self._methods:
             method = parameter.method if self.is_same_dialect else self.target.writes(parameter.method)
@@ -56,7 +56,7 @@ class StateWriter:
 
     # Keys.
 
-    def chain(self, parameter: TranslatedParameter) -> dict[str, str]:
+    def chain(self, parameter: Parameter) -> dict[str, str]:
         """Return the chain of a parameter, as a field of the target's keys if they have that field."""
         if not self.target.chained:
             return {}
@@ -67,7 +67,7 @@ class StateWriter:
         source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
         return {"chain": source_chain or self.target.chains.get(self.method(parameter).name, "")}
 
-    def path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
+    def path(self, parameter: Parameter, slot: str) -> KeyPath:
         name = parameter.name
         if self.numbers and name not in self.numbers and not self.source.dialect.numbered:
             raise SourceError(
@@ -75,33 +75,26 @@ class StateWriter:
             )
         return self.target.state.write(name=self.numbers.get(name, name), slot=slot, **self.chain(parameter))
 
-    def weight_path(self, name: str, weight: TranslatedTensor) -> KeyPath:
-        """Return the path of a weight, which stays in its chunk where the target has the source's."""
-        source_path = self.source.records[None, weight.aliases[0]].path
-        fields = self.source.dialect.model.read(source_path) or {}
-        chain_field = {"chain": fields["chain"]} if self.target.model.chained else {}
-        return self.target.model.write(name=name, **chain_field)
-
     # Tensors.
 
-    def record(self, slot: str | None, tensor: TranslatedTensor, path: KeyPath) -> StateRecord:
-        """Return a record that keeps the source's fingerprint, pieces and names unless the tensor was restructured."""
-        if tensor.restructured:
-            return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, no_chunks(len(tensor.shape)))
-        return _record_at(self.source.records[slot, tensor.aliases[0]], path)
+    def weight(self, parameter: Parameter, weight: OutputTensor) -> OutputTensor:
+        """Return the weight of a parameter, which stays in its chunk where the target has the source's."""
+        paths = (source.weight.path for source in parameter.sources if source.weight)
+        fields = self.source.dialect.model.read(next(paths, ())) or {}
+        chain_field = {"chain": fields["chain"]} if self.target.model.chained else {}
+        return _at(weight, self.target.model.write(name=parameter.name, **chain_field))
 
-    def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
+    def slot(self, parameter: Parameter, common: str) -> OutputTensor:
         """Return the tensor of a slot; momentum is in the convention of the target."""
         tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
-        record = self.record(parameter.method.slots[common], tensor, self.path(parameter, slot))
-        record = replace(record, name=parameter.name, slot=slot)
+        record = replace(_at(tensor, self.path(parameter, slot)).record, name=parameter.name, slot=slot)
         # The user may round averages; counters and rows of variances keep their dtype.
-        target_dtype = (common in _SHAPED_SLOTS and self.source.overrides.state_dtype) or tensor.dtype
-        source_dtype = tensor.dtype if target_dtype != tensor.dtype else None
+        target_dtype = (common in _SHAPED_SLOTS and self.source.overrides.state_dtype) or record.dtype
+        source_dtype = record.dtype if target_dtype != record.dtype else None
         if source_dtype is not None:
             record = replace(record, dtype=target_dtype, fingerprint=None)
         if common != "momentum":
-            return computed(record, tensor, source_dtype=source_dtype)
+            return replace(tensor, record=record, source_dtype=source_dtype)
         # Only momentum has a convention: between two of them all its elements are scaled.
         about, requested = f"parameter {parameter.name!r}", self.source.overrides.target
         convention, _ = self.source.convention(parameter)
@@ -116,7 +109,7 @@ class StateWriter:
             )
         fingerprint = record.fingerprint if scale is None else None
         record = replace(record, convention=target_convention, fingerprint=fingerprint)
-        return computed(record, tensor, scale, source_dtype)
+        return replace(tensor, record=record, scale=scale, source_dtype=source_dtype)
 
     def _report_convention(self, convention: Convention | None) -> None:
         """Report a momentum that is written unchanged, and that runs of the target's program take for another."""
@@ -131,7 +124,7 @@ class StateWriter:
             reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
         self.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
 
-    def step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
+    def step_counter(self, parameter: Parameter) -> OutputTensor | OutputItem:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(parameter).slots["step"]
         path = self.path(parameter, slot)
@@ -162,7 +155,7 @@ class StateWriter:
             self.constants[content] = constant(self.source.values.payloads, *content)
         return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
 
-    def unknown_steps(self, parameter: TranslatedParameter) -> SourceError:
+    def unknown_steps(self, parameter: Parameter) -> SourceError:
         return SourceError(
             f"parameter {parameter.name!r}: {self.target.name} stores the number of steps, which neither its "
             "state nor its group says; give `step=`"
@@ -170,7 +163,7 @@ class StateWriter:
 
     # Parameters without state.
 
-    def zero_state(self, parameter: TranslatedParameter) -> Iterator[OutputTensor]:
+    def zero_state(self, parameter: Parameter) -> Iterator[OutputTensor]:
         """Yield the first state of a parameter: zeros, and a master that is the weight."""
         weight = parameter.weight
         slots = {common: slot for common, slot in self.method(parameter).slots.items() if common != "step"}
@@ -184,17 +177,18 @@ class StateWriter:
             )
         overrides = self.source.overrides
         for common, slot in slots.items():
-            path, chunks = self.path(parameter, slot), no_chunks(len(weight.shape))
-            record = StateRecord(key_of(path), path, weight.shape, "float32", chunks, name=parameter.name, slot=slot)
+            path, shape, dtype = self.path(parameter, slot), weight.record.shape, weight.record.dtype
+            record = StateRecord(key_of(path), path, shape, "float32", no_chunks(len(shape)), parameter.name, slot)
             if common == "master":
-                yield computed(record, weight, source_dtype=None if weight.dtype == "float32" else weight.dtype)
+                yield replace(weight, record=record, source_dtype=None if dtype == "float32" else dtype)
                 continue
             # Zeros are like the state of the others: of their dtype, and in their convention, whichever that is.
             source_slot = parameter.method.slots[common]
-            dtypes = (tensor.dtype for (other, _), tensor in self.source.records.items() if other == source_slot)
+            others = (other.tensors[source_slot] for other in self.source.stateful if source_slot in other.tensors)
+            dtypes = (other.record.dtype for other in others)
             requested_dtype = overrides.state_dtype if common in _SHAPED_SLOTS else None
-            shape = (*weight.shape[:-1], 1) if common == "dion_rows" else weight.shape
-            record = replace(record, shape=shape, dtype=requested_dtype or next(dtypes, weight.dtype))
+            shape = (*shape[:-1], 1) if common == "dion_rows" else shape
+            record = replace(record, shape=shape, dtype=requested_dtype or next(dtypes, dtype))
             if common == "momentum":
                 conventions = self.target.convention, overrides.target, self.source.dialect.convention
                 record = replace(record, convention=next(filter(None, conventions), None))
@@ -203,7 +197,12 @@ class StateWriter:
 
 def moved(tensor: StateRecord, path: KeyPath) -> OutputTensor:
     """Return a tensor of the source under another path."""
-    return OutputTensor(_record_at(tensor, path), tensor.chunk_layout(), (tensor.chunks,))
+    return _at(OutputTensor.copy_of(tensor), path)
+
+
+def _at(tensor: OutputTensor, path: KeyPath) -> OutputTensor:
+    record, chunks = tensor.record, no_chunks(len(tensor.record.shape))
+    return replace(tensor, record=replace(record, key=key_of(path), path=path, chunks=chunks, layout=None))
 
 
 @lru_cache(maxsize=1024)
@@ -212,14 +211,3 @@ def _repeated(shape: Index) -> TensorLayout:
     box = Box.of(shape)
     fragments = (Fragment(box, Place(0, 0, (0,) * box.ndim)),) if box.numel else ()
     return TensorLayout.of(shape, fragments)
-
-
-def _record_at(record: StateRecord, path: KeyPath) -> StateRecord:
-    return replace(record, key=key_of(path), path=path, chunks=no_chunks(len(record.shape)), layout=None)
-
-
-def computed(
-    record: StateRecord, tensor: TranslatedTensor, scale: float | None = None, source_dtype: str | None = None
-) -> OutputTensor:
-    """Return the output of a tensor's elements, which are stored as ``source_dtype`` if that is another dtype."""
-    return OutputTensor(record, tensor.layout, tensor.sources, scale, source_dtype)

@@ -1,4 +1,4 @@
-"""Applies name rules: splits, joins and renames tensors without touching an element.
+"""Parameters between source and target, and name rules, which rename, split and join them without touching an element.
 
 A part is the composition (`through`) of boxes of the whole with its layout; a whole is the union of its parts' layouts,
 shifted.  The result is again a layout, proved to tile its tensor, to which further rules can be applied.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -18,59 +18,97 @@ from ...algebra.layout import Fragment, Piece, TensorLayout, stacked, through
 from ...names.errors import LayoutError, about
 from ...names.renaming import compiled, filled
 from ...names.wording import listed
-from ...record.chunks import Chunks
+from ...programs.dialect import StoredMethod
+from ...programs.model_view import Entry, ParameterGroup, StoredParameter
+from ...record.record import StateRecord, no_chunks
+from ..engine.outputs import OutputTensor
 from . import matrices
 from .matrices import Matrices
 from .names import NameRule, NameRules
 
+_NO_METHOD = StoredMethod("none", {})
+
 
 @dataclass(frozen=True, slots=True)
-class TranslatedTensor:
-    """A tensor between source and target.
+class Parameter:
+    """A parameter under the target's name.
 
     Attributes:
-        layout: the places of its elements in the buffers of ``sources``, as `OutputTensor` numbers them.
-        group: the name by which the target's parameter groups know its parameter.
-        aliases: the names by which the source's parameter groups may know it.
-        matrices: in it.
-        restructured: whether it has been split or joined.
-        regrouped: whether the parameters that groups list have been split or joined with it.
-        flattened: whether the source stores it as a matrix, though its parameter has more dims.
+        listed: the name by which the target's groups know it: the whole's, where rules split only tensors.
+        aliases: the names by which the source's groups may know it.
+        sources: the parameters of the source that it is made of.
+        tensors: its state, by the source's slot, and its weight under None; with the source's records and keys.
+        matrices: in it; they count where it is ``regrouped``: where rules have split or joined what groups list.
+        is_flattened: whether the source stores its momentum as a matrix, though it has more dims.
+        method: how the source updates and stores it, if that is known.
+        group: the source's group with its options.
+        step: the number of updates, if the source or the user says it.
+        counter: where the source stores that.
+        chains: the optimizers, as keys name them, that its state belongs to.
+        is_stateless: whether the source has no state of it, because it never had a gradient.
     """
 
-    dtype: str
-    layout: TensorLayout
-    sources: tuple[Chunks, ...]
-    group: str
+    name: str
+    listed: str
     aliases: tuple[str, ...]
+    sources: tuple[StoredParameter, ...] = ()
+    tensors: Mapping[str | None, OutputTensor] = field(default_factory=dict)
     matrices: Matrices = matrices.UNKNOWN
-    restructured: bool = False
     regrouped: bool = False
-    flattened: bool = False
+    is_flattened: bool = False
+    method: StoredMethod = _NO_METHOD
+    group: ParameterGroup | None = None
+    step: int | None = None
+    counter: Entry | None = None
+    chains: frozenset[str] = frozenset()
+    is_stateless: bool = False
+
+    @property
+    def weight(self) -> OutputTensor | None:
+        return self.tensors.get(None)
+
+    @property
+    def is_stateful(self) -> bool:
+        return self.method is not _NO_METHOD and not self.is_stateless
+
+    @property
+    def slots(self) -> dict[str, OutputTensor]:
+        """The tensors of its state, by common name."""
+        return {name: self.tensors[slot] for name, slot in self.method.slots.items() if slot in self.tensors}
 
     @property
     def shape(self) -> Index:
-        return self.layout.shape
+        """That of the weight, or else of the largest tensor of its state."""
+        tensors = [self.weight] if self.weight else self.tensors.values()
+        return max((tensor.record.shape for tensor in tensors), key=math.prod, default=())
 
 
-def unflattened(tensor: TranslatedTensor, shape: Index) -> TranslatedTensor:
+def unflattened(tensor: OutputTensor, shape: Index) -> OutputTensor:
     """Return a matrix in the dims of its parameter; all but the first are its columns; others unchanged."""
-    if len(shape) < 3 or tensor.shape != (shape[0], math.prod(shape[1:])):
+    if len(shape) < 3 or tensor.record.shape != (shape[0], math.prod(shape[1:])):
         return tensor
-    return replace(tensor, layout=_unflattened(tensor.layout, shape), restructured=True, flattened=True)
+    return _rearranged(tensor, _unflattened(tensor.layout, shape))
 
 
-def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> dict[str, TranslatedTensor]:
-    """Apply a table to tensors by parameter name; tensors that no rule matches stay as they are.
+def _rearranged(tensor: OutputTensor, layout: TensorLayout) -> OutputTensor:
+    """Return a tensor of these elements of another; nothing recorded of that, but its dtype, holds of it."""
+    key, path, dtype = tensor.key, tensor.record.path, tensor.record.dtype
+    return OutputTensor(
+        StateRecord(key, path, layout.shape, dtype, no_chunks(len(layout.shape))), layout, tensor.sources
+    )
+
+
+def apply_rules(rules: NameRules, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Apply a table to parameters by name; those that no rule matches stay as they are.
 
     Raises:
         LayoutError: parts are missing, or do not tile the whole; or two tensors would get one name.
     """
-    current = dict(tensors)
+    current = dict(parameters)
     for rule in rules.rules:
-        unmatched, results = dict(current), dict[str, TranslatedTensor]()
+        unmatched, results = dict(current), dict[str, Parameter]()
         for names, placeholders in _matches(rule, current):
-            # The results of a rule take the place of the matched tensors, also for the rules after it.
+            # The results of a rule take the place of the matched parameters, also for the rules after it.
             parts = [unmatched.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
                 products = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
@@ -81,15 +119,30 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
                     if name in results:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
                     # Groups know a product by its new name, or by the whole's, where a program lists that.
-                    if not rule.keeps_groups:
-                        product = replace(product, group=name)
-                    elif not rule.splits:
-                        product = replace(product, group=name, aliases=(*product.aliases, name))
-                    results[name] = product
-        if duplicates := sorted(unmatched.keys() & results.keys()):
-            raise LayoutError(f"rule {rule} makes {duplicates}, which exist already")
+                    is_whole = rule.keeps_groups and not rule.splits
+                    aliases = (*product.aliases, name) if is_whole else product.aliases
+                    listed_name = product.listed if rule.keeps_groups and rule.splits else name
+                    results[name] = replace(product, name=name, listed=listed_name, aliases=aliases)
+        # State that had another name than its weight, such as a number, is that parameter's.
+        for name in unmatched.keys() & results.keys():
+            if not unmatched[name].tensors.keys().isdisjoint(results[name].tensors):
+                raise LayoutError(f"rule {rule} makes {name!r}, which exists already")
+            results[name] = _united(unmatched.pop(name), results[name])
         current = unmatched | results
     return current
+
+
+def _united(first: Parameter, second: Parameter) -> Parameter:
+    """Return the parameter whose weight, or some of whose state, is the one and the rest the other."""
+    stateless, stateful = sorted((first, second), key=lambda parameter: {*parameter.tensors} != {None})
+    return replace(
+        stateful,
+        aliases=tuple(dict.fromkeys((*stateless.aliases, *stateful.aliases))),
+        sources=(*stateless.sources, *stateful.sources),
+        tensors={**stateless.tensors, **stateful.tensors},
+        matrices=stateless.matrices if stateless.regrouped else stateful.matrices,
+        regrouped=stateless.regrouped or stateful.regrouped,
+    )
 
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
@@ -114,35 +167,65 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
 # Splitting and joining.
 
 
-def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
+def _split(rule: NameRule, whole: Parameter) -> list[Parameter]:
     count = rule.count or (len(rule.target) if rule.each is None else None)
     if count == 1 and not rule.stacked:
         return [whole]
-    if rule.dim >= len(whole.shape):
-        raise LayoutError(f"rule {rule}: shape {whole.shape} has no dim {rule.dim}")
-    if rule.stacked:
-        count = whole.shape[rule.dim]
     # A stack has one part for each index; any other whole has as many as the rule says.
-    if count is None:
-        raise LayoutError(f"rule {rule}: `count` is needed to split a tensor that is not stacked")
-    # Each part is a view of the whole: its boxes, seen through the whole's layout.
+    if rule.stacked and rule.dim < len(whole.shape):
+        count = whole.shape[rule.dim]
+    shares = rule.shares or (1,) * (count or 0)
+    tensors_of_parts: list[dict[str | None, OutputTensor]] = [{} for _ in shares]
+    for slot, tensor in whole.tensors.items():
+        shape = tensor.record.shape
+        if rule.dim >= len(shape):
+            raise LayoutError(f"rule {rule}: shape {shape} has no dim {rule.dim}")
+        if count is None:
+            raise LayoutError(f"rule {rule}: `count` is needed to split a tensor that is not stacked")
+        # Each part is a view of the whole: its boxes, seen through the whole's layout.
+        for tensors, boxes in zip(tensors_of_parts, _boxes(shape, rule.dim, shares, rule.interleaved), strict=True):
+            layout = through(stacked(boxes, rule.dim), tensor.layout)
+            tensors[slot] = _rearranged(tensor, _without_dim(layout, rule.dim) if rule.stacked else layout)
     parts = []
-    for boxes in _boxes(whole.shape, rule.dim, rule.shares or (1,) * count, rule.interleaved):
-        layout = through(stacked(boxes, rule.dim), whole.layout)
+    boxes_of_parts = _boxes(whole.shape, rule.dim, shares, rule.interleaved)
+    for tensors, boxes in zip(tensors_of_parts, boxes_of_parts, strict=True):
         part = whole.matrices.part(_ranges(boxes, rule.dim), rule.dim)
-        if rule.stacked:
-            layout, part = _without_dim(layout, rule.dim), part.without_dim(rule.dim)
+        part = part.without_dim(rule.dim) if rule.stacked else part
         is_regrouped = whole.regrouped or not rule.keeps_groups
-        parts.append(replace(whole, layout=layout, matrices=part, restructured=True, regrouped=is_regrouped))
+        parts.append(replace(whole, tensors=tensors, matrices=part, regrouped=is_regrouped))
     return parts
 
 
-def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor:
-    dtypes, ranks = {part.dtype for part in parts}, {len(part.shape) for part in parts}
-    if len(dtypes) > 1 or len(ranks) > 1:
-        raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} cannot be joined")
+def _join(rule: NameRule, parts: Sequence[Parameter]) -> Parameter:
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
+    tensors: dict[str | None, OutputTensor] = {}
+    for slot in dict.fromkeys(chain.from_iterable(part.tensors for part in parts)):
+        if missing := [part.name for part in parts if slot not in part.tensors]:
+            raise LayoutError(f"rule {rule}: found {slot or 'a weight'} of other parts, but not of {listed(missing)}")
+        tensors[slot] = _joined_tensor(rule, [part.tensors[slot] for part in parts])
+    # Parameters of their own are matrices of their own in the whole.
+    origins = [None if rule.keeps_groups else part.aliases for part in parts]
+    shapes = [_with_size(part.shape, rule.dim) if rule.stacked else part.shape for part in parts]
+    lengths = tuple(shape[rule.dim] for shape in shapes)
+    shape = _replaced(shapes[0], rule.dim, sum(lengths))
+    ranges = [_ranges(boxes, rule.dim) for boxes in _boxes(shape, rule.dim, rule.shares or lengths, rule.interleaved)]
+    parts_matrices = [part.matrices.with_dim(rule.dim) if rule.stacked else part.matrices for part in parts]
+    return replace(
+        parts[0],
+        aliases=tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts))),
+        sources=tuple(chain.from_iterable(part.sources for part in parts)),
+        tensors=tensors,
+        matrices=matrices.joined(parts_matrices, origins, ranges, rule.dim),
+        regrouped=not rule.keeps_groups or any(part.regrouped for part in parts),
+        is_flattened=any(part.is_flattened for part in parts),
+    )
+
+
+def _joined_tensor(rule: NameRule, parts: Sequence[OutputTensor]) -> OutputTensor:
+    dtypes, ranks = {part.record.dtype for part in parts}, {len(part.record.shape) for part in parts}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} cannot be joined")
     # Buffers are counted through the sources of all parts.
     layouts: list[TensorLayout] = []
     num_buffers = 0
@@ -155,16 +238,8 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     lengths = tuple(layout.shape[rule.dim] for layout in layouts)
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
     layout = _joined(tuple(layouts), shape, rule.dim, rule.shares or lengths, rule.interleaved)
-    # Parameters of their own are matrices of their own in the whole.
-    origins = [None if rule.keeps_groups else part.aliases for part in parts]
-    boxes = _boxes(shape, rule.dim, rule.shares or lengths, rule.interleaved)
-    ranges = [_ranges(part_boxes, rule.dim) for part_boxes in boxes]
-    parts_matrices = [part.matrices.with_dim(rule.dim) if rule.stacked else part.matrices for part in parts]
-    whole_matrices = matrices.joined(parts_matrices, origins, ranges, rule.dim)
-    is_regrouped = not rule.keeps_groups or any(part.regrouped for part in parts)
-    aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
     sources = tuple(chain.from_iterable(part.sources for part in parts))
-    return TranslatedTensor(parts[0].dtype, layout, sources, "", aliases, whole_matrices, True, is_regrouped)
+    return _rearranged(replace(parts[0], sources=sources), layout)
 
 
 def _ranges(boxes: Iterable[Box], dim: int) -> list[tuple[int, int]]:
@@ -233,7 +308,11 @@ def _without_dim(layout: TensorLayout, dim: int) -> TensorLayout:
 @lru_cache(maxsize=1024)
 def _with_dim(layout: TensorLayout, dim: int) -> TensorLayout:
     """Return the same elements with one more dim, of size 1."""
-    return _reshaped(layout, lambda values, value: (*values[:dim], value, *values[dim:]))
+    return _reshaped(layout, lambda values, size: _with_size(values, dim, size))
+
+
+def _with_size(values: Index, dim: int, size: int = 1) -> Index:
+    return (*values[:dim], size, *values[dim:])
 
 
 @lru_cache(maxsize=1024)

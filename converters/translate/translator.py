@@ -25,9 +25,9 @@ from .groups import (
 )
 from .names import NameRules
 from .parameters import translate_model
-from .parse import entries_of, parse, stored_groups
+from .parse import parse, stored_groups
 from .report import report_arguments, report_losses
-from .state_writer import StateWriter, computed, moved
+from .state_writer import StateWriter, moved
 
 _FILLED = Action.SET, "state that was missing", "written as zeros; masters, where there are, as the weights"
 _WITHOUT_STATE = (
@@ -102,13 +102,7 @@ def translate(
         subject = f"momentum of {count} parameters" if len(counts) > 1 else "momentum"
         sentence = f"{subject}: {convention or 'unknown'}, because {reason}"
         findings.momenta.append((slots[convention, reason], sentence))
-    left_out_keys = {*model.left_out}
-    left_out_slots: Counter[str] = Counter()
-    for entry in entries_of(manifest):
-        if entry.key in left_out_keys:
-            fields = model.dialect.state.read(entry.path)
-            left_out_slots[fields["slot"] if fields else "weights"] += 1
-    for slot, count in left_out_slots.items():
+    for slot, count in Counter(model.left_out.values()).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
     report_losses(model, target, findings)
     report_arguments(manifest, values, detected.dialect, target, findings)
@@ -142,10 +136,7 @@ def _outputs(state: StateWriter, groups: GroupWriter) -> tuple[list[OutputTensor
     counters = [state.step_counter(p) for p in (*stateful, *filled) if "step" in state.method(p).slots]
     # In the order of files: what only moves, weights, state by slot, counters.
     tensors = [moved(tensor, tensor.path) for tensor in source.tensors]
-    for name, parameter in source.parameters.items():
-        if parameter.weight:
-            record = state.record(None, parameter.weight, state.weight_path(name, parameter.weight))
-            tensors.append(computed(record, parameter.weight))
+    tensors += [state.weight(p, p.weight) for p in source.parameters.values() if p.weight]
     for slot in dict.fromkeys(chain.from_iterable(parameter.slots for parameter in stateful)):
         tensors += [state.slot(parameter, slot) for parameter in stateful if slot in parameter.slots]
     tensors += [*zeros, *group_tensors]

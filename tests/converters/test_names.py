@@ -13,8 +13,10 @@ import pytest
 from muonckpt import LayoutError, SourceError
 from muonckpt.algebra.box import Box
 from muonckpt.algebra.layout import TensorLayout, dense
+from muonckpt.converters.engine.outputs import OutputTensor
 from muonckpt.converters.translate.names import NameRule, NameRules
-from muonckpt.converters.translate.structure import TranslatedTensor, apply_rules
+from muonckpt.converters.translate.structure import Parameter, apply_rules
+from muonckpt.record.record import StateRecord, no_chunks
 
 
 def cut(shape, rng) -> list[Box]:
@@ -32,12 +34,17 @@ def cut(shape, rng) -> list[Box]:
     return boxes
 
 
+def weight(name: str, dtype: str, layout: TensorLayout, parts: tuple) -> Parameter:
+    record = StateRecord(name, (name,), layout.shape, dtype, no_chunks(len(layout.shape)))
+    return Parameter(name, name, (name,), tensors={None: OutputTensor(record, layout, (parts,))})
+
+
 class Stored:
     """Arrays cut into random dense chunks, and what layouts into these chunks say."""
 
     def __init__(self, arrays: dict[str, np.ndarray], seed: int) -> None:
         rng = random.Random(seed)
-        self.tensors: dict[str, TranslatedTensor] = {}
+        self.parameters: dict[str, Parameter] = {}
         for name, array in arrays.items():
             fragments, parts = [], []
             for box in cut(array.shape, rng) if array.size else ():
@@ -45,11 +52,12 @@ class Stored:
                 fragments.append(dense(box, len(parts)))
                 parts.append(part.reshape(-1).copy())
             layout = TensorLayout.of(array.shape, tuple(fragments))
-            self.tensors[name] = TranslatedTensor(str(array.dtype), layout, (tuple(parts),), name, (name,))
+            self.parameters[name] = weight(name, str(array.dtype), layout, tuple(parts))
 
-    def read(self, tensor: TranslatedTensor) -> np.ndarray:
+    def read(self, parameter: Parameter) -> np.ndarray:
         """The elements, one at a time."""
-        out, parts = np.full(tensor.shape, -1, tensor.dtype), list(chain.from_iterable(tensor.sources))
+        tensor = parameter.weight
+        out, parts = np.full(tensor.record.shape, -1, tensor.record.dtype), list(chain.from_iterable(tensor.sources))
         for fragment in tensor.layout.fragments:
             for index in np.ndindex(*fragment.box.shape):
                 where = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))
@@ -71,7 +79,7 @@ def check(table: str, arrays: dict[str, np.ndarray], expected: dict[str, np.ndar
     assert rules.inverse().inverse() == rules
     for seed in range(20):
         stored = Stored(arrays, seed)
-        made = apply_rules(rules, stored.tensors)
+        made = apply_rules(rules, stored.parameters)
         assert made.keys() == expected.keys()
         for name, array in expected.items():
             assert np.array_equal(stored.read(made[name]), array), name
@@ -158,7 +166,7 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
     parts = (whole[:, :2].reshape(-1).copy(), whole[:, 2:].reshape(-1).copy())
     made = apply_rules(
         NameRules((NameRule(("w",), ("a", "b"), shares=(1, 2)),)),
-        {"w": TranslatedTensor("int64", TensorLayout.of((6, 4), fragments), (parts,), "w", ("w",))},
+        {"w": weight("w", "int64", TensorLayout.of((6, 4), fragments), parts)},
     )
     assert np.array_equal(stored.read(made["b"]), whole[2:])
 
@@ -176,14 +184,14 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
         ("from = 'w.{e}'\nto = 'w'\neach = 'e'\ncount = 3", {"w.0": (2,), "w.1": (2,)}, r"2 parts, expected 3"),
         ("from = 'w'\nto = ['a', 'b']\ndim = 2", {"w": (4, 2)}, r"has no dim 2"),
         ("from = 'w'\nto = ['a', 'b']", {"w": ()}, r"has no dim 0"),
-        ("from = 'w'\nto = ['a', 'b']", {"w": (4,), "b": (1,)}, r"makes \['b'\], which exist already"),
+        ("from = 'w'\nto = ['a', 'b']", {"w": (4,), "b": (1,)}, r"makes 'b', which exists already"),
         ("from = '{x}.w'\nto = '{x}.w'\n[[rule]]\nfrom = 'w'\nto = ['a', 'a']", {"w": (4,)}, r"makes 'a' twice"),
     ],
 )
 def test_what_does_not_tile_is_refused(table, arrays, message):
     stored = Stored({name: numbers(*shape) for name, shape in arrays.items()}, 1)
     with pytest.raises(LayoutError, match=message):
-        apply_rules(NameRules.from_toml("[[rule]]\n" + table), stored.tensors)
+        apply_rules(NameRules.from_toml("[[rule]]\n" + table), stored.parameters)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,7 @@ def test_a_table_that_is_none_is_refused(text, message):
 
 def test_what_no_rule_names_keeps_its_layout():
     stored = Stored({"w": numbers(3, 4)}, 3)
-    assert apply_rules(NameRules(), stored.tensors) == stored.tensors
+    assert apply_rules(NameRules(), stored.parameters) == stored.parameters
 
 
 def test_groups_name_wholes_where_the_rule_says_so():
@@ -219,15 +227,15 @@ def test_groups_name_wholes_where_the_rule_says_so():
         NameRule(("{l}." + name,), ("{l}." + name + "_a", "{l}." + name + "_b"), keeps_groups=keeps)
         for name, keeps in (("w", True), ("x", False))
     )
-    made = apply_rules(NameRules((keeping, naming)), stored.tensors)
-    assert {name: tensor.group for name, tensor in made.items()} == {
+    made = apply_rules(NameRules((keeping, naming)), stored.parameters)
+    assert {name: parameter.listed for name, parameter in made.items()} == {
         "l.w_a": "l.w",
         "l.w_b": "l.w",
         "l.x_a": "l.x_a",
         "l.x_b": "l.x_b",
     }
     joined = apply_rules(NameRules((keeping.inverse(),)), {name: made[name] for name in ("l.w_a", "l.w_b")})
-    assert joined["l.w"].group == "l.w" and "l.w" in joined["l.w"].aliases
+    assert joined["l.w"].listed == "l.w" and "l.w" in joined["l.w"].aliases
 
 
 def test_the_tables_that_the_documentation_shows_are_tables():
