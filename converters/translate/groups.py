@@ -76,12 +76,11 @@ def common_options(
 ) -> GroupOptions:
     """Return a program's options of a group in common words, as it would read them for a parameter of this shape."""
     # Values of another kind than the program's mean nothing that is known.
-    expectations = dialect.options.misfits(group_options)
+    expectations = dialect.misfits(group_options)
     options = {option: value for option, value in group_options.items() if option not in expectations}
     # Constants of the program come first; the options of its group replace them.
     named = {
-        *method.options.values(),
-        *method.inert_options,
+        *method.all_options,
         *_EXECUTION_OPTIONS,
         *HISTORY_OPTIONS,
         *structure_options(dialect),
@@ -90,7 +89,6 @@ def common_options(
     common: dict[str, Any] = dict(dialect.constant_options.get(method.name, {}))
     for coding in method.codings:
         common |= coding.read({option: options[option] for option in coding.options if option in options}, shape)
-        named |= {*coding.options}
     common |= {name: options[option] for name, option in method.options.items() if option in options}
     if "ns_coefficients" in common:
         with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays unchanged
@@ -265,9 +263,7 @@ class _OptionWriter:
 
     def report_private(self) -> None:
         """Report options without a common name, which stay behind, as the target may mean something else by them."""
-        target_names: set[str] = set()
-        for method in self.target.methods:
-            target_names |= {*method.options.values()}.union(*(coding.options for coding in method.codings))
+        target_names = set[str]().union(*(method.all_options for method in self.target.methods))
         for option, value in sorted(self.stored.private.items()):
             reason = f"no counterpart in {self.target.name}"
             if option in self.stored.expectations:

@@ -119,8 +119,12 @@ class TranslatedModel:
         recorded = {f"the manifest ({part.key})": part.convention for part in parts}
         doubt = ""  # a checkpoint without any groups, as a copy of its tensors only is, raises none
         if dialect.convention is not None and self.groups:
-            doubt = self._doubt(parameter.group) if parameter.group else "the parameter is in none of the groups"
-        declared = _option(parameter.group, "convention") if "convention" in dialect.options.always else None
+            doubt = (
+                dialect.contradiction(parameter.group.options)
+                if parameter.group
+                else "the parameter is in none of the groups"
+            )
+        declared = _option(parameter.group, "convention") if "convention" in dialect.always else None
         statements = recorded | {
             dialect.name: None if doubt else dialect.convention,
             "its group": None if declared is None else Convention(declared),
@@ -140,15 +144,6 @@ class TranslatedModel:
         if requested:
             return convention, f'`convention="{requested}"` says so'
         return convention, "nothing in the source tells, nor does `convention=`"
-
-    def _doubt(self, group: ParameterGroup) -> str:
-        """Say why a group with momentum is not the program's; empty if it may be."""
-        table = self.dialect.options
-        if doubt := table.contradicted_by(group.options):
-            return doubt
-        for option, kind in table.misfits(group.options).items() if table.closed else ():
-            return f"the group has {option}={group.options[option]!r}, not {kind} as the program does"
-        return ""
 
     def mu(self, parameter: Parameter) -> float | None:
         """Return the momentum coefficient of the parameter's group, or the user's."""

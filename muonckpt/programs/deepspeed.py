@@ -7,8 +7,8 @@ from dataclasses import replace
 from ..algebra.box import Index
 from ..names.vocabulary import Convention
 from .codings import Coding, OptionValues
-from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
-from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
+from .dialect import RATES, Dialect, Mark, StoredMethod
+from .torch import ADAMW, PLAIN
 
 _FORMS: dict[str, OptionValues] = {
     "standard": {"gram": None, "ns_dtype": "bfloat16"},
@@ -61,11 +61,8 @@ PROGRAM = Dialect(
             ADAMW, inert_options={**ADAMW.inert_options, "use_muon": False, "name": "adam-params"}, family="deepspeed"
         ),
     ),
-    OptionTable(
-        {**RATE_KINDS, "momentum": Kinds.NUMBER, "use_muon": Kinds.FLAG, "ns_method": Kinds.TEXT},
-        elementwise=ADAMW_KINDS,
-        closed=True,
-    ),
+    frozenset({"lr", "weight_decay", "momentum", "use_muon", "ns_method"}),
+    closed=True,
     marks=(Mark(options={"use_muon", "ns_method"}),),
     constant_options={
         "muon": {

@@ -517,36 +517,25 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Mapping[str, st
 
     A mark is void if groups have an option that the program never writes.
     """
-    marks, void, closed = dict[str, str](), dict[str, None](), dict[bool, str]()
+    marks, void, at_home = dict[str, str](), dict[str, None](), set[str]()
     for dialect in dialects.values():
         # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
-        with_momentum = [group for group in keys.groups if momentum_options & group]
-        groups = with_momentum or keys.groups
-        unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.options.unknown_options, groups)))
+        groups = [group for group in keys.groups if momentum_options & group] or keys.groups
+        unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.unknown_options, groups)))
         for mark in dialect.marks:
-            if mark.closed:
-                sign = "options"
-                is_borne = bool(with_momentum) and all(dialect.options.always.keys() <= group for group in groups)
-            else:
-                sign = str(mark)
-                has_options = not mark.options or any(mark.options <= group for group in keys.groups)
-                is_borne = mark.slots <= keys.slots and has_options
-            if is_borne and unknown_options and not mark.at_home:
+            has_options = not mark.options or any(mark.options <= group for group in keys.groups)
+            if not (mark.slots <= keys.slots and has_options) or (mark.at_home and not _is_at_home(dialect, keys)):
+                continue
+            if unknown_options:
                 void[
-                    f"it has the {sign} of {dialect.who}, but also {', '.join(map(repr, unknown_options))}, which that "
+                    f"it has the {mark} of {dialect.who}, but also {', '.join(map(repr, unknown_options))}, which that "
                     f"never writes, so another program wrote it; {_NAME_IT}"
                 ] = None
-            elif is_borne and not unknown_options and not mark.closed:
+            else:
                 marks.setdefault(dialect.name, f"only it writes the {mark}")
-            elif is_borne and not unknown_options and (not mark.at_home or _is_at_home(dialect, keys)):
-                closed[mark.at_home] = dialect.name
-    # Among programs with torch's options alone, one with keys at their home goes first.
-    if closed:
-        why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
-        at_home = max(closed)
-        marks[closed[at_home]] = why + "; its parameters are at the top" * at_home
-    return marks, void
+                at_home |= {dialect.name} if mark.at_home else set()
+    return {name: why for name, why in marks.items() if name in (at_home or marks)}, void
 
 
 def _is_at_home(dialect: Dialect, keys: Keys) -> bool:
@@ -556,10 +545,10 @@ def _is_at_home(dialect: Dialect, keys: Keys) -> bool:
 def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
     """Return the detected program if the values of its groups' options are of its kinds; otherwise none."""
     dialect = detected.dialect
-    if not dialect.options.closed:
+    if not dialect.closed:
         return detected
     for options in groups:
-        for option, expected in dialect.options.misfits(options).items():
+        for option, expected in dialect.misfits(options).items():
             # A value that the program would never write voids the claim of a closed table.
             doubt = (
                 f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "

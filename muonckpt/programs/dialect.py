@@ -219,6 +219,12 @@ class StoredMethod:
     family: str | None = None
     absent_options: frozenset[str] = frozenset()
 
+    @property
+    def all_options(self) -> frozenset[str]:
+        """Return the program's names of all options that a group of this method may have."""
+        options = {*self.options.values(), *self.inert_options}
+        return frozenset(options.union(*(coding.options for coding in self.codings)))
+
     def steps_shape(self, shape: Index) -> bool:
         """Return whether it steps parameters of this shape: orthogonalised ones have two dims or more."""
         return "momentum" not in self.slots or len(shape) >= 2
@@ -266,60 +272,45 @@ def _are_rows(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(_are_numbers(row, 3) for row in value)
 
 
-class Kinds:
-    """The kinds of values that options have."""
+def _are_whole(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_COUNT.includes, value))
 
-    NUMBER = OptionKind("a number", _is_number)
-    COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
-    FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
-    TEXT = OptionKind("a word", lambda value: isinstance(value, str))
-    PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
-    TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
-    TRIPLES = OptionKind("three numbers, or three for each step", lambda v: _are_numbers(v, 3) or _are_rows(v))
-    TABLE = OptionKind("a dict", lambda value: isinstance(value, Mapping))
-    COUNTS = OptionKind("whole numbers", lambda v: isinstance(v, list | tuple) and all(map(Kinds.COUNT.includes, v)))
+
+_NUMBER = OptionKind("a number", _is_number)
+_COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
+_COUNTS = OptionKind("whole numbers", _are_whole)
+FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
+_WORD = OptionKind("a word", lambda value: isinstance(value, str))
+_PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
+ANYTHING = OptionKind("anything", lambda value: True)
+TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
+_TRIPLES = OptionKind("three numbers, or three for each step", lambda v: _are_numbers(v, 3) or _are_rows(v))
+
+_KINDS: Mapping[str, OptionKind] = MappingProxyType(
+    dict.fromkeys(("lr", "weight_decay", "wd", "momentum", "mu", "beta1", "beta2", "muon_beta2"), _NUMBER)
+    | dict.fromkeys(("eps", "epsilon", "adamw_eps"), _NUMBER)
+    | dict.fromkeys(("step", "ns_steps", "num_experts", "head_blocks"), _COUNT)
+    | dict.fromkeys(("nesterov", "cautious", "cautious_wd", "flatten", "use_muon", "clip_grad"), FLAG)
+    | dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), FLAG)
+    | dict.fromkeys(("foreach", "fused"), FLAG.or_none())
+    | dict.fromkeys(("algorithm", "convention", "ns_method", "ns_implementation"), _WORD)
+    | dict.fromkeys(("adjust_lr", "adjust_lr_fn"), _WORD.or_none())
+    | dict.fromkeys(("betas", "adamw_betas"), _PAIR)
+    | dict.fromkeys(("ns_coefficients", "gram_ns_coefficients"), _TRIPLES)
+    | {
+        "split_sizes": _COUNTS.or_none(),
+        "num_heads": _COUNT.or_none(),
+        "gram_ns_reset_iterations": _COUNTS,
+        "gram_newton_schulz_config": OptionKind("a dict", lambda value: isinstance(value, Mapping)).or_none(),
+        "ns_algorithm": OptionKind('"standard" or "gram"', lambda value: value in ("standard", "gram")),
+        "use_cuda_graph": FLAG,
+    }
+)
+"""The kinds of options, by the names that programs have for them."""
 
 
 _COMMON_OPTIONS = frozenset({PARAMS, "param_names", "name"}) | HISTORY_OPTIONS
 """Options that state dicts, schedulers and users add to the groups of any program."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionTable:
-    """The options of a program's groups, each with the kind of its values.
-
-    Attributes:
-        always: options of every group with momentum, in all versions of the program.
-        beside: other options that a group with momentum may have.
-        elementwise: options that only groups without momentum have.
-        closed: whether the program writes no other options into a group with momentum.
-    """
-
-    always: Mapping[str, OptionKind] = field(default_factory=dict)
-    beside: Mapping[str, OptionKind] = field(default_factory=dict)
-    elementwise: Mapping[str, OptionKind] = field(default_factory=dict)
-    closed: bool = False
-
-    def unknown_options(self, options: Iterable[str]) -> list[str]:
-        """Return the options of a group with momentum that the program never writes."""
-        return sorted({*options} - {*self.always, *self.beside, *_COMMON_OPTIONS}) if self.closed else []
-
-    def contradicted_by(self, options: Collection[str]) -> str:
-        """Say why a group with momentum and these options is not the program's; empty if it may be."""
-        if missing_options := sorted(self.always.keys() - {*options}):
-            return f"the group lacks {', '.join(map(repr, missing_options))}, which the program always writes"
-        if unknown_options := self.unknown_options(options):
-            return f"the group has {', '.join(map(repr, unknown_options))}, which the program never writes"
-        return ""
-
-    def misfits(self, options: Mapping[str, Any]) -> dict[str, str]:
-        """Return the options whose values are of another kind than the program's, each with what was expected."""
-        kinds = {**self.elementwise, **self.beside, **self.always}
-        return {
-            option: kinds[option].description
-            for option, value in options.items()
-            if option in kinds and not kinds[option].includes(value)
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,24 +363,21 @@ def _part_pattern(part: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A sign that only one program leaves in a checkpoint.
+    """A sign that only one program leaves in a checkpoint: these slots, and these options of one group, together.
 
-    Attributes:
-        slots, options: these slots, and these options of one group, together.
-        closed: groups with momentum that `Dialect.options` does not contradict.
-        at_home: the keys have to lie where the program puts them; such a mark goes before other closed ones.
+    A mark ``at_home`` counts where the keys lie as the program puts them, and goes before the others.
     """
 
     slots: Set[str] = frozenset()
     options: Set[str] = frozenset()
-    closed: bool = False
     at_home: bool = False
 
     def __str__(self) -> str:
         named = (("slot", sorted(self.slots)), ("option", sorted(self.options)))
-        return " and the ".join(
+        signs = " and the ".join(
             f"{kind}{'s' * (len(names) > 1)} {', '.join(map(repr, names))}" for kind, names in named if names
         )
+        return f"{signs}, with parameters at the top" if self.at_home else signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +389,10 @@ class Dialect:
         who: the program.
         convention: the convention of the momentum; None if the user must say it.
         methods: the update methods, in the order in which they are tried.
-        options: the options of its groups; they tell the groups with momentum for which the convention holds.
+        always: options of every group with momentum, in all versions of the program: its convention holds for these.
+        beside: options that a group with momentum may have beside those of its method.
+        closed: whether the program writes no other options into a group with momentum.
+        kinds: the kinds of options that have another one in this program than in most.
         model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
         option_names: parts of names by which options are listed, where parameters are stored under others.
         marks: each of them alone tells the program.
@@ -429,7 +420,10 @@ class Dialect:
     who: str
     convention: Convention | None
     methods: tuple[StoredMethod, ...]
-    options: OptionTable = OptionTable()
+    always: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
+    closed: bool = False
+    kinds: Mapping[str, OptionKind] = field(default_factory=dict)
     model: AnyTemplate = MODEL
     state: AnyTemplate = NESTED
     option: AnyTemplate | None = LISTED
@@ -456,6 +450,29 @@ class Dialect:
     @property
     def numbered(self) -> bool:
         return self.state.numbered
+
+    def unknown_options(self, options: Iterable[str]) -> list[str]:
+        """Return the options of a group with momentum that the program never writes."""
+        if not self.closed:
+            return []
+        methods = (method.all_options for method in self.methods if "momentum" in method.slots)
+        known_options = self.always.union(self.beside, _COMMON_OPTIONS, {self.method_option}, *methods)
+        return sorted({*options} - known_options)
+
+    def misfits(self, options: Mapping[str, Any]) -> dict[str, str]:
+        """Return the options whose values are of another kind than the program's, each with what was expected."""
+        kinds = {option: self.kinds.get(option, _KINDS.get(option)) for option in options}
+        return {o: kind.description for o, kind in kinds.items() if kind and not kind.includes(options[o])}
+
+    def contradiction(self, options: Mapping[str, Any]) -> str:
+        """Say why a group with momentum and these options is not the program's; empty if it may be."""
+        if missing_options := sorted(self.always - options.keys()):
+            return f"the group lacks {', '.join(map(repr, missing_options))}, which the program always writes"
+        if unknown_options := self.unknown_options(options):
+            return f"the group has {', '.join(map(repr, unknown_options))}, which the program never writes"
+        for option, kind in self.misfits(options).items() if self.closed else ():
+            return f"the group has {option}={options[option]!r}, not {kind} as the program does"
+        return ""
 
     def slots_called(self, name: str) -> frozenset[str]:
         """Return the names of the slot with this common name in all methods."""
@@ -526,10 +543,8 @@ class Dialect:
             'them out with `weights="model"`'
         )
 
-    def _user_method(self, name: str | None, slots: frozenset[str]) -> StoredMethod | None:
-        """Return the method of a user that a group names, with these slots; None for methods of the program."""
-        if not self.takes_methods or name is None or any(method.name == name for method in self.methods):
-            return None
+    def _user_method(self, name: str, slots: Iterable[str]) -> StoredMethod:
+        """Return the method of a user that a group names, with these slots."""
         common_names: dict[str, str] = {}
         for method in self.methods:
             common_names |= {slot: common for common, slot in method.slots.items() if common in _SHARED_SLOTS}
@@ -540,18 +555,18 @@ class Dialect:
         stored_slots = {common_names.get(slot, f"own {slot}"): slot for slot in sorted(slots)}
         return StoredMethod(name, stored_slots, options, codings, family=self.name)
 
-    def _methods_with(self, slots: frozenset[str]) -> list[StoredMethod]:
-        """Return the methods that keep these slots, perhaps besides one for the number of steps."""
-        return [m for m in self.methods if {*m.slots.values()} in (slots, slots | {m.slots.get("step")})]
+    def methods_with(self, slots: frozenset[str], name: str | None) -> list[StoredMethod]:
+        """Return the methods that keep these slots, perhaps besides one for the number of steps.
 
-    def likely_method(self, slots: frozenset[str], name: str | None) -> StoredMethod | None:
-        """Return the method that keeps these slots, preferably the one that the group names; None if there is none."""
+        Args:
+            name: of the method, if the parameter's group says it; its own comes first.
+        """
         stored = slots - self.derived
-        if (user_method := self._user_method(name, stored)) is not None:
-            return user_method
-        methods = self._methods_with(stored)
-        methods += [m for m in FOREIGN.values() if m.name == name and stored == {*m.slots.values()}]
-        return next((method for method in methods if method.name == name), methods[0] if methods else None)
+        if self.takes_methods and name is not None and all(method.name != name for method in self.methods):
+            return [self._user_method(name, stored)]
+        foreign = [m for m in FOREIGN.values() if m.name == name and stored == {*m.slots.values()}]
+        methods = [m for m in self.methods if {*m.slots.values()} in (stored, stored | {m.slots.get("step")})]
+        return sorted((*methods, *foreign), key=lambda method: method.name != name)
 
     def method(
         self,
@@ -571,14 +586,12 @@ class Dialect:
         """
         refuse_eight_bits(parameter, slots)
         stored = slots - self.derived
-        if (user_method := self._user_method(name, stored)) is not None:
-            return user_method
         # The method that the group names, or one that keeps as much of it as the user has left.
         namesakes = [method for method in self.methods if method.name == name]
         reduced_slots = [{c: s for c, s in method.slots.items() if s not in dropped_slots} for method in namesakes]
         candidates = [
             method
-            for method in self._methods_with(stored)
+            for method in self.methods_with(slots, name)
             if name in (None, method.name) or ("momentum" in method.slots and method.slots in reduced_slots)
         ]
         if len({method.name for method in candidates}) == 1:

@@ -6,29 +6,15 @@ from collections.abc import Mapping
 
 from ..names.vocabulary import Convention
 from .codings import FLATTEN, SPLITS, equal_parts, lr_ratio, scale
-from .dialect import RATES, UNFUSED, Dialect, Kinds, Mark, OptionKind, OptionTable, StoredMethod
-from .torch import PLAIN, RATE_KINDS
+from .dialect import RATES, UNFUSED, Dialect, Mark, StoredMethod
+from .torch import PLAIN
 
 SHARED = {**RATES, "step": "step"}
 MATRIX = {"momentum": "mu", "nesterov": "nesterov", "eps": "epsilon"}
 BETAS = {"beta1": "beta1", "beta2": "beta2"}
 OF_MATRICES: Mapping[str, object] = {"mu": 0.95, "nesterov": False, "flatten": False}
 OF_SCALARS: Mapping[str, object] = {"beta1": 0.9, "beta2": 0.95}
-_ALWAYS: Mapping[str, OptionKind] = {"algorithm": Kinds.TEXT, "mu": Kinds.NUMBER}
-_KINDS: Mapping[str, OptionKind] = {
-    **RATE_KINDS,
-    "step": Kinds.COUNT,
-    **dict.fromkeys(("beta1", "beta2", "epsilon"), Kinds.NUMBER),
-    "nesterov": Kinds.FLAG,
-    "flatten": Kinds.FLAG,
-    "adjust_lr": Kinds.TEXT.or_none(),
-}
-
-
-def option_table(kinds: Mapping[str, OptionKind]) -> OptionTable:
-    """Return the table of a program of dion's family, with these options beside those that all have."""
-    return OptionTable(_ALWAYS, {**_KINDS, **kinds}, closed=True)
-
+_ALWAYS = frozenset({"algorithm", "mu"})
 
 SCALES = {"spectral": ("spectral_norm",), "match_rms_adamw": ("rms_norm",), "none": (None,)}
 """The words of ``adjust_lr`` for each common scale."""
@@ -67,14 +53,8 @@ PROGRAM = Dialect(
             default_options={"cautious_wd": False},
         ),
     ),
-    option_table(
-        {
-            "cautious_wd": Kinds.FLAG,
-            "muon_beta2": Kinds.NUMBER,
-            "split_sizes": Kinds.COUNTS.or_none(),
-            "num_heads": Kinds.COUNT.or_none(),
-        }
-    ),
+    _ALWAYS,
+    closed=True,
     marks=(
         Mark(slots={"step_dev"}),
         Mark(slots={"variance_neuron"}),
@@ -111,7 +91,9 @@ XTUNER = Dialect(
             default_options={"epsilon": 1e-8},
         ),
     ),
-    option_table({"num_experts": Kinds.COUNT, "clip_grad": Kinds.FLAG}),
+    _ALWAYS,
+    frozenset({"clip_grad"}),
+    closed=True,
     marks=(
         Mark(slots={"lr_ratio"}),
         Mark(options={"num_experts", "algorithm", "epsilon", "mu"}),

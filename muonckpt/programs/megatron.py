@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from ..algebra.box import Index
 from ..names.vocabulary import MASTER, Convention
 from .codings import Coding, OptionValues, betas
-from .dialect import PARAMETER_GROUPS, WRAPPED, Dialect, Kinds, OptionName, OptionTable, StoredMethod, Template
+from .dialect import PARAMETER_GROUPS, WRAPPED, Dialect, OptionName, StoredMethod, Template
 from .signs import COMMON_FILE, COMMON_STATE, item_key
-from .torch import RATE_KINDS
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """Options by which groups are distinguished (`param_group_identifier_keys` of core 0.19.2)."""
@@ -61,10 +60,6 @@ def _methods(*slot_sets: Mapping[str, str], by_parameter: bool = False) -> tuple
         ]
     return tuple(methods)
 
-
-_OPTIONS = OptionTable(
-    beside={**RATE_KINDS, "momentum": Kinds.NUMBER, "betas": Kinds.PAIR, "eps": Kinds.NUMBER, "step": Kinds.COUNT}
-)
 
 _ITEMS = frozenset(
     {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
@@ -134,10 +129,9 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
         who,
         None,
         _methods(_MASTER, {}),
-        _OPTIONS,
-        Template(("{weight}",)),
-        Template(("{chain}optimizer.state.{slot}.{name}",)),
-        None,
+        model=Template(("{weight}",)),
+        state=Template(("{chain}optimizer.state.{slot}.{name}",)),
+        option=None,
         unique_keys=not chains,
         hints=_HINTS,
         common=(COMMON_STATE,),
@@ -156,10 +150,9 @@ FSDP_DTENSOR = Dialect(
     "dialect A: Megatron-LM with Megatron-FSDP",
     None,
     _methods({}, _STEP, by_parameter=True),
-    _OPTIONS,
-    Template(("module.{name}",), ("model",)),
-    WRAPPED,
-    PARAMETER_GROUPS,
+    model=Template(("module.{name}",), ("model",)),
+    state=WRAPPED,
+    option=PARAMETER_GROUPS,
     option_names=_OPTION_NAMES,
     unique_keys=True,
     hints=_HINTS,
@@ -179,7 +172,6 @@ LAYER_WISE = Dialect(
     "Megatron's layer_wise_optimizer_{rank}.pt, under names",
     None,
     _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
-    _OPTIONS,
     state=Template(("layer_wise", "state", "{name}", "{slot}")),
     option=Template(("layer_wise", "param_groups", "{group}", "{option}")),
     unique_keys=True,

@@ -260,7 +260,8 @@ def model_view(
     parameters = {}
     for name in {**weights, **state}:
         slots, group = state.get(name, {}), groups_by_name.get(name)
-        method = program.likely_method(frozenset(slots), _method_name(program, group)) if slots else None
+        methods = program.methods_with(frozenset(slots), _method_name(program, group)) if slots else []
+        method = next(iter(methods), None)
         if method and group and method.absent_options & group.options.keys():
             method = None
         shape = weights[name].shape if name in weights else max((t.shape for t in slots.values()), key=math.prod)

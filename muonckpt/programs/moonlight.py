@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import betas
-from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
+from .dialect import Dialect, Mark, StoredMethod
 from .torch import PLAIN
 
 _RATES = {"lr": "lr", "weight_decay": "wd"}
@@ -28,11 +28,8 @@ PROGRAM = Dialect(
             inert_options={"momentum": None, "nesterov": None, "ns_steps": None},
         ),
     ),
-    OptionTable(
-        {"wd": Kinds.NUMBER, "momentum": Kinds.NUMBER, "adamw_betas": Kinds.PAIR, "adamw_eps": Kinds.NUMBER},
-        {"lr": Kinds.NUMBER, "nesterov": Kinds.FLAG, "ns_steps": Kinds.COUNT},
-        closed=True,
-    ),
+    frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"}),
+    closed=True,
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
     constant_options={

@@ -23,7 +23,7 @@ from ..names.vocabulary import (
     STEP,
 )
 from .codings import FACTORS, OPTIONAL_FLATTEN, betas, scale
-from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
+from .dialect import ANYTHING, FLAG, Dialect, Mark, StoredMethod
 
 SLOTS = {
     "muon": {"momentum": MOMENTUM},
@@ -57,12 +57,9 @@ PROGRAM = Dialect(
     "muonckpt.optimizer.Muon",
     MUON_CONVENTION,
     (*(_method(name, {}) for name in SLOTS), *(_method(name, {"master": MASTER}) for name in SLOTS)),
-    OptionTable(
-        {"convention": Kinds.TEXT},
-        dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), Kinds.NUMBER)
-        | dict.fromkeys((name for name, default in asdict(MUON).items() if isinstance(default, bool)), Kinds.FLAG)
-        | {"algorithm": Kinds.TEXT, "ns_steps": Kinds.COUNT, "betas": Kinds.PAIR},
-    ),
+    frozenset({"convention"}),
+    kinds=dict.fromkeys((name for name, default in asdict(MUON).items() if isinstance(default, bool)), FLAG)
+    | {"ns_coefficients": ANYTHING},
     marks=(Mark(options={"convention"}), Mark(options=OUR_OPTIONS)),
     method_option="algorithm",
     takes_methods=True,

@@ -13,12 +13,10 @@ from .dialect import (
     FLAT_OPTIONS,
     NUMBERED,
     RATES,
+    TRIPLE,
     UNFUSED,
     Dialect,
-    Kinds,
     Mark,
-    OptionKind,
-    OptionTable,
     StoredMethod,
     Template,
 )
@@ -63,41 +61,20 @@ ADAMW = StoredMethod(
 )
 METHODS = (muon(SCALES), ADAMW)
 
-RATE_KINDS: Mapping[str, OptionKind] = {"lr": Kinds.NUMBER, "weight_decay": Kinds.NUMBER}
-MUON_KINDS: Mapping[str, OptionKind] = {
-    **RATE_KINDS,
-    "momentum": Kinds.NUMBER,
-    "nesterov": Kinds.FLAG,
-    "eps": Kinds.NUMBER,
-    "ns_steps": Kinds.COUNT,
-    "adjust_lr_fn": Kinds.TEXT.or_none(),
-}
-ADAMW_KINDS: Mapping[str, OptionKind] = {
-    "betas": Kinds.PAIR,
-    "eps": Kinds.NUMBER,
-    "foreach": Kinds.FLAG.or_none(),
-    "fused": Kinds.FLAG.or_none(),
-    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), Kinds.FLAG),
-}
-NEXT_KINDS: Mapping[str, OptionKind] = {
-    "ns_algorithm": OptionKind('"standard" or "gram"', lambda value: value in ("standard", "gram")),
-    "gram_newton_schulz_config": Kinds.TABLE.or_none(),
-    "gram_ns_coefficients": Kinds.TRIPLES,
-    "gram_ns_reset_iterations": Kinds.COUNTS,
-    "use_cuda_graph": Kinds.FLAG,
-}
-"""Options that a later torch.optim.Muon may have (PyTorch #187132, open in November 2026)."""
-
-OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": Kinds.TRIPLE}, {**ADAMW_KINDS, **NEXT_KINDS}, closed=True)
-"""Options of torch.optim.Muon; beside them those of AdamW; torchtitan gives some of them to both."""
+ALWAYS = frozenset({*MUON_OPTIONS.values(), "ns_coefficients", "ns_steps", "adjust_lr_fn"})
+_BESIDE = ADAMW.all_options | {"use_cuda_graph"}
+"""torchtitan gives options of AdamW to both, and a later torch.optim.Muon may have that one (PyTorch #187132)."""
 
 PROGRAM = Dialect(
     "torch",
     "torch.optim.Muon and AdamW, nested state dicts",
     Convention.EMA,
     METHODS,
-    OPTIONS,
-    marks=(Mark(closed=True),),
+    ALWAYS,
+    _BESIDE,
+    closed=True,
+    kinds={"ns_coefficients": TRIPLE},
+    marks=(Mark(options=ALWAYS),),
     constant_options={"muon": {**PLAIN, "pieces": None, **STANDARD}, "adamw": PLAIN},
 )
 
@@ -106,11 +83,14 @@ TITAN = Dialect(
     "torchtitan: a flat optimizer, the model at the top",
     Convention.EMA,
     (muon({**SCALES, "spectral": ("spectral_unclamped",)}), ADAMW),
-    OPTIONS,
-    Template(("{name}",)),
-    FLAT,
-    FLAT_OPTIONS,
-    marks=(Mark(closed=True, at_home=True),),
+    ALWAYS,
+    _BESIDE,
+    closed=True,
+    kinds={"ns_coefficients": TRIPLE},
+    model=Template(("{name}",)),
+    state=FLAT,
+    option=FLAT_OPTIONS,
+    marks=(Mark(options=ALWAYS, at_home=True),),
     constant_options={"muon": {**PLAIN, **STANDARD}, "adamw": PLAIN},
 )
 """torchtitan: all optimizers in one flat state dict, with the model's weights at the top."""
@@ -118,13 +98,11 @@ TITAN = Dialect(
 # torch's keys and slots, of an unknown program.
 
 _NEVER_ADDED = frozenset({"ns_coefficients"})
-_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, **NEXT_KINDS, "ns_coefficients": Kinds.TRIPLES})
 BY_NUMBER = Dialect(
     "fully_shard",
     "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",
     None,
     METHODS,
-    _KINDS,
     state=NUMBERED,
     unwritten_options=_NEVER_ADDED,
 )
@@ -133,6 +111,5 @@ UNKNOWN = Dialect(
     "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C",
     None,
     METHODS,
-    _KINDS,
     unwritten_options=_NEVER_ADDED,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import GRAM, coefficients, equal_parts, scale
-from .dialect import FLAT, FLAT_OPTIONS, Dialect, Kinds, Mark, OptionTable, StoredMethod
-from .torch import ADAMW, ADAMW_KINDS, MUON_DEFAULTS, MUON_KINDS, MUON_OPTIONS, PLAIN, SCALES
+from .dialect import FLAT, FLAT_OPTIONS, Dialect, Mark, StoredMethod
+from .torch import ADAMW, MUON_DEFAULTS, MUON_OPTIONS, PLAIN, SCALES
 
 _MUON = StoredMethod(
     "muon",
@@ -21,17 +21,9 @@ PROGRAM = Dialect(
     "VeOmni: several optimizers in one flat dict",
     Convention.EMA,
     (_MUON, ADAMW),
-    OptionTable(
-        {"momentum": Kinds.NUMBER, "ns_implementation": Kinds.TEXT},
-        {
-            **MUON_KINDS,
-            **ADAMW_KINDS,
-            "ns_coefficients": Kinds.TRIPLES,
-            "gram_ns_reset_iterations": Kinds.COUNTS,
-            "head_blocks": Kinds.COUNT,
-        },
-        closed=True,
-    ),
+    frozenset({"momentum", "ns_implementation"}),
+    ADAMW.all_options,
+    closed=True,
     state=FLAT,
     option=FLAT_OPTIONS,
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),

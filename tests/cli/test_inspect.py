@@ -230,7 +230,7 @@ def test_indices_that_a_tensor_does_not_have_are_a_mistake_of_usage(selection, t
     ("name", "who", "reason", "slot"),
     [
         ("xtuner_fsdp4/ckpt", "xtuner (InternLM/XTuner)", "only it writes the slot 'lr_ratio'", "momentum"),
-        ("titan_fsdp4/ckpt", "titan (", "its parameters are at the top", "momentum_buffer"),
+        ("titan_fsdp4/ckpt", "titan (", "with parameters at the top", "momentum_buffer"),
         ("megatron/fsdp_dtensor/dp4/iter_0000010", "fsdp_dtensor (", "its state is under keys such as", "exp_avg"),
         ("megatron/layer_wise/ws4_padded/torch_dist", "torch_dist (", "", "momentum_buffer"),
     ],
