@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -80,38 +80,38 @@ class GroupWriter:
             self.findings.add("the source does not say which parameters are in which group; no groups are written")
             self._report_matrices()
             return [], []
-        # In the same words nothing is read: options are copied, and names in them replaced.
-        if self.state.is_same_dialect and self.like is None:
-            return self._renamed_groups()
-        # In other words a group is split by what its options mean for each of its parameters.
-        parameters = source.listed
+        # A group is split by what is written for each of its parameters.
         derived, groups = list[OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
-            groups += self._split_by_options(group, members, parameters, derived)
+            groups += self._renamed(group, members) if self.is_copied else self._translated(group, members, derived)
+        if self.is_copied:
+            return self._entries(groups)
         groups = merge_equal(groups)
         if self.like is not None:
             groups = self.like.arrange(groups, target, self.findings)
         if target.common is not None:
-            return [], [_item(target.common, [self._common_state(groups, parameters)])]
+            return [], [_item(target.common, [self._common_state(groups, source.listed)])]
         self._number(groups)
         if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
             self._report_schedules(groups)
-        return [], [*self._option_items(groups, parameters), *derived]
+        tensors, items = self._entries(groups)
+        return tensors, [*items, *derived]
 
-    def _split_by_options(
-        self,
-        group: ParameterGroup,
-        members: Collection[str],
-        parameters: Mapping[str, Parameter],
-        derived: list[OutputItem],
+    @property
+    def is_copied(self) -> bool:
+        """Return whether groups are in the same words, and so are copied but for what rules and the user change."""
+        return self.state.is_same_dialect and self.like is None
+
+    def _translated(
+        self, group: ParameterGroup, members: Collection[str], derived: list[OutputItem]
     ) -> Iterator[ParameterGroup]:
         """Yield the target's groups for a group of the source, one for each set of options.
 
         Adds to ``derived`` the items of state that follow from a parameter's options and its shape.
         """
+        parameters = self.source.listed
         options_by_kind: dict[object, WrittenOptions] = {}
-        names_by_options: defaultdict[str, list[str]] = defaultdict(list)
-        options_by_key: dict[str, Mapping[str, object]] = {}
+        options_by_name: dict[str, Mapping[str, object]] = {}
         # The steps that the group's parameters have counted, or else those of all.
         steps = _steps(parameters[name] for name in members if name in parameters) or _steps(parameters.values())
         for name in members:
@@ -120,8 +120,7 @@ class GroupWriter:
                     f"{name} has no state, and no option says by which method; it is in no group of the target"
                 )
                 continue
-            parameter, shape = parameters[name], parameters[name].shape
-            method = self.state.method(parameter)
+            parameter, method = parameters[name], self.state.method(parameters[name])
             # Options depend on the rows that are split or joined, the number of steps and the template.
             template_options = self.like.options_of(name) if self.like is not None else {}
             matrices = self._matrices(parameter)
@@ -132,27 +131,65 @@ class GroupWriter:
                     raise self.state.unknown_steps(parameter)
                 step = max(steps, default=self.source.overrides.step or 0)
             # Most parameters of a group are of one kind, for which options are translated once.
-            common_kind = (
-                parameter.method.name,
-                method.name,
-                step,
-                shape,
-                parameter.is_flattened,
-                repr(template_options),
-            )
+            structure = matrices and (repr(matrices.options()), matrices.is_flat)
             unsaid = self.source.unsaid_options(parameter)
-            kind = *common_kind, unsaid, matrices and (repr(matrices.options()), matrices.is_flat)
+            methods, shape = (parameter.method.name, method.name), (parameter.shape, parameter.is_flattened)
+            kind = *methods, step, *shape, structure, unsaid, repr(template_options)
             if kind not in options_by_kind:
                 options_by_kind[kind] = self._options(group, parameter, step, template_options, matrices)
-            options = self._noted(parameter, options_by_kind[kind])
-            key = repr(sorted(options.items()))
-            names_by_options[key].append(name)
-            options_by_key[key] = options
+            options_by_name[name] = self._noted(parameter, options_by_kind[kind])
             # State that follows from options is not copied from the source, unless nothing changes: it is computed.
             for slot in () if self.state.is_same_dialect else method.derived:
                 derived += self._computed_slot(parameter, slot)
-        for key, names in names_by_options.items():
-            yield ParameterGroup(tuple(names), options_by_key[key], group.positions)
+        yield from _by_options(options_by_name, replace(group, entries={}))
+
+    def _renamed(self, group: ParameterGroup, members: Collection[str]) -> Iterator[ParameterGroup]:
+        """Yield a group in the same words, with the options that rules and the user change for its parameters."""
+        step, changes_by_name = self.source.overrides.step, dict[str, dict[str, object]]()
+        stepped = (self.target.options_called("step") | {STEP}) & group.entries.keys()
+        for name in members:
+            changes_by_name[name] = dict.fromkeys(stepped, step) if step is not None else {}
+            if (parameter := self.source.listed.get(name)) is not None:
+                if unsaid := self.source.unsaid_options(parameter):
+                    self.unsaid[name] = unsaid & group.options.keys()
+                changes_by_name[name] |= self._restructured(group, parameter)
+        for made in _by_options(changes_by_name, group) if members else (replace(group, parameters=(), options={}),):
+            names, changes = made.parameters, {**made.options}
+            # The user's number of steps goes where AdamW looks for it, if it has no counters.
+            if step is not None and STEP not in group.entries and any(map(self._is_counted_by_group, names)):
+                changes[STEP] = step
+            if NAMES in group.entries and self.source.new_names:
+                changes[NAMES] = self._new_names(group, names)
+            is_whole = names == group.parameters
+            entries = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS}
+            yield replace(made, options=changes, entries=entries)
+
+    def _restructured(self, group: ParameterGroup, parameter: Parameter) -> dict[str, object]:
+        """Return the options of a group that say other matrices, as rules have split or joined the parameter."""
+        matrices = self._matrices(parameter) if parameter.regrouped else None
+        if matrices is None:
+            return {}
+        options = {option: group.options[option] for option in group.entries if option != PARAMS}
+        written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
+        restructured, changes = self._noted(parameter, written), dict[str, object]()
+        for option in options.keys() | restructured.keys():
+            value = restructured.get(option, _GONE)
+            if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
+                changes[option] = value
+        return changes
+
+    def _is_counted_by_group(self, name: str) -> bool:
+        parameter = self.source.listed.get(name)
+        if parameter is None or parameter.is_stateless:
+            return False
+        return {"first", "second"} <= parameter.slots.keys() and STEP not in parameter.method.slots
+
+    def _new_names(self, group: ParameterGroup, members: Sequence[str]) -> list[str]:
+        """Return the names that a group lists once more, after rules: its members', or all of a group with them."""
+        stored_names, new_names = group.options[NAMES], self.source.new_names
+        if {*stored_names} <= {*group.parameters}:
+            return [*members]
+        return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
 
     def _matrices(self, parameter: Parameter) -> Matrices | None:
         """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
@@ -325,33 +362,48 @@ class GroupWriter:
                     Action.SET, f"{option} of groups", *sorted(values), reason=reason, topic=Topic.OPTIONS
                 )
 
-    def _option_items(self, groups: list[ParameterGroup], parameters: Mapping[str, Parameter]) -> list[OutputItem]:
-        target, items = self.target, list[OutputItem]()
-        assert target.option is not None
-        is_list = target.option.listed
+    def _entries(self, groups: Sequence[ParameterGroup]) -> tuple[list[OutputTensor], list[OutputItem]]:
+        """Return the options of the target's groups: their ``entries`` as they are, but for those written again."""
+        template = self.target.option
+        assert template is not None
+        tensors, items, counts = list[OutputTensor](), list[OutputItem](), Counter[str]()
         # With flat keys, torch takes groups with equal values for one.
         names_by_values: defaultdict[str, list[str]] = defaultdict(list)
         for group in groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
-        for number, group in enumerate(groups):
-            options = dict(group.options)
-            if is_list:
-                options[PARAMS] = self._listing(group.parameters)
-            if target.names_option:
+        for group in groups:
+            options, places = dict(group.options), list(self._named_places(group))
+            if self.target.names_option and not self.is_copied:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
-                options[target.names_option] = list(group.parameters) if is_list else same_names
-            places: list[dict[str, str]] = [{"group": str(number)}] if is_list else []
-            # Options listed by name are in the optimizer of each parameter.
-            names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
-            for name in () if is_list else group.parameters:
-                names_by_chain[self.state.chain(parameters[name]).get("chain", "")].append(name)
-            for chain_name, names in names_by_chain.items():
-                chain_field = {"chain": chain_name} if target.chained else {}
-                places += [{"name": name, **chain_field} for name in self._listed_names(names)]
-            for place in places:
-                for option, value in options.items():
-                    items.append(_item(target.option.write(**place, option=option), value))
-        return items
+                options[self.target.names_option] = list(group.parameters) if template.listed else same_names
+            if template.listed:
+                # A list keeps its numbers, but for groups that are added and move those behind them.
+                chain_name = group.chain if template.chained else ""
+                number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
+                counts[chain_name] = number + 1
+                places = [{"group": str(number), **({"chain": chain_name} if template.chained else {})}]
+                options |= {} if PARAMS in group.entries else {PARAMS: self._listing(group.parameters)}
+            # Changed options are written again; all else is copied, for each name where it is by name.
+            for option in {**group.entries, **options}:
+                entry = group.entries.get(option)
+                for path in [template.write(**place, option=option) for place in places]:
+                    if option in options:
+                        items += [_item(path, options[option])] if options[option] is not _GONE else []
+                    elif isinstance(entry, StateRecord):
+                        tensors.append(moved(entry, path))
+                    else:
+                        items.append(OutputItem(key_of(path), path, entry))
+        return tensors, items
+
+    def _named_places(self, group: ParameterGroup) -> Iterator[dict[str, str]]:
+        """Yield the fields of keys that have the options of a group by name, in the optimizer of each parameter."""
+        names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
+        for name in () if self.target.option is None or self.target.option.listed else group.parameters:
+            chain_field = {} if self.is_copied else self.state.chain(self.source.listed[name])
+            names_by_chain[chain_field.get("chain", group.chain)].append(name)
+        for chain_name, names in names_by_chain.items():
+            chain_field = {"chain": chain_name} if self.target.chained else {}
+            yield from ({"name": name, **chain_field} for name in self._listed_names(names))
 
     def _listed_names(self, members: Sequence[str]) -> list[str]:
         """Return the names under which the target may look up the options of a group's members; it reads them all."""
@@ -405,80 +457,16 @@ class GroupWriter:
             node["optimizer"] = optimizer
         return state
 
-    def _renamed_groups(self) -> tuple[list[OutputTensor], list[OutputItem]]:
-        """Return the groups in the same dialect: all options unchanged, with the new names of their parameters."""
-        items, tensors, template = list[OutputItem](), list[OutputTensor](), self.target.option
-        assert template is not None
-        step = self.source.overrides.step
-        step_options = self.target.options_called("step") | {STEP} if step is not None else ()
-        counted_by_groups = {p.listed for p in self.source.stateful if _is_counted_by_group(p)}
-        num_added: defaultdict[str, int] = defaultdict(int)
-        for group, members in self.source.groups:
-            for number, (names, changes) in enumerate(self._split_by_structure(group, members)):
-                # Groups that a list gets in addition move those behind them.
-                num_added[group.chain] += number > 0
-                places = [{"group": str(position + num_added[group.chain])} for position in group.positions]
-                places = places or [{"name": name} for name in self._listed_names(names)]
-                if template.chained:
-                    places = [{**place, "chain": group.chain} for place in places]
-                # Changed options are written again; all else is copied, for each name where it is by name.
-                for option in {**group.entries, **changes}:
-                    paths = [template.write(**place, option=option) for place in places]
-                    entry = group.entries.get(option)
-                    if option in changes:
-                        items += [_item(path, changes[option]) for path in paths if changes[option] is not _GONE]
-                    elif option in step_options:
-                        items += [_item(path, step) for path in paths]
-                    elif isinstance(entry, StateRecord):
-                        tensors += [moved(entry, path) for path in paths]
-                    else:
-                        items += [OutputItem(key_of(path), path, entry) for path in paths]
-                # The user's number of steps goes where AdamW looks for it, if it has no counters.
-                counted_names = set(self._listed_names([name for name in names if name in counted_by_groups]))
-                if step is not None and counted_names and STEP not in group.entries:
-                    counted = [place for place in places if place.get("name", "") in {*counted_names, ""}]
-                    items += [_item(template.write(**place, option=STEP), step) for place in counted]
-        return tensors, items
 
-    def _split_by_structure(
-        self, group: ParameterGroup, members: tuple[str, ...]
-    ) -> Iterator[tuple[tuple[str, ...], dict[str, object]]]:
-        """Yield the members of a group that share what rules change in its options, with these changes."""
-        changes_by_text, names_by_text = dict[str, dict[str, object]](), defaultdict[str, list[str]](list)
-        for name in members:
-            parameter, changes = self.source.listed.get(name), dict[str, object]()
-            if parameter is not None and (unsaid := self.source.unsaid_options(parameter)):
-                self.unsaid[name] = unsaid & group.options.keys()
-            matrices = self._matrices(parameter) if parameter and parameter.regrouped else None
-            if parameter is not None and matrices is not None:
-                options = {option: group.options[option] for option in group.entries if option != PARAMS}
-                written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
-                restructured = self._noted(parameter, written)
-                for option in options.keys() | restructured.keys():
-                    value = restructured.get(option, _GONE)
-                    if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
-                        changes[option] = value
-            text = repr(sorted(changes.items()))
-            changes_by_text[text] = changes
-            names_by_text[text].append(name)
-        for text, names in names_by_text.items() or [("[]", [])]:
-            changes = changes_by_text.get(text, {})
-            if group.positions and tuple(names) != group.parameters:
-                changes = {**changes, PARAMS: self._listing(tuple(names))}
-            if NAMES in group.entries and self.source.new_names:
-                changes = {**changes, NAMES: self._new_names(group, names)}
-            yield tuple(names), changes
-
-    def _new_names(self, group: ParameterGroup, members: Sequence[str]) -> list[str]:
-        """Return the names that a group lists once more, after rules: its members', or all of a group with them."""
-        stored_names, new_names = group.options[NAMES], self.source.new_names
-        if {*stored_names} <= {*group.parameters}:
-            return [*members]
-        return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
-
-
-def _is_counted_by_group(parameter: Parameter) -> bool:
-    return {"first", "second"} <= parameter.slots.keys() and STEP not in parameter.method.slots
+def _by_options(
+    options_by_name: Mapping[str, Mapping[str, object]], source: ParameterGroup
+) -> Iterator[ParameterGroup]:
+    """Yield a group of the source for each set of options, with the parameters that have these."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, options in options_by_name.items():
+        names[repr(sorted(options.items()))].append(name)
+    for members in names.values():
+        yield replace(source, parameters=tuple(members), options=options_by_name[members[0]])
 
 
 def _steps(parameters: Iterable[Parameter]) -> set[int]:
