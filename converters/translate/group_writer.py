@@ -372,11 +372,12 @@ class GroupWriter:
         for group in groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
         for group in groups:
-            options, places = dict(group.options), list(self._named_places(group))
+            options, is_listed = dict(group.options), bool(group.positions) if self.is_copied else template.listed
             if self.target.names_option and not self.is_copied:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
-                options[self.target.names_option] = list(group.parameters) if template.listed else same_names
-            if template.listed:
+                options[self.target.names_option] = list(group.parameters) if is_listed else same_names
+            places = [] if is_listed else list(self._named_places(group))
+            if is_listed:
                 # A list keeps its numbers, but for groups that are added and move those behind them.
                 chain_name = group.chain if template.chained else ""
                 number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
@@ -398,7 +399,7 @@ class GroupWriter:
     def _named_places(self, group: ParameterGroup) -> Iterator[dict[str, str]]:
         """Yield the fields of keys that have the options of a group by name, in the optimizer of each parameter."""
         names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
-        for name in () if self.target.option is None or self.target.option.listed else group.parameters:
+        for name in group.parameters:
             chain_field = {} if self.is_copied else self.state.chain(self.source.listed[name])
             names_by_chain[chain_field.get("chain", group.chain)].append(name)
         for chain_name, names in names_by_chain.items():
