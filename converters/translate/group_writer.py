@@ -32,7 +32,7 @@ from .matrices import UNKNOWN, Matrices
 from .parameters import TranslatedModel, hides_pieces
 from .parse import NAMES, merge_equal
 from .state_writer import StateWriter, moved
-from .structure import Parameter
+from .structure import TranslatedParameter
 
 _GONE = object()
 """The value of an option that a group no longer has."""
@@ -164,7 +164,7 @@ class GroupWriter:
             entries = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS}
             yield replace(made, options=changes, entries=entries)
 
-    def _restructured(self, group: ParameterGroup, parameter: Parameter) -> dict[str, object]:
+    def _restructured(self, group: ParameterGroup, parameter: TranslatedParameter) -> dict[str, object]:
         """Return the options of a group that say other matrices, as rules have split or joined the parameter."""
         matrices = self._matrices(parameter) if parameter.regrouped else None
         if matrices is None:
@@ -191,7 +191,7 @@ class GroupWriter:
             return [*members]
         return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
 
-    def _matrices(self, parameter: Parameter) -> Matrices | None:
+    def _matrices(self, parameter: TranslatedParameter) -> Matrices | None:
         """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
         is_changed = parameter.regrouped and "momentum" in parameter.method.slots
         matrices = parameter.matrices if is_changed else None
@@ -219,7 +219,7 @@ class GroupWriter:
                 reason = f"rules have joined it, and no groups of {self.target.name} are written that say it"
                 self.findings.check(Action.SET, f"{name} of {parameter.name}", repr(value), reason=reason)
 
-    def _computed_slot(self, parameter: Parameter, slot: str) -> Iterator[OutputItem]:
+    def _computed_slot(self, parameter: TranslatedParameter, slot: str) -> Iterator[OutputItem]:
         """Yield a slot that follows from a parameter's options and its shape, if they tell it."""
         group, matrices, shape = parameter.group, self._matrices(parameter), parameter.shape
         if group is None or (matrices is not None and not matrices.is_known):
@@ -249,7 +249,7 @@ class GroupWriter:
     def _options(
         self,
         group: ParameterGroup,
-        parameter: Parameter,
+        parameter: TranslatedParameter,
         step: int | None,
         template_options: Mapping[str, object],
         matrices: Matrices | None,
@@ -297,7 +297,7 @@ class GroupWriter:
         flattened = OptionFinding(Action.SET, FLATTEN, ("True",), reason)
         return replace(written, findings=(*written.findings, flattened))
 
-    def _noted(self, parameter: Parameter, written: WrittenOptions) -> Mapping[str, object]:
+    def _noted(self, parameter: TranslatedParameter, written: WrittenOptions) -> Mapping[str, object]:
         """Return the options of a parameter's group; note what the report and the manifest say of them."""
         for finding in written.findings:
             self.option_findings[self.state.method(parameter).name, finding].append(parameter.listed)
@@ -421,7 +421,9 @@ class GroupWriter:
     def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
         return [int(self.state.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
 
-    def _common_state(self, groups: list[ParameterGroup], parameters: Mapping[str, Parameter]) -> dict[str, object]:
+    def _common_state(
+        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
+    ) -> dict[str, object]:
         """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
 
         The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
@@ -470,7 +472,7 @@ def _by_options(
         yield replace(source, parameters=tuple(members), options=options_by_name[members[0]])
 
 
-def _steps(parameters: Iterable[Parameter]) -> set[int]:
+def _steps(parameters: Iterable[TranslatedParameter]) -> set[int]:
     return {p.step for p in parameters if p.step is not None and not p.is_stateless}
 
 

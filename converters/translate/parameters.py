@@ -29,7 +29,7 @@ from .groups import common_options, structure_options
 from .matrices import UNKNOWN, Matrices
 from .names import NameRules
 from .parse import other_items
-from .structure import Parameter, apply_rules, unflattened
+from .structure import TranslatedParameter, apply_rules, unflattened
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TranslatedModel:
     provenance: Mapping[str, Any]
     values: Values
     overrides: Overrides
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, TranslatedParameter]
     groups: tuple[tuple[ParameterGroup, tuple[str, ...]], ...]
     derived: Set[str]
     tensors: tuple[StateRecord, ...]
@@ -65,16 +65,16 @@ class TranslatedModel:
         return self.detected.dialect
 
     @property
-    def stateful(self) -> list[Parameter]:
+    def stateful(self) -> list[TranslatedParameter]:
         return [parameter for parameter in self.parameters.values() if parameter.is_stateful]
 
     @property
-    def stateless(self) -> list[Parameter]:
+    def stateless(self) -> list[TranslatedParameter]:
         """The parameters that groups list and that have no state, where the method is known."""
         return [parameter for parameter in self.parameters.values() if parameter.is_stateless]
 
     @cached_property
-    def listed(self) -> Mapping[str, Parameter]:
+    def listed(self) -> Mapping[str, TranslatedParameter]:
         """The parameters with a method, by the names that groups list."""
         return {parameter.listed: parameter for parameter in (*self.stateful, *self.stateless)}
 
@@ -82,7 +82,7 @@ class TranslatedModel:
     def _unsaid(self) -> Mapping[str, frozenset[str]]:
         return unsaid_by_name(self.provenance)
 
-    def unsaid_options(self, parameter: Parameter) -> frozenset[str]:
+    def unsaid_options(self, parameter: TranslatedParameter) -> frozenset[str]:
         """Return the options of a parameter's group that the source has from no run, but from a new optimizer."""
         return frozenset().union(*(self._unsaid.get(alias, frozenset()) for alias in parameter.aliases))
 
@@ -108,7 +108,7 @@ class TranslatedModel:
         grouped = set[str]().union(*(members for _, members in self.groups))
         return [parameter.name for parameter in self.stateful if parameter.listed not in grouped]
 
-    def convention(self, parameter: Parameter) -> tuple[Convention | None, str]:
+    def convention(self, parameter: TranslatedParameter) -> tuple[Convention | None, str]:
         """Return the convention of a parameter's momentum, and why it is this one.
 
         A program's convention counts only for groups that may be the program's.
@@ -145,7 +145,7 @@ class TranslatedModel:
             return convention, f'`convention="{requested}"` says so'
         return convention, "nothing in the source tells, nor does `convention=`"
 
-    def mu(self, parameter: Parameter) -> float | None:
+    def mu(self, parameter: TranslatedParameter) -> float | None:
         """Return the momentum coefficient of the parameter's group, or the user's."""
         option, requested = parameter.method.options.get("momentum", ""), self.overrides.mu
         stored = _option(parameter.group, option)
@@ -270,9 +270,9 @@ def _matches(entry: Entry, globs: Collection[str]) -> bool:
 
 def _stored_parameters(
     view: ModelView, dialect: Dialect, left_slots: Set[str], weights: WeightsFrom | None
-) -> tuple[dict[str, Parameter], dict[str, str]]:
+) -> tuple[dict[str, TranslatedParameter], dict[str, str]]:
     """Return the parameters with their weights and state but for these slots; and the keys left out, with slots."""
-    parameters, left_out = dict[str, Parameter](), dict[str, str]()
+    parameters, left_out = dict[str, TranslatedParameter](), dict[str, str]()
     masters = dialect.slots_called("master") if weights is WeightsFrom.MASTERS else frozenset()
     has_masters = False
     for name, stored in view.parameters.items():
@@ -294,13 +294,13 @@ def _stored_parameters(
             records[None] = replace(records.pop(slot), name=None, slot=None)
         tensors = {slot: OutputTensor.copy_of(record) for slot, record in records.items()}
         if tensors:
-            parameters[name] = Parameter(name, name, (name,), (stored,), tensors)
+            parameters[name] = TranslatedParameter(name, name, (name,), (stored,), tensors)
     if weights is WeightsFrom.MASTERS and not has_masters:
         raise TargetError('`weights="masters"`: the source has no float32 masters; leave it out')
     return parameters, left_out
 
 
-def _with_all_dims(parameter: Parameter, slots: Collection[str]) -> Parameter:
+def _with_all_dims(parameter: TranslatedParameter, slots: Collection[str]) -> TranslatedParameter:
     """Return a parameter whose state in these slots is not stored as a matrix, if it has more dims."""
     (source,) = parameter.sources
     changed = {s: unflattened(t, source.shape) for s, t in parameter.tensors.items() if s in slots}
@@ -308,7 +308,7 @@ def _with_all_dims(parameter: Parameter, slots: Collection[str]) -> Parameter:
     return replace(parameter, tensors={**parameter.tensors, **changed}, is_flattened=is_flattened)
 
 
-def _matrices(parameter: Parameter, dialect: Dialect, values: Values) -> Matrices:
+def _matrices(parameter: TranslatedParameter, dialect: Dialect, values: Values) -> Matrices:
     """Return the matrices in a parameter that the options of its group say."""
     (source,), shape = parameter.sources, parameter.shape
     group, method = source.group, source.method
@@ -339,7 +339,7 @@ class _States:
     dropped: Set[str]
     left_slots: Set[str]
 
-    def refuse_ungrouped(self, parameters: Iterable[Parameter]) -> None:
+    def refuse_ungrouped(self, parameters: Iterable[TranslatedParameter]) -> None:
         """Refuse state of parameters that are in no group: their rates are unknown."""
         grouped = self.view.groups_by_name.keys()
         if not grouped or self.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
@@ -354,7 +354,7 @@ class _States:
                 "first make a copy without that state, by `select=` of muonckpt.convert"
             )
 
-    def of(self, parameter: Parameter) -> Parameter:
+    def of(self, parameter: TranslatedParameter) -> TranslatedParameter:
         """Return a parameter with its method, group and number of steps, if it has state."""
         name, dialect = parameter.name, self.dialect
         # Slots tell the method; the group may name it, or count the steps that no slot counts.
@@ -390,7 +390,7 @@ class _States:
         return replace(parameter, method=method, group=group, step=step, counter=counter, chains=frozenset(chains))
 
     def _step(
-        self, parameter: Parameter, counters: Sequence[Entry], group: ParameterGroup | None, option: str
+        self, parameter: TranslatedParameter, counters: Sequence[Entry], group: ParameterGroup | None, option: str
     ) -> int | None:
         """Return the number of updates: the user's, that of the counters, or else that of the group."""
         if self.overrides.step is not None:
@@ -412,19 +412,19 @@ class _States:
     def stateless(
         self,
         groups: Iterable[tuple[ParameterGroup, tuple[str, ...]]],
-        parameters: Mapping[str, Parameter],
-    ) -> dict[str, Parameter]:
+        parameters: Mapping[str, TranslatedParameter],
+    ) -> dict[str, TranslatedParameter]:
         """Return the parameters in groups that have no state, where an option or their siblings tell the method.
 
         Programs that make state at a parameter's first update save none for parameters that never had a gradient.
         """
         # Siblings in a group share a method, unless an option names it for each; groups of one have their optimizer's.
         stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
-        parameters_of_chain: defaultdict[str, list[Parameter]] = defaultdict(list)
+        parameters_of_chain: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
         for parameter in stateful.values() if self.dialect.chained else ():
             for chain_name in parameter.chains:
                 parameters_of_chain[chain_name].append(parameter)
-        stateless: dict[str, Parameter] = {}
+        stateless: dict[str, TranslatedParameter] = {}
         for group, members in groups:
             siblings = [stateful[name] for name in members if name in stateful]
             if not siblings and not group.positions:
@@ -439,7 +439,7 @@ class _States:
                 methods = []
             chains = siblings[0].chains if siblings else frozenset([group.chain])
             for name in missing if methods else ():
-                parameter = parameters.get(name, Parameter(name, name, (name,)))
+                parameter = parameters.get(name, TranslatedParameter(name, name, (name,)))
                 if parameter.weight and not methods[0].steps_shape(parameter.shape):
                     continue  # it is stepped otherwise than its siblings
                 parameter = replace(parameter, method=methods[0], group=group, step=0, chains=chains)
@@ -447,7 +447,7 @@ class _States:
         return stateless
 
 
-def _refuse_vectors(parameters: Iterable[Parameter], dialect: Dialect) -> None:
+def _refuse_vectors(parameters: Iterable[TranslatedParameter], dialect: Dialect) -> None:
     """Refuse momentum of parameters that no method of matrices steps, as Megatron-FSDP's Muon keeps it (#6425)."""
     vectors = []
     for parameter in parameters:
@@ -461,7 +461,7 @@ def _refuse_vectors(parameters: Iterable[Parameter], dialect: Dialect) -> None:
         )
 
 
-def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str, Parameter]) -> None:
+def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str, TranslatedParameter]) -> None:
     """Refuse state of numbered parameters whose names nothing tells, neither the checkpoint nor rules."""
     names = {*view.names.values()}
     for name, parameter in parameters.items() if view.dialect and view.dialect.numbered else ():
@@ -470,7 +470,7 @@ def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str
 
 
 def _with_members(
-    groups: Iterable[ParameterGroup], parameters: Mapping[str, Parameter], structural: Collection[str]
+    groups: Iterable[ParameterGroup], parameters: Mapping[str, TranslatedParameter], structural: Collection[str]
 ) -> tuple[tuple[ParameterGroup, tuple[str, ...]], ...]:
     """Return groups with their parameters by the target's names; a name is in the first group with a part of it.
 
@@ -502,7 +502,7 @@ def _with_members(
     return tuple(groups_with_members)
 
 
-def _listed_by_alias(parameters: Iterable[Parameter]) -> dict[str, dict[str, None]]:
+def _listed_by_alias(parameters: Iterable[TranslatedParameter]) -> dict[str, dict[str, None]]:
     """Return the names that the target's groups list, by those that the source's list; rules split and join."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for parameter in parameters:

@@ -17,7 +17,7 @@ from ...record.record import StateRecord, no_chunks
 from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, constant
 from .conventions import agreed_convention, momentum_factor
 from .parameters import TranslatedModel
-from .structure import Parameter
+from .structure import TranslatedParameter
 
 _SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
 """Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
@@ -47,7 +47,7 @@ class StateWriter:
     def is_same_dialect(self) -> bool:
         return self.target is self.source.dialect
 
-    def method(self, parameter: Parameter) -> StoredMethod:
+    def method(self, parameter: TranslatedParameter) -> StoredMethod:
         """Return how the target stores the state of a parameter."""
         if parameter.name not in self._methods:
             method = parameter.method if self.is_same_dialect else self.target.writes(parameter.method)
@@ -56,7 +56,7 @@ class StateWriter:
 
     # Keys.
 
-    def chain(self, parameter: Parameter) -> dict[str, str]:
+    def chain(self, parameter: TranslatedParameter) -> dict[str, str]:
         """Return the chain of a parameter, as a field of the target's keys if they have that field."""
         if not self.target.chained:
             return {}
@@ -67,7 +67,7 @@ class StateWriter:
         source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
         return {"chain": source_chain or self.target.chains.get(self.method(parameter).name, "")}
 
-    def path(self, parameter: Parameter, slot: str) -> KeyPath:
+    def path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
         name = parameter.name
         if self.numbers and name not in self.numbers and not self.source.dialect.numbered:
             raise SourceError(
@@ -77,14 +77,14 @@ class StateWriter:
 
     # Tensors.
 
-    def weight(self, parameter: Parameter, weight: OutputTensor) -> OutputTensor:
+    def weight(self, parameter: TranslatedParameter, weight: OutputTensor) -> OutputTensor:
         """Return the weight of a parameter, which stays in its chunk where the target has the source's."""
         paths = (source.weight.path for source in parameter.sources if source.weight)
         fields = self.source.dialect.model.read(next(paths, ())) or {}
         chain_field = {"chain": fields["chain"]} if self.target.model.chained else {}
         return _at(weight, self.target.model.write(name=parameter.name, **chain_field))
 
-    def slot(self, parameter: Parameter, common: str) -> OutputTensor:
+    def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
         """Return the tensor of a slot; momentum is in the convention of the target."""
         tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
         record = replace(_at(tensor, self.path(parameter, slot)).record, name=parameter.name, slot=slot)
@@ -124,7 +124,7 @@ class StateWriter:
             reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
         self.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
 
-    def step_counter(self, parameter: Parameter) -> OutputTensor | OutputItem:
+    def step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(parameter).slots["step"]
         path = self.path(parameter, slot)
@@ -155,7 +155,7 @@ class StateWriter:
             self.constants[content] = constant(self.source.values.payloads, *content)
         return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
 
-    def unknown_steps(self, parameter: Parameter) -> SourceError:
+    def unknown_steps(self, parameter: TranslatedParameter) -> SourceError:
         return SourceError(
             f"parameter {parameter.name!r}: {self.target.name} stores the number of steps, which neither its "
             "state nor its group says; give `step=`"
@@ -163,7 +163,7 @@ class StateWriter:
 
     # Parameters without state.
 
-    def zero_state(self, parameter: Parameter) -> Iterator[OutputTensor]:
+    def zero_state(self, parameter: TranslatedParameter) -> Iterator[OutputTensor]:
         """Yield the first state of a parameter: zeros, and a master that is the weight."""
         weight = parameter.weight
         slots = {common: slot for common, slot in self.method(parameter).slots.items() if common != "step"}

@@ -30,7 +30,7 @@ _NO_METHOD = StoredMethod("none", {})
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class TranslatedParameter:
     """A parameter under the target's name.
 
     Attributes:
@@ -98,7 +98,7 @@ def _rearranged(tensor: OutputTensor, layout: TensorLayout) -> OutputTensor:
     )
 
 
-def apply_rules(rules: NameRules, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+def apply_rules(rules: NameRules, parameters: Mapping[str, TranslatedParameter]) -> dict[str, TranslatedParameter]:
     """Apply a table to parameters by name; those that no rule matches stay as they are.
 
     Raises:
@@ -106,7 +106,7 @@ def apply_rules(rules: NameRules, parameters: Mapping[str, Parameter]) -> dict[s
     """
     current = dict(parameters)
     for rule in rules.rules:
-        unmatched, results = dict(current), dict[str, Parameter]()
+        unmatched, results = dict(current), dict[str, TranslatedParameter]()
         for names, placeholders in _matches(rule, current):
             # The results of a rule take the place of the matched parameters, also for the rules after it.
             parts = [unmatched.pop(name) for name in names]
@@ -132,7 +132,7 @@ def apply_rules(rules: NameRules, parameters: Mapping[str, Parameter]) -> dict[s
     return current
 
 
-def _united(first: Parameter, second: Parameter) -> Parameter:
+def _united(first: TranslatedParameter, second: TranslatedParameter) -> TranslatedParameter:
     """Return the parameter whose weight, or some of whose state, is the one and the rest the other."""
     stateless, stateful = sorted((first, second), key=lambda parameter: {*parameter.tensors} != {None})
     return replace(
@@ -167,7 +167,7 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
 # Splitting and joining.
 
 
-def _split(rule: NameRule, whole: Parameter) -> list[Parameter]:
+def _split(rule: NameRule, whole: TranslatedParameter) -> list[TranslatedParameter]:
     count = rule.count or (len(rule.target) if rule.each is None else None)
     if count == 1 and not rule.stacked:
         return [whole]
@@ -196,7 +196,7 @@ def _split(rule: NameRule, whole: Parameter) -> list[Parameter]:
     return parts
 
 
-def _join(rule: NameRule, parts: Sequence[Parameter]) -> Parameter:
+def _join(rule: NameRule, parts: Sequence[TranslatedParameter]) -> TranslatedParameter:
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
     tensors: dict[str | None, OutputTensor] = {}

@@ -15,7 +15,7 @@ from muonckpt.algebra.box import Box
 from muonckpt.algebra.layout import TensorLayout, dense
 from muonckpt.converters.engine.outputs import OutputTensor
 from muonckpt.converters.translate.names import NameRule, NameRules
-from muonckpt.converters.translate.structure import Parameter, apply_rules
+from muonckpt.converters.translate.structure import TranslatedParameter, apply_rules
 from muonckpt.record.record import StateRecord, no_chunks
 
 
@@ -34,9 +34,9 @@ def cut(shape, rng) -> list[Box]:
     return boxes
 
 
-def weight(name: str, dtype: str, layout: TensorLayout, parts: tuple) -> Parameter:
+def weight(name: str, dtype: str, layout: TensorLayout, parts: tuple) -> TranslatedParameter:
     record = StateRecord(name, (name,), layout.shape, dtype, no_chunks(len(layout.shape)))
-    return Parameter(name, name, (name,), tensors={None: OutputTensor(record, layout, (parts,))})
+    return TranslatedParameter(name, name, (name,), tensors={None: OutputTensor(record, layout, (parts,))})
 
 
 class Stored:
@@ -44,7 +44,7 @@ class Stored:
 
     def __init__(self, arrays: dict[str, np.ndarray], seed: int) -> None:
         rng = random.Random(seed)
-        self.parameters: dict[str, Parameter] = {}
+        self.parameters: dict[str, TranslatedParameter] = {}
         for name, array in arrays.items():
             fragments, parts = [], []
             for box in cut(array.shape, rng) if array.size else ():
@@ -54,7 +54,7 @@ class Stored:
             layout = TensorLayout.of(array.shape, tuple(fragments))
             self.parameters[name] = weight(name, str(array.dtype), layout, tuple(parts))
 
-    def read(self, parameter: Parameter) -> np.ndarray:
+    def read(self, parameter: TranslatedParameter) -> np.ndarray:
         """The elements, one at a time."""
         tensor = parameter.weight
         out, parts = np.full(tensor.record.shape, -1, tensor.record.dtype), list(chain.from_iterable(tensor.sources))
