@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 from support.forked import alone
 from support.simulated import world
-from support.simulated.histories import ROOT, Damage, Program, drawn, fault_of, shrunk, traced
+from support.simulated.histories import ROOT, drawn, fault_of, history, shrunk
 from support.trials import SEED, count, tally
 
 from muonckpt.checkpoint.async_saving import AsyncSave
 from muonckpt.names.errors import UnavailableError
+from muonckpt.names.version import VERSION
 from muonckpt.runs import run_audit, step_folder
 from muonckpt.runs.step_folder import DESCRIPTIONS, StepFolder
 from muonckpt.store.io import new_file, publish
 from muonckpt.store.verify.run import StepName
+from muonckpt.store.verify.verification import Verification, look_at_files, record_verification
 
 MOST = 2000
 """Histories within which a planted defect is found."""
@@ -57,29 +59,14 @@ def test_no_history_loses_or_mixes_anything():
                 row.add(seed, fault)
 
 
-def killed_in_a_removal(calls: range) -> list[str | None]:
-    """A step is saved three times in a store; the rank is killed at a call, and the last attempt is cut."""
+def digests(seeds: list[str]) -> list[str]:
     with simulation():
-        faults = []
-        for at in calls:
-            saving = Program(2, ("save", "replace", "replace"), kill=(0, at, True))
-            faults.append(fault_of("0 9370", (saving, Damage(1, 0, 0.4, "cut"), Program())))
-        return faults
-
-
-def test_an_attempt_whose_removal_has_begun_is_not_expected():
-    """Where a newer one was published, though that is damaged later: the oracle has taken this for a loss."""
-    assert not any(alone(killed_in_a_removal, range(106, 116), timeout=600))
-
-
-def traces(seeds: list[str]) -> list[Any]:
-    with simulation():
-        return [traced(seed) for seed in seeds]
+        return [history(seed, drawn(seed)) for seed in seeds]
 
 
 def test_one_seed_is_one_history():
     seeds = [str(number) for number in range(10)]
-    assert alone(traces, seeds, timeout=600) == alone(traces, seeds, timeout=600)
+    assert alone(digests, seeds, timeout=600) == alone(digests, seeds, timeout=600)
 
 
 # --- defects put in on purpose ----------------------------------------------------------------------------------------
@@ -109,24 +96,9 @@ def record_before_the_check(patch: pytest.MonkeyPatch) -> None:
     verify_recorded = run_audit.verify_recorded
 
     def recording(path: Any, auditor: Any, folder: Any = None) -> Any:
-        class Whole:
-            verdict, damage = (
-                "whole",
-                type(
-                    "None",
-                    (),
-                    {
-                        "disk_files": (),
-                        "misplaced": {},
-                        "mixed_up": False,
-                        "without_misplaced": (),
-                        "__bool__": lambda self: False,
-                    },
-                )(),
-            )
-            diagnosis = type("Nothing", (), {"sentence": ""})
-
-        verify_recorded(path, lambda path: Whole(), folder)
+        place = path if folder is None else folder
+        files = look_at_files(place).digest
+        record_verification(place, Verification(0.0, "whole", "", False, VERSION, files, misplaced={}, mixed_up=False))
         return verify_recorded(path, auditor, folder)
 
     patch.setattr(run_audit, "verify_recorded", recording)
@@ -185,7 +157,7 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
         (unsynced_folders, 2),
         (rename_before_the_data, 2),
         (removal_before_the_rename, 3),
-        (record_before_the_check, 159),
+        (record_before_the_check, 187),
         (existence_that_swallows_errors, 584),
         (lock_left, 276),
         (step_number_used_twice, 10),

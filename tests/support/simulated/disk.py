@@ -10,11 +10,13 @@ import os
 import random
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 PAGE = 4096
 
-OPEN, CLOSE, PREAD, LINK, MKDIR, STAT = os.open, os.close, os.pread, os.link, os.mkdir, os.stat
+OPEN, CLOSE, LINK, MKDIR, STAT = os.open, os.close, os.link, os.mkdir, os.stat
 """The calls of the system, before they are intercepted."""
 
 
@@ -24,40 +26,46 @@ class Node:
 
     Attributes:
         number: its inode, in the order of creation: the same in each run, and after a power loss.
-        kept: bytes of a file that are on the disk.
-        changes: later ones, as offset and bytes; zeros that may be missing where only the length changes.
-        names: what is in a folder, as the last power loss left it.
         written, changed: its times.
+        data, names: what the disk has of it, as far as the log was applied.
     """
 
     number: int
     is_folder: bool
     written: int
     changed: int
-    kept: bytes = b""
-    changes: list[tuple[int, bytes]] = field(default_factory=list)
+    data: bytearray = field(default_factory=bytearray)
     names: dict[str, Node] = field(default_factory=dict)
 
 
 @dataclass
-class Renaming:
-    """A change of names: a node leaves a folder, comes into one, or both at once."""
+class Change:
+    """A page of a file was written, or a name of a folder changed.
 
-    node: Node
-    source: tuple[Node, str] | None
-    target: tuple[Node, str] | None
+    Attributes:
+        place: the file or folder; the disk has the change once that was synced.
+        apply: does it to what the disk has.
+    """
+
+    place: Node
+    apply: Callable[[], None]
     is_synced: bool = False
 
 
 class Disk:
-    """The folder ``root``, in memory."""
+    """The folder ``root``, in memory.
+
+    Attributes:
+        log: the changes that the disk may not have, and those after them.
+        orders_names: whether it is as ext4 is.
+    """
 
     def __init__(self, root: str) -> None:
         self.root, self.now = root, 1_700_000_000 * 10**9
         MKDIR(root)
         self.orders_names, self.created_nodes = False, 0
         self.nodes: dict[int, Node] = {}
-        self.log: list[Renaming] = []
+        self.log: list[Change] = []
         self.top = self._new(root)
 
     def _new(self, path: str) -> Node:
@@ -90,7 +98,9 @@ class Disk:
             node.written = node.changed = self.now
 
     def wrote(self, node: Node, offset: int, data: bytes) -> None:
-        node.changes.append((offset, data))
+        for page in range(offset - offset % PAGE, offset + len(data), PAGE):
+            start, end = max(page, offset), min(page + PAGE, offset + len(data))
+            self.log.append(Change(node, partial(_write, node, start, data[start - offset : end - offset])))
         self.touched(node)
 
     def renamed(self, node: Node | None, source: str | None, target: str | None) -> None:
@@ -98,9 +108,10 @@ class Disk:
         if node is None:
             assert target is not None
             node = self._new(target)
-        places = [None if path is None else self._split(path) for path in (source, target)]
-        self.log.append(Renaming(node, *places))
-        self.touched(*(place[0] for place in places if place is not None))
+        places = [self._split(path) for path in (source, target) if path is not None]
+        old, new = None if source is None else places[0], None if target is None else places[-1]
+        self.log.append(Change(places[-1][0], partial(_rename, node, old, new)))
+        self.touched(*(folder for folder, _ in places))
         node.changed = self.now
 
     def _split(self, path: str) -> tuple[Node, str]:
@@ -109,65 +120,54 @@ class Disk:
         assert node is not None
         return node, name
 
-    def synced(self, node: Node, handle: int) -> None:
-        if not node.is_folder:
-            readable = OPEN(f"/proc/self/fd/{handle}", os.O_RDONLY)
-            node.kept, node.changes = PREAD(readable, 1 << 30, 0), []
-            CLOSE(readable)
+    def synced(self, node: Node) -> None:
         for change in self.log:
-            folder = (change.target or change.source or (None,))[0]
-            change.is_synced |= self.orders_names or folder is node
+            change.is_synced |= change.place is node or (self.orders_names and change.place.is_folder)
+        while self.log and self.log[0].is_synced:
+            self.log.pop(0).apply()
 
     # --- power losses -----------------------------------------------------------------------------------------------
 
     def lose_power(self, dice: random.Random) -> None:
         """Leave a state in which the disk may be after a power loss, as the only one."""
-        keeps = dice.choice((0.0, 0.1, 0.5, 0.9, 1.0))
-        last = max((at for at, change in enumerate(self.log) if change.is_synced), default=-1)
-        cut = dice.randint(last + 1, len(self.log)) if keeps else last + 1
-        for at, change in enumerate(self.log):
-            if at < cut if self.orders_names else change.is_synced or dice.random() < keeps:
-                _apply(change)
+        keeps, is_over = dice.choice((0.0, 0.1, 0.5, 0.9, 1.0)), False
+        for change in self.log:
+            is_ordered = self.orders_names and change.place.is_folder
+            is_kept = change.is_synced or (dice.random() < keeps and not (is_ordered and is_over))
+            is_over |= is_ordered and not is_kept
+            if is_kept:
+                change.apply()
         # The same nodes in a new folder.
         shutil.rmtree(self.root)
         self.log, self.nodes = [], {}
-        self._build(self.top, self.root, {}, dice, keeps)
+        self._build(self.top, self.root, {})
 
-    def _build(self, node: Node, path: str, places: dict[Node, str], dice: random.Random, keeps: float) -> None:
+    def _build(self, node: Node, path: str, places: dict[Node, str]) -> None:
         if node in places:
             LINK(places[node], path)
         elif node.is_folder:
             MKDIR(path)
             for name, child in node.names.items():
-                self._build(child, f"{path}/{name}", places, dice, keeps)
+                self._build(child, f"{path}/{name}", places)
         else:
-            node.kept, node.changes = _torn(node, dice, keeps), []
             handle = OPEN(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            os.write(handle, node.kept)
+            os.write(handle, node.data)
             CLOSE(handle)
             places[node] = path
         self.nodes[STAT(path).st_ino] = node
 
 
-def _apply(change: Renaming) -> None:
-    if change.source is not None:
-        folder, name = change.source
-        if folder.names.get(name) is not change.node:  # what made this name was lost
+def _write(node: Node, offset: int, data: bytes) -> None:
+    node.data.extend(bytes(max(offset - len(node.data), 0)))
+    node.data[offset : offset + len(data)] = data
+
+
+def _rename(node: Node, source: tuple[Node, str] | None, target: tuple[Node, str] | None) -> None:
+    if source is not None:
+        folder, name = source
+        if folder.names.get(name) is not node:  # what made this name was lost
             return
         del folder.names[name]
-    if change.target is not None:
-        folder, name = change.target
-        folder.names[name] = change.node
-
-
-def _torn(node: Node, dice: random.Random, keeps: float) -> bytes:
-    """The bytes of a file of whose last changes any pages were kept."""
-    data = bytearray(node.kept)
-    for offset, written in node.changes:
-        end = offset + len(written)
-        for start in range(offset - offset % PAGE, end, PAGE):
-            lo, hi = max(start, offset), min(start + PAGE, end)
-            if dice.random() < keeps:
-                data.extend(bytes(max(hi - len(data), 0)))
-                data[lo:hi] = written[lo - offset : hi - offset]
-    return bytes(data)
+    if target is not None:
+        folder, name = target
+        folder.names[name] = node

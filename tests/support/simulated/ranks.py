@@ -50,6 +50,14 @@ class Process:
     is_dead: bool = False
     is_over: bool = False
 
+    def enter(self) -> None:
+        for (module, name), value in self.memory.items():
+            setattr(module, name, value)
+
+    def leave(self) -> None:
+        for module, name in self.memory:
+            self.memory[module, name] = getattr(module, name)
+
 
 class Task:
     """A thread of a process, which waits for its turn."""
@@ -120,8 +128,8 @@ class Schedule:
     def _enter(self, task: Task) -> None:
         if self.task is None or self.task.process is not task.process:
             if self.task is not None:
-                leave(self.task.process)
-            enter(task.process)
+                self.task.process.leave()
+            task.process.enter()
         self.task = task
 
     def _chosen(self) -> Task:
@@ -194,16 +202,6 @@ def fresh_memory(pristine: dict[tuple[Any, str], Any]) -> dict[tuple[Any, str], 
         key: copy.copy(value) if isinstance(value, dict | list | set) else type(value)()
         for key, value in pristine.items()
     }
-
-
-def enter(process: Process) -> None:
-    for (module, name), value in process.memory.items():
-        setattr(module, name, value)
-
-
-def leave(process: Process) -> None:
-    for module, name in process.memory:
-        process.memory[module, name] = getattr(module, name)
 
 
 # --- what stands in for threads and groups ---------------------------------------------------------------------------

@@ -17,11 +17,10 @@ import signal
 import sys
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -122,6 +121,19 @@ class Machine:
             raise OSError(self.fault.number, os.strerror(self.fault.number), place)
         raise stores.refusal(self.fault.number)
 
+    def pass_time(self, seconds: float) -> None:
+        self.disk.now += int(seconds * 1e9)
+
+    @property
+    def handlers(self) -> dict[int, Any]:
+        """Handlers of signals in the process that runs."""
+        assert self.process is not None
+        return self.process.handlers
+
+    def handle_signal(self, number: int, handler: Any) -> Any:
+        former, self.handlers[number] = self.handlers.get(number, signal.SIG_DFL), handler
+        return former
+
     def kill(self, process: Process) -> None:
         self.kills += 1
         for each in {other.process for other in self.schedule.tasks} if process.loses_power else [process]:
@@ -156,7 +168,7 @@ class Machine:
         processes = {task.process for task in self.schedule.tasks}
         try:
             self.schedule.run()
-            ranks.enter(outside)
+            outside.enter()
             # What processes have left open is closed with them.
             if self.paths:
                 gc.collect()
@@ -244,7 +256,7 @@ _CALLS: dict[str, tuple[str, Callable[[Call], Any]]] = {
     "close": ("", lambda call: call.machine.paths.pop(call.args[0])),
     "pwrite": ("write", Call.wrote),
     "posix_fallocate": ("write", lambda call: call.disk.wrote(call.node, call.args[1], bytes(call.args[2]))),
-    "fsync": ("fsync", lambda call: call.disk.synced(call.node, call.args[0])),
+    "fsync": ("fsync", lambda call: call.disk.synced(call.node)),
     "pread": ("read", lambda call: call.result),
     "preadv": ("read", lambda call: call.result),
     "rename": ("rename", Call.renamed),
@@ -263,7 +275,7 @@ _CALLS: dict[str, tuple[str, Callable[[Call], Any]]] = {
 }
 """Of each call its kind, if it may fail, and what is noted and returned after it."""
 
-_REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in (*_CALLS, "urandom")}
+_REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _CALLS}
 _pristine: dict[tuple[Any, str], Any] = {}
 
 
@@ -330,27 +342,19 @@ class _Written(io.FileIO):
             current.paths.pop(handle, None)
 
 
-_OPEN = io.open
+_REAL_OPEN = io.open
 
 
-def _io_open(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-    if current is None or isinstance(file, bytes) or current.path(file) is None:
-        return _OPEN(file, mode, *args, **options)
-    if "b" in mode and not {*mode}.isdisjoint("wxa"):
+def _open(machine: Machine, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    path = None if isinstance(file, bytes) else machine.path(file)
+    if path is not None and "b" in mode and not {*mode}.isdisjoint("wxa"):
         return io.BufferedWriter(_Written(file, mode))
-    current.step("open", current.path(file) or "")
-    return _OPEN(file, mode, *args, **options)
+    if path is not None:
+        machine.step("open", path)
+    return _REAL_OPEN(file, mode, *args, **options)
 
 
-# --- the package's modules see this machine's clock, names and signals ------------------------------------------------
-
-
-def _flock(handle: int, operation: int) -> None:
-    if current is None or current.path(handle) is None:
-        return fcntl.flock(handle, operation)
-    if operation & fcntl.LOCK_NB:
-        return fcntl.flock(handle, operation)
-
+def _lock(machine: Machine, handle: int, operation: int) -> None:
     def is_locked() -> bool:
         try:
             fcntl.flock(handle, operation | fcntl.LOCK_NB)
@@ -358,57 +362,44 @@ def _flock(handle: int, operation: int) -> None:
             return False
         return True
 
-    current.schedule.wait(is_locked)
+    if machine.path(handle) is None or operation & fcntl.LOCK_NB:
+        fcntl.flock(handle, operation)
+    else:
+        machine.schedule.wait(is_locked)
 
 
-def _now() -> float:
-    return current.disk.now / 1e9 if current else time.time()
+# --- modules of Python, as the package's modules see them -------------------------------------------------------------
+
+_SIMULATED: dict[tuple[ModuleType, str], Callable[..., Any]] = {
+    (time, "time"): lambda machine: machine.disk.now / 1e9,
+    (time, "monotonic"): lambda machine: machine.disk.now / 1e9,
+    (time, "sleep"): lambda machine, seconds: machine.pass_time(seconds),
+    (fcntl, "flock"): _lock,
+    (secrets, "token_bytes"): lambda machine, count: machine.identities.randbytes(count),
+    (secrets, "token_hex"): lambda machine, count: machine.identities.randbytes(count).hex(),
+    (signal, "signal"): lambda machine, number, handler: machine.handle_signal(number, handler),
+    (signal, "getsignal"): lambda machine, number: machine.handlers.get(number, signal.SIG_DFL),
+    (threading, "main_thread"): lambda machine: threading.current_thread(),
+    (threading, "Timer"): lambda machine, *args: SimpleNamespace(start=lambda: None, cancel=lambda: None),
+}
+"""Functions in simulations; no timer ends while ranks make calls."""
 
 
-def _sleep(seconds: float) -> None:
-    if current is None:
-        return time.sleep(seconds)
-    current.disk.now += int(seconds * 1e9)
+def _in_simulation(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        return real(*args, **options) if current is None else simulated(current, *args, **options)
 
-
-def _random_bytes(count: int) -> bytes:
-    return current.identities.randbytes(count) if current else _REAL["urandom"](count)
-
-
-class _NoTimer(SimpleNamespace):
-    """Stands for a timer that warns after seconds: none pass while ranks make calls."""
-
-    def __init__(self, *args: Any) -> None: ...
-
-    def start(self) -> None: ...
-
-    def cancel(self) -> None: ...
-
-
-def _set_handler(number: int, handler: Any) -> Any:
-    assert current is not None and current.process is not None
-    former = _get_handler(number)
-    current.process.handlers[number] = handler
-    return former
-
-
-def _get_handler(number: int) -> Any:
-    assert current is not None and current.process is not None
-    return current.process.handlers.get(number, signal.SIG_DFL)
+    return call
 
 
 def _stand_ins() -> dict[int, Any]:
-    """What stands in the package's modules for what, by its identity."""
-    threads = {**vars(threading), "main_thread": threading.current_thread}
-    return {
-        id(time): SimpleNamespace(**{**vars(time), "time": _now, "monotonic": _now, "sleep": _sleep}),
-        id(fcntl): SimpleNamespace(**{**vars(fcntl), "flock": _flock}),
-        id(uuid): SimpleNamespace(**{**vars(uuid), "uuid4": lambda: uuid.UUID(bytes=_random_bytes(16), version=4)}),
-        id(secrets): SimpleNamespace(token_bytes=_random_bytes, token_hex=lambda count: _random_bytes(count).hex()),
-        id(threading): SimpleNamespace(**threads),
-        id(threading.Timer): _NoTimer,
-        id(signal): SimpleNamespace(**{**vars(signal), "signal": _set_handler, "getsignal": _get_handler}),
-    }
+    """What stands in the package's modules for modules and functions, by their identity."""
+    modules: dict[ModuleType, dict[str, Any]] = {}
+    functions = {}
+    for (module, name), simulated in _SIMULATED.items():
+        function = _in_simulation(getattr(module, name), simulated)
+        functions[id(getattr(module, name))] = modules.setdefault(module, {**vars(module)})[name] = function
+    return functions | {id(module): SimpleNamespace(**values) for module, values in modules.items()}
 
 
 @contextlib.contextmanager
@@ -418,8 +409,8 @@ def intercepted() -> Iterator[None]:
         getattr(muonckpt, name)  # imports its module
     changes: list[tuple[Any, str, Any]] = [(os, name, _intercepted(name)) for name in _CALLS]
     changes += [
-        (os, "urandom", _random_bytes),
-        (io, "open", _io_open),
+        (io, "open", _in_simulation(io.open, _open)),
+        (os, "urandom", _in_simulation(os.urandom, lambda machine, count: machine.identities.randbytes(count))),
         *ranks.stand_ins(lambda: current.schedule if current else None),
     ]
     pool = next(value for _, name, value in changes if name == "ThreadPoolExecutor")
