@@ -242,11 +242,11 @@ class More(Net):
 
 
 SAVED = {
-    "series.save(state, 3)": "a step is an integer, 0 or more, and comes before the state dict; found a dict. Write "
+    "series.save(state, 3)": "a step is an integer, 0 or more; found a dict; it comes before the state dict: "
     "series.save(step, state_dict)",
-    "series.save('3', state)": "found '3'. Write series.save(int(step), state_dict)",
-    "series.save(torch.tensor(3), state)": "found a Tensor. Write series.save(int(step), state_dict)",
-    "series.save(3.0, state)": "found 3.0. Write series.save(int(step), state_dict)",
+    "series.save('3', state)": "a step is an integer, 0 or more; found '3'",
+    "series.save(torch.tensor(3), state)": "a step is an integer, 0 or more; found a Tensor",
+    "series.save(3.0, state)": "a step is an integer, 0 or more; found 3.0",
     "series.save(4, model)": "expected a state dict to save, found Net. Write weights, state = get_state_dict(",
     "series.save(4, get_state_dict(model, optimizer))": "found tuple. Write weights, state = get_state_dict(",
     "muonckpt.save('there', state)": "found str; the state dict is the first argument, and the path comes after it",
@@ -277,7 +277,7 @@ SAVED = {
     "else, leave it out of the state dict",
     "series.restore({**state, 'schedule': schedule})": "and 5 more. The checkpoint has nothing of 'schedule': to load "
     "all else, leave it out of the state dict",
-    "series.restore({'model': state['model']})": "To leave it there: Series.restore(..., allow_extra=['optimizer.*'])",
+    "series.restore({'model': state['model']})": "to leave it there: Series.restore(..., allow_extra=['optimizer.*'])",
     "series.restore(other(More))": "missing key 'model.extra.bias', 'model.extra.weight'. Build the model of the saved "
     "run (muonckpt inspect ",
     "series.restore(other(Fewer))": "only in the checkpoint: ",

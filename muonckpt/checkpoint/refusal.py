@@ -143,7 +143,7 @@ class Refusal:
             return ""
         globs = [*_globs_of_extra(matching.extra_keys, matching.sources)]
         receiver = "to Series" if call == RESUME else "in the state dict"
-        return f"To leave it there: {call}(..., allow_extra={globs!r}); to load it, give it {receiver}"
+        return f"To load it, give it {receiver}; to leave it there: {call}(..., allow_extra={globs!r})"
 
     # Names and programs: each name by itself would be missing or extra.
 

@@ -86,6 +86,6 @@ def _send(sender: Connection, function: Callable[..., Any], args: Sequence[Any])
 def _run(words: list[str], variables: dict[str, str], out: str, err: str) -> None:
     os.environ |= variables
     for number, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")

@@ -314,16 +314,17 @@ class Series:
             )
         state_dict = self._training.state_dict()
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
+        restored = self._restored(RESUME, state_dict, choices, required)
         if is_coordinator(self._group) and self._training.lacks_scheduler:
             warn_on_rank(
                 "the optimizer has a scheduler that the series does not have, so that no checkpoint has its state. "
                 "Write Series(folder, model, optimizer, scheduler=scheduler), or make the scheduler after resume"
             )
-        restored = self._restored(RESUME, state_dict, choices, required)
         if restored is None:
             if begin_from is None:
                 if is_coordinator(self._group):
-                    print(f"nothing in {self._folder.place}: starting at step 0", flush=True)
+                    place = self._folder.place
+                    print(f"nothing in {place}: starting at step 0 (resume(required=True) refuses)", flush=True)
                 return 0
             source, place = os.fspath(begin_from), self._folder.place
             with self._noting_half_loaded(source):
@@ -585,9 +586,8 @@ class Series:
 def _check_step(step: object) -> None:
     if type(step) is not int or step < 0:
         actual = value_in_short(step)
-        argument = "step" if isinstance(step, Mapping) else "int(step)"
-        line = "" if type(step) is int else f". Write series.save({argument}, state_dict)"
-        raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}")
+        line = "; it comes before the state dict: series.save(step, state_dict)" if isinstance(step, Mapping) else ""
+        raise ArgumentError(f"a step is an integer, 0 or more; found {actual}{line}")
 
 
 def _check_form(form: str) -> None:
