@@ -103,6 +103,10 @@ class Disk:
             self.log.append(Change(node, partial(_write, node, start, data[start - offset : end - offset])))
         self.touched(node)
 
+    def resized(self, node: Node, length: int) -> None:
+        self.log.append(Change(node, partial(_resize, node, length)))
+        self.touched(node)
+
     def renamed(self, node: Node | None, source: str | None, target: str | None) -> None:
         """Note that a node, or a new one, has lost a name, got one, or both at once."""
         if node is None:
@@ -155,6 +159,10 @@ class Disk:
             CLOSE(handle)
             places[node] = path
         self.nodes[STAT(path).st_ino] = node
+
+
+def _resize(node: Node, length: int) -> None:
+    node.data[:] = node.data[:length].ljust(length, b"\0")
 
 
 def _write(node: Node, offset: int, data: bytes) -> None:
