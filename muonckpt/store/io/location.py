@@ -359,7 +359,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
     """
     if isinstance(name, Remote):
         return name
-    if not isinstance(name, str | os.PathLike):
+    if not isinstance(name, str | bytes | os.PathLike):
         raise ArgumentError(f"expected a path or a URL, found {value_in_short(name)}")
     text = os.fsdecode(name)
     protocol, separator, _ = text.partition("://")
