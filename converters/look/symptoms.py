@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from ...algebra.box import Index
-from ...names.errors import LayoutError
 from ...names.wording import LAYER_NUMBER, Finding
 from ...programs.model_view import ModelView, Role, StoredParameter, matrix_sides
 from ...store.verify.damage import Damage
@@ -19,11 +18,9 @@ def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
     view, steps = look.view, look.steps
     # Holes are graver than what follows, which may have a reason.
     findings: list[Finding] = []
-    for tensor in (tensor for tensor in look.manifest.tensors if tensor.key not in damage.holes):
-        try:
-            tensor.chunk_layout()
-        except LayoutError as error:
-            findings.append(Finding("hole", str(error), (tensor.key,)))
+    for tensor in look.manifest.tensors:
+        if tensor.key not in damage.holes and (fault := tensor.coverage_fault):
+            findings.append(Finding("hole", fault, (tensor.key,)))
     findings += _muon_off(view)
     findings += _unfit_state(view)
     findings += _without_partner(view, look.groups)

@@ -31,9 +31,10 @@ from ..names.resumption import LOAD_LINES, NAMES_OF_GROUPS, Choices, LoadReport,
 from ..names.vocabulary import HISTORY_OPTIONS
 from ..record.columns import UNKNOWN
 from ..record.record import Manifest, StateRecord
-from ..store.io.location import Location, Remote, is_there, location, refuse_unseen
+from ..store.io.location import Location, Remote, location, refuse_unseen
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
-from ..store.verify.diagnosis import advice_on, diagnosis_by_files, open_to_load, recorded_loss
+from ..store.verify.diagnosis import advice_on, diagnosis_at, open_to_load
+from ..store.verify.run import last_verification
 from .all_ranks import (
     broadcast_from_first,
     decide_keeping,
@@ -253,7 +254,7 @@ def run_load(call: LoadCall) -> Loaded:
         if ADVICE in str(error):
             raise
         if isinstance(error, UnseenError) and not broadcast_from_first(
-            call.group, partial(_has_lost_files, call.place)
+            call.group, lambda: bool(diagnosis_at(call.place))
         ):
             raise UnseenError(f"{error}. The first rank does: give a path that all nodes mount alike") from error
         advice = broadcast_from_first(call.group, lambda: advice_on(call.place))
@@ -435,10 +436,6 @@ def _seen(call: LoadCall, work: Callable[[], T]) -> T:
         raise UnseenError(f"rank {dist.get_rank()} does not see a file: {error}") from error
 
 
-def _has_lost_files(place: Location) -> bool:
-    return not is_there(place) or bool(diagnosis_by_files(open_to_load(place)))
-
-
 def _read_items(checkpoint: OpenCheckpoint, keys: Collection[str]) -> dict[str, bytes]:
     """Read items that are not tensors, in the order of the checkpoint, as their pickled bytes."""
     items = {}
@@ -597,8 +594,9 @@ def load(
     """
     choices = {"allow_extra": allow_extra, "fresh": fresh, "grow": grow, "ungrouped": ungrouped}
     loaded = run_load(LoadCall(state_dict, path, choices, LOAD, attest, check, process_group, memory))
-    if is_coordinator(process_group) and (loss := recorded_loss(location(path, SourceError))):
-        warn_on_rank(f"{path} is not whole, and what was loaded of it is: {loss}")
+    last = last_verification(location(path, SourceError)) if is_coordinator(process_group) else None
+    if last and last.has_loss:
+        warn_on_rank(f"{path} is not whole, and what was loaded of it is: {last.loss}")
     return loaded.report
 
 

@@ -142,6 +142,15 @@ class StateRecord:
             return layout_in_boxes(self.shape, self.boxes, self.chunks.strides)
 
     @property
+    def coverage_fault(self) -> str:
+        """Why the chunks do not tile the tensor; empty if they do."""
+        try:
+            self.chunk_layout()
+        except LayoutError as error:
+            return str(error)
+        return ""
+
+    @property
     def boxes(self) -> Boxes:
         return self.chunks.boxes
 

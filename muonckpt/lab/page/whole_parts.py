@@ -62,13 +62,8 @@ class PageSource:
 
 
 def _damaged_keys(manifest: Manifest, damage: Damage) -> frozenset[str]:
-    keys = {*damage.items, *entry_keys(damage.tensors)}
-    for tensor in manifest.tensors:
-        try:
-            tensor.chunk_layout()
-        except LayoutError:
-            keys.add(tensor.key)
-    return frozenset(keys)
+    overlapping = entry_keys(tensor for tensor in manifest.tensors if tensor.coverage_fault)
+    return frozenset([*damage.items, *entry_keys(damage.tensors), *overlapping])
 
 
 def on_whole_parts(

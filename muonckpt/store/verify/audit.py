@@ -246,7 +246,7 @@ class _Audit:
             if tensor.fingerprint is None:
                 self.unchecked += sum(chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in part.chunks)
             fingerprint: str | None = as_hex(sums[number])
-            is_whole = num_unsound[number] == 0 and len(part.chunks) == len(tensor.chunks) and _tiles(tensor)
+            is_whole = num_unsound[number] == 0 and len(part.chunks) == len(tensor.chunks) and not tensor.coverage_fault
             if is_whole and tensor.fingerprint in (None, fingerprint):
                 self.advance(tensor.boxes.elements * itemsize(tensor.dtype))
             else:
@@ -320,14 +320,6 @@ class _Audit:
                 yield blob.key
 
 
-def _tiles(tensor: StateRecord) -> bool:
-    try:
-        tensor.chunk_layout()
-    except LayoutError:
-        return False
-    return True
-
-
 _GONE = _ChunkResult(None, faults=(("unreadable", "its file is missing, was cut, or cannot be opened"),))
 
 
@@ -374,10 +366,8 @@ def _tensor_findings(
     tensor: StateRecord, results: Sequence[_ChunkResult], fingerprint: str | None
 ) -> Iterator[Finding]:
     names = (tensor.key,)
-    try:
-        tensor.chunk_layout()
-    except LayoutError as error:
-        yield Finding("coverage", str(error), names)
+    if fault := tensor.coverage_fault:
+        yield Finding("coverage", fault, names)
     subjects = [f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}" for chunk in tensor.chunks]
     for subject, result in zip(subjects, results, strict=True):
         for kind, reason in result.faults:

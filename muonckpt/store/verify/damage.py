@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,37 +131,35 @@ class Damage:
         return first_rows_of(self.manifest.tensors)
 
     @cached_property
-    def _losses(self) -> list[tuple[StateRecord, Boxes, tuple[Box, ...]]]:
-        """The tensors that have lost elements, with the boxes of their lost chunks, and their holes."""
-        counts = np.diff(np.concatenate([[0], np.cumsum(self.chunks)])[self.starts])
-        losses = []
-        for tensor, start, count in zip(self.manifest.tensors, self.starts.tolist(), counts.tolist(), strict=False):
-            holes = self.holes.get(tensor.key)
-            if count or holes is not None:
-                numbers = np.flatnonzero(self.chunks[start : start + len(tensor.chunks)])
-                losses.append((tensor, tensor.boxes.select(numbers), holes or ()))
-        return losses
+    def _boxes(self) -> list[tuple[StateRecord, Boxes]]:
+        """The tensors that have lost elements, with the boxes of their lost chunks and their holes."""
+        lost_boxes = []
+        for tensor, (start, stop) in zip(self.manifest.tensors, pairwise(self.starts.tolist()), strict=True):
+            is_lost = self.chunks[start:stop]
+            if is_lost.any() or tensor.key in self.holes:
+                boxes = tensor.boxes.select(np.flatnonzero(is_lost))
+                holes = Boxes.of_all(self.holes.get(tensor.key, ()), boxes.ndim)
+                lo, hi = np.concatenate([boxes.lo, holes.lo]), np.concatenate([boxes.hi, holes.hi])
+                lost_boxes.append((tensor, Boxes.of(lo, hi)))
+        return lost_boxes
 
     @cached_property
     def tensors(self) -> tuple[StateRecord, ...]:
         """The tensors that have lost elements."""
-        return tuple(tensor for tensor, _, _ in self._losses)
+        return tuple(tensor for tensor, _ in self._boxes)
 
-    @cached_property
+    @property
     def bytes(self) -> int:
         """The bytes of the elements that are lost."""
-        total = 0
-        for tensor, boxes, holes in self._losses:
-            total += (boxes.elements + sum(hole.numel for hole in holes)) * itemsize(tensor.dtype)
-        return total
+        return sum(boxes.elements * itemsize(tensor.dtype) for tensor, boxes in self._boxes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the losses as plain data; the lost boxes are columns, with the number of their tensor."""
         columns: dict[str, list[Any]] = {"tensor": [], "lo": [], "hi": []}
-        for number, (_, boxes, holes) in enumerate(self._losses):
-            columns["tensor"] += [number] * (len(boxes) + len(holes))
-            columns["lo"] += [*boxes.lo.tolist(), *(list(hole.lo) for hole in holes)]
-            columns["hi"] += [*boxes.hi.tolist(), *(list(hole.hi) for hole in holes)]
+        for number, (_, boxes) in enumerate(self._boxes):
+            columns["tensor"] += [number] * len(boxes)
+            columns["lo"] += boxes.lo.tolist()
+            columns["hi"] += boxes.hi.tolist()
         return {
             "bytes": self.bytes,
             "chunks": int(self.chunks.sum()),

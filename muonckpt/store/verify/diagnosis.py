@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from ...names.errors import (
@@ -25,7 +26,7 @@ from ...names.errors import (
     SourceError,
     UnavailableError,
 )
-from ...names.wording import Finding, counted, moment
+from ...names.wording import Finding, counted
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.native import read_native
@@ -68,7 +69,7 @@ class Diagnosis:
         """
         if self.verified is None or not self.verified.has_loss:
             return self.damage.sentence
-        return self.verified.sentence if self.damage else _as_recorded(self.verified)
+        return self.verified.sentence if self.damage else self.verified.loss
 
     @property
     def has_loss(self) -> bool:
@@ -90,7 +91,7 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         """The remedies in one sentence."""
-        lettered = zip(_LETTERS, self.remedies, strict=False)
+        lettered = zip(ascii_lowercase, self.remedies, strict=False)
         parts = [f"({letter}) {remedy.command} ({remedy.gives})" for letter, remedy in lettered]
         return f"{ADVICE}{'; '.join(parts)}" if parts else ""
 
@@ -102,7 +103,7 @@ class Diagnosis:
             yield ""
         if self.remedies:
             yield ADVICE.strip()
-            for letter, remedy in zip(_LETTERS, self.remedies, strict=False):
+            for letter, remedy in zip(ascii_lowercase, self.remedies, strict=False):
                 yield f"({letter}) {remedy.command}"
                 yield f"    {remedy.gives}"
             yield ""
@@ -140,16 +141,6 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
         if last.mixed_up:
             remedies = (*_by_stock_description(path), *remedies)
     return Diagnosis(path, diagnosis.damage, remedies, last)
-
-
-def recorded_loss(path: Location) -> str:
-    """Return what the last verification of a checkpoint has found lost; empty if nothing, or if that is not known."""
-    last = last_verification(path)
-    return _as_recorded(last) if last is not None and last.has_loss else ""
-
-
-def _as_recorded(last: Verification) -> str:
-    return f"verified {moment(last.timestamp)} UTC: {last.sentence}"
 
 
 def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -204,8 +195,6 @@ def _remedies_for_others(path: Location, damaged_steps: Collection[str]) -> tupl
 
 # --- what to do -------------------------------------------------------------------------------------------------------
 
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 _DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
 """Kinds of findings about descriptions, not about elements."""

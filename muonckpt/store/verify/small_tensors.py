@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...algebra.fingerprint import box_shares
-from ...names.errors import LayoutError, MuonckptError
+from ...names.errors import MuonckptError
 from ...record.chunks import Boxes, columns_of
 from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent, StateRecord, first_rows_of
@@ -76,11 +76,9 @@ def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[
     """
     for group in _read_groups(payloads, tensors, whole_items=False):
         first = tensors[group.members[0]]
-        stacked = np.empty((len(group.members), *first.shape), dtype(group.dtype).bits)
-        try:
-            first.chunk_layout()
-        except LayoutError:  # holes, or elements that are there twice
+        if first.coverage_fault:
             continue
+        stacked = np.empty((len(group.members), *first.shape), dtype(group.dtype).bits)
         is_sound = np.ones(len(group.members), np.bool_)
         for place in group.places:
             indices, words, agree = group.checked(place)

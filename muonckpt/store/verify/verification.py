@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from ...names.errors import RemovedError, SourceError, UnavailableError
-from ...names.wording import fields_of, listed
+from ...names.wording import fields_of, listed, moment
 from ..io.location import Location, Remote, entries_of, is_folder, is_link, is_there, local_errors
 from ..io.new_file import write_synced
 from ..io.publish import MARK
@@ -62,6 +62,11 @@ class Verification:
     @property
     def is_whole(self) -> bool:
         return self.verdict != "faulty"
+
+    @property
+    def loss(self) -> str:
+        """The loss that it has found, and when; empty if there is none."""
+        return f"verified {moment(self.timestamp)} UTC: {self.sentence}" if self.has_loss else ""
 
 
 @dataclass(frozen=True, slots=True)
