@@ -40,7 +40,7 @@ from ..open_checkpoint import DISK_FAILS, OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_of_files, findings_by_files, misplaced_files
-from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
+from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of, open_remains
 from .small_tensors import examine_small
 from .verification import unless_removed
 
@@ -106,23 +106,14 @@ def verify(
     """
     place = location(path, SourceError)
     with unless_removed(place):
-        return _verified(place, jobs, progress, pace)
-
-
-def _verified(place: Location, jobs: int, progress: Progress, pace: Pace | None) -> AuditReport:
-    reasons: tuple[Finding, ...] = ()
-    try:
-        opened = OpenCheckpoint(place)
-    except DamageError as error:
-        remainder = remains(place)
-        reasons = (Finding("description", str(error)),)
-        if remainder is None:
-            return AuditReport(0, 0, 0, 0, 0, {}, reasons, (), diagnosis_of_unreadable(place, error))
-        opened, reasons = remainder, () if remainder.faults else reasons
-    with opened as checkpoint:
-        checkpoint.payloads.pace = pace
-        report = audit(checkpoint, progress, jobs)
-    return replace(report, findings=reasons + report.findings)
+        try:
+            opened = open_remains(place)
+        except DamageError as error:
+            finding = Finding("description", str(error))
+            return AuditReport(0, 0, 0, 0, 0, {}, (finding,), (), diagnosis_at(place))
+        with opened as checkpoint:
+            checkpoint.payloads.pace = pace
+            return audit(checkpoint, progress, jobs)
 
 
 def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditReport:

@@ -1,7 +1,7 @@
 """A diagnosis names in one sentence the faults of a checkpoint, and the next step: the same in every tool and error.
 
 `diagnosis_of` knows all bytes; `diagnosis_by_files` looks at descriptions, and the presence and sizes of files, alone;
-`diagnosis_of_unreadable` is of what cannot be opened; `diagnosis_at` of whatever is at a path.  `open` refuses by it.
+`diagnosis_at` is of whatever is at a path, also if it cannot be opened.  `open` refuses by it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ...names.errors import (
     DamageError,
     LayoutError,
     LostFileError,
-    MuonckptError,
     SourceError,
     UnavailableError,
 )
@@ -143,33 +142,32 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     return Diagnosis(path, diagnosis.damage, remedies, last)
 
 
-def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps: Collection[str] = ()) -> Diagnosis:
-    """Diagnose a checkpoint that cannot be opened; ``error`` is the reason."""
-    if (checkpoint := remains(path)) is not None:
-        with checkpoint:
-            return diagnosis_by_files(checkpoint, damaged_steps)
-    reason = str(error).removeprefix(f"{path}: ")
-    damage = replace(NOTHING_LOST, findings=(Finding("unreadable", f"it cannot be opened: {reason}"),))
-    return Diagnosis(path, damage, tuple(_remedies_of_unreadable(path, damaged_steps)))
+def open_remains(path: Location) -> OpenCheckpoint:
+    """Open a checkpoint, or what remains of a damaged one, if its format can read that and something is lost.
 
-
-def remains(path: Location) -> OpenCheckpoint | None:
-    """Open the remains of a checkpoint that cannot be opened, if its format can and something is lost; else None."""
-    with suppress(SourceError):
-        if format := format_of(path).of_remains:
-            checkpoint = OpenCheckpoint(path, format)
-            if checkpoint.faults or damage_of_files(checkpoint):
-                return checkpoint
-    return None
+    Raises:
+        SourceError: as `open` does about the metadata, where nothing remains.
+    """
+    try:
+        return OpenCheckpoint(path)
+    except DamageError:
+        with suppress(SourceError):
+            if format := format_of(path).of_remains:
+                checkpoint = OpenCheckpoint(path, format)
+                if checkpoint.faults or damage_of_files(checkpoint):
+                    return checkpoint
+        raise
 
 
 def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Diagnose a checkpoint by its descriptions and the names and sizes of its files."""
     try:
-        with OpenCheckpoint(path) as checkpoint:
+        with open_remains(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
-        return diagnosis_of_unreadable(path, error, damaged_steps)
+        reason = str(error).removeprefix(f"{path}: ")
+    damage = replace(NOTHING_LOST, findings=(Finding("unreadable", f"it cannot be opened: {reason}"),))
+    return Diagnosis(path, damage, tuple(_remedies_of_unreadable(path, damaged_steps)))
 
 
 def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -399,4 +397,4 @@ def open_damaged(place: Location) -> OpenCheckpoint:
     try:
         return OpenCheckpoint(place)
     except DamageError as error:
-        raise diagnosis_of_unreadable(place, error).error from error
+        raise diagnosis_at(place).error from error
