@@ -142,6 +142,19 @@ def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     assert lost in str(caught.value)
 
 
+def test_a_run_says_of_a_step_that_cannot_be_opened_whole_what_its_commands_say(saves, tmp_path):
+    for step in (2, 3):
+        file = tmp_path / f"checkpoint-{step}" / "model.safetensors"
+        muonckpt.convert(saves / f"step-{step:08}", file, format="safetensors", select=["model.*"])
+    broken = file.parent
+    os.truncate(file, file.stat().st_size - 8)
+    fault = muonckpt.look_at_run(tmp_path).steps[-1].fault
+    assert f"{file.name} is cut short" in fault and "1 of 2 weights has lost elements" in fault
+    with pytest.raises(DamageError) as caught:
+        muonckpt.inspect(broken)
+    assert caught.value.fault == f"{broken}: {fault}"
+
+
 def test_a_loss_is_counted_by_kind(tmp_path):
     """Rank 1's file has a quarter of each layer, and half of the embedding, whose first half is replicated."""
     model = {f"layers.{layer}.weight": torch.randn(8, 4) for layer in (0, 1, 2, 5)} | {

@@ -39,8 +39,8 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import DISK_FAILS, OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import Damage, damage_of_files, findings_by_files, misplaced_files
-from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of, open_remains
+from .damage import Damage, damage_of_files, findings_by_files, misplaced_files, open_remains
+from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of
 from .small_tensors import examine_small
 from .verification import unless_removed
 

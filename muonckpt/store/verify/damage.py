@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise
@@ -21,8 +22,11 @@ from numpy.typing import NDArray
 from ...algebra.box import MAX_ELEMENTS, Box
 from ...algebra.layout import holes_in
 from ...names.errors import (
+    DamageError,
     DiskError,
+    LayoutError,
     MisdescribedError,
+    MuonckptError,
     SeveralSavesError,
     SourceError,
     UnavailableError,
@@ -32,9 +36,9 @@ from ...names.wording import Finding, counted, enumerated, listed, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
 from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys, first_rows_of
-from ..formats.registry import OWN
+from ..formats.registry import OWN, format_of
 from ..io.checksums import xxh3_128
-from ..io.location import entries_of, is_file, is_folder, is_there, items_beside
+from ..io.location import Location, entries_of, is_file, is_folder, is_there, items_beside
 from ..io.regular import read_text_file
 from ..open_checkpoint import OpenCheckpoint
 from ..reading.dtypes import itemsize
@@ -366,6 +370,38 @@ def damage_by_files(checkpoint: OpenCheckpoint) -> Damage:
         raise error
     misplaced = misplaced_files(checkpoint, damage) if damage.files else {}
     return replace(damage, misplaced=misplaced).with_findings(findings_by_files(checkpoint))
+
+
+def open_remains(path: Location) -> OpenCheckpoint:
+    """Open a checkpoint, or what remains of a damaged one, if its format can read that and something is lost.
+
+    Raises:
+        SourceError: as `open` does about the metadata, where nothing remains.
+    """
+    try:
+        return OpenCheckpoint(path)
+    except DamageError:
+        with suppress(SourceError):
+            if format := format_of(path).of_remains:
+                checkpoint = OpenCheckpoint(path, format)
+                if checkpoint.faults or damage_of_files(checkpoint):
+                    return checkpoint
+        raise
+
+
+def damage_at(path: Location) -> Damage:
+    """Return the damage of whatever is at a path, as `damage_by_files` does, also if it cannot be opened."""
+    try:
+        with open_remains(path) as checkpoint:
+            return damage_by_files(checkpoint)
+    except (SourceError, LayoutError) as error:
+        return damage_of_unreadable(path, error)
+
+
+def damage_of_unreadable(path: Location, error: MuonckptError) -> Damage:
+    """Return the damage of a checkpoint that cannot be opened; ``error`` is the reason."""
+    reason = str(error).removeprefix(f"{path}: ")
+    return replace(NOTHING_LOST, findings=(Finding("unreadable", f"it cannot be opened: {reason}"),))
 
 
 _KINDS_OF_FAULTS = {

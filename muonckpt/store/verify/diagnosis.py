@@ -10,7 +10,6 @@ import os
 import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -25,14 +24,14 @@ from ...names.errors import (
     SourceError,
     UnavailableError,
 )
-from ...names.wording import Finding, counted
+from ...names.wording import counted
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.native import read_native
-from ..formats.registry import OWN, format_of
+from ..formats.registry import OWN
 from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
-from .damage import NOTHING_LOST, Damage, damage_by_files, damage_of_files, rank_in_name
+from .damage import Damage, damage_by_files, damage_of_unreadable, open_remains, rank_in_name
 from .run import has_stock_description, last_verification, new_attempt, whole_before
 from .verification import Verification
 
@@ -142,32 +141,13 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     return Diagnosis(path, diagnosis.damage, remedies, last)
 
 
-def open_remains(path: Location) -> OpenCheckpoint:
-    """Open a checkpoint, or what remains of a damaged one, if its format can read that and something is lost.
-
-    Raises:
-        SourceError: as `open` does about the metadata, where nothing remains.
-    """
-    try:
-        return OpenCheckpoint(path)
-    except DamageError:
-        with suppress(SourceError):
-            if format := format_of(path).of_remains:
-                checkpoint = OpenCheckpoint(path, format)
-                if checkpoint.faults or damage_of_files(checkpoint):
-                    return checkpoint
-        raise
-
-
 def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Diagnose a checkpoint by its descriptions and the names and sizes of its files."""
     try:
         with open_remains(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
-        reason = str(error).removeprefix(f"{path}: ")
-    damage = replace(NOTHING_LOST, findings=(Finding("unreadable", f"it cannot be opened: {reason}"),))
-    return Diagnosis(path, damage, tuple(_remedies_of_unreadable(path, damaged_steps)))
+        return Diagnosis(path, damage_of_unreadable(path, error), tuple(_remedies_of_unreadable(path, damaged_steps)))
 
 
 def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:

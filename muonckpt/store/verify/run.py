@@ -31,7 +31,7 @@ from ..io.location import (
 )
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import HARMLESS, damage_by_files
+from .damage import HARMLESS, damage_at, damage_by_files
 from .verification import FilesState, Verification, look_at_files, read_verification
 
 State = Literal["whole", "faulty", "incomplete", "unread"]
@@ -348,9 +348,9 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
         with OpenCheckpoint(path) as opened:
             damage = damage_by_files(opened)
             visit(place.name, opened)
-    except DamageError as error:
+    except DamageError:
         with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
-        return replace(step, fault=f"{error}{with_stock}")
+        return replace(step, fault=f"{damage_at(step.path).sentence}{with_stock}")
     except SourceError as error:
         return replace(step, state="unread", fault=str(error))
     # The last verification has read all bytes.

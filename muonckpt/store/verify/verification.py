@@ -107,21 +107,19 @@ def unless_removed(place: Location) -> Iterator[None]:
     before = _names_at(place)
     if MARK in before:
         raise RemovedError(f"{place} is being removed")
+    cause: Exception | None = None
     try:
         yield
     except (SourceError, OSError) as error:
-        _refuse_removed(place, before, error)
-        raise
-    _refuse_removed(place, before, None)
-
-
-def _refuse_removed(place: Location, before: set[str], cause: Exception | None) -> None:
+        cause = error
     now = _names_at(place)
     missing = sorted(before - now)
     if "" in missing or MARK in now:
         raise RemovedError(f"{place} was removed while it was read") from cause
     if missing:
         raise RemovedError(f"{place} lost files while it was read: {listed(missing, 3)} was removed") from cause
+    if cause is not None:
+        raise cause
 
 
 def _names_at(place: Location) -> set[str]:
