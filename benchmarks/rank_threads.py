@@ -43,7 +43,7 @@ def asked(doc: str | None) -> tuple[list[tuple[int, int]], int]:
 
 
 class Traffic:
-    """Bytes, pickled, that the first rank gets and sends, by what its thread says it does."""
+    """Bytes that the first rank gets and sends, by what its thread says it does."""
 
     def __init__(self) -> None:
         self.bytes: defaultdict[str, int] = defaultdict(int)
@@ -53,17 +53,13 @@ class Traffic:
         def dealt(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
             return sum(len(pickle.dumps(item)) for item in scatter_object_input_list or ())
 
-        def told(object_list, **_) -> int:
-            return (dist.get_world_size() - 1) * len(pickle.dumps(object_list[0])) if dist.get_rank() == 0 else 0
-
-        def shared(object_list, obj, *_, **__) -> int:
-            return len(pickle.dumps(obj)) * (dist.get_world_size() - 1 if dist.get_rank() == 0 else 1)
+        def told(tensor, **_) -> int:
+            return (dist.get_world_size() - 1) * tensor.nbytes if dist.get_rank() == 0 else 0
 
         sizes = {
-            "all_gather_object": shared,
-            "gather_object": lambda obj, *_, **__: len(pickle.dumps(obj)),
+            "gather": lambda tensor, *_, **__: tensor.nbytes,
             "scatter_object_list": dealt,
-            "broadcast_object_list": told,
+            "broadcast": told,
         }
         for name, function in self._plain.items():
             setattr(dist, name, self._counting(function, sizes.get(name)))

@@ -7,12 +7,13 @@ failed, or LostRankError if another rank was lost.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Timer
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,11 +68,7 @@ def decide_on_first(
     """
     decisions, cause = _decisions(process_group, kind, answer, lambda answers: [decide(answers)])
     # A failure travels in the place of the decision, so that no rank waits for one that has raised.
-    messages = decisions or [None]
-    if dist.is_initialized():
-        with lost_ranks():
-            dist.broadcast_object_list(messages, group=process_group, group_src=0)
-    return _unless_failed(messages[0], cause)
+    return _unless_failed(_broadcast(process_group, decisions[0] if decisions else None), cause)
 
 
 def decide_keeping(
@@ -135,16 +132,8 @@ def scatter_from_first(
 def gather_on_all(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> list[T]:
-    """Return the answers of all ranks, in the order of the group: one gather."""
-    # A rank that fails answers with its failure: it is in the gather with the others.
-    answer_here, cause = _attempted(kind, answer)
-    answers: list[T | _Failure] = [answer_here]
-    if dist.is_initialized():
-        answers = [answer_here] * dist.get_world_size(process_group)
-        with lost_ranks():
-            dist.all_gather_object(answers, answer_here, process_group)
-    _Outcome(_failures(process_group, answers)).raise_it(cause)
-    return answers  # type: ignore[return-value]
+    """Return the answers of all ranks, in the order of the group: one gather and one broadcast."""
+    return decide_on_first(process_group, kind, answer, list)
 
 
 def gather_keeping(
@@ -158,15 +147,75 @@ def gather_keeping(
 
 def broadcast_from_first(process_group: dist.ProcessGroup | None, answer: Callable[[], T]) -> T:
     """Return the answer of the first rank, or raise its error, a `SourceError` if it is not ours: one broadcast."""
-    messages: list[T | _Outcome | None] = [None]
+    message: T | _Outcome | None = None
     cause: Exception | None = None
     if is_coordinator(process_group):
         answer_here, cause = _attempted(SourceError, answer)
-        messages = [_Outcome({-1: answer_here}) if isinstance(answer_here, _Failure) else answer_here]
-    if dist.is_initialized():
-        with lost_ranks():
-            dist.broadcast_object_list(messages, group=process_group, group_src=0)
-    return _unless_failed(messages[0], cause)
+        message = _Outcome({-1: answer_here}) if isinstance(answer_here, _Failure) else answer_here
+    return _unless_failed(_broadcast(process_group, message), cause)
+
+
+_HEAD_BYTES = 1 << 10
+"""Bytes of an object's pickle that are sent with its length, and mostly all of them: rounds cost more than bytes."""
+
+
+def _divided(process_group: dist.ProcessGroup | None, value: object) -> tuple[Tensor, Tensor]:
+    """Return the pickle of an object behind its length, as a head that is as long on all ranks, and a rest."""
+    pickled = pickle.dumps(value)
+    raw = bytearray(len(pickled).to_bytes(8, "little") + pickled)
+    message = torch.frombuffer(raw.ljust(_HEAD_BYTES, b"\0"), dtype=torch.uint8).to(wire_device(process_group, ()))
+    return message[:_HEAD_BYTES], message[_HEAD_BYTES:]
+
+
+def _rest_bytes(head: Tensor) -> int:
+    return max(8 + int.from_bytes(bytes(head[:8].tolist()), "little") - _HEAD_BYTES, 0)
+
+
+def _joined(head: Tensor, rest: Tensor) -> Any:
+    return pickle.loads(bytes(torch.cat([head, rest]).cpu().numpy()[8:]))
+
+
+def gather_on_first(process_group: dist.ProcessGroup | None, answer: T) -> list[T] | None:
+    """Return the answers of all ranks, in the order of the group, on its first rank; None on others.
+
+    The first rank says how long the longest rest is: `torch.distributed.gather_object` asks all ranks for all lengths,
+    which takes several times as long.
+    """
+    if not dist.is_initialized():
+        return [answer]
+    num_ranks, is_first = dist.get_world_size(process_group), is_coordinator(process_group)
+    head, rest = _divided(process_group, answer)
+
+    def gather(part: Tensor) -> list[Tensor] | None:
+        parts = list(part.repeat(num_ranks, 1)) if is_first else None
+        dist.gather(part, parts, group=process_group, group_dst=0)
+        return parts
+
+    with lost_ranks():
+        heads = gather(head)
+        longest = torch.tensor(max(map(_rest_bytes, heads or ()), default=0), device=head.device)
+        dist.broadcast(longest, group=process_group, group_src=0)
+        padding = rest.new_zeros(int(longest) - len(rest))
+        rests = gather(torch.cat([rest, padding])) if longest else [padding] * num_ranks
+        if heads is None or rests is None:
+            return None
+        return [answer, *map(_joined, heads[1:], rests[1:])]
+
+
+def _broadcast(process_group: dist.ProcessGroup | None, message: T) -> T:
+    """Return the first rank's message on all ranks."""
+    if not dist.is_initialized():
+        return message
+    is_first = is_coordinator(process_group)
+    head, rest = _divided(process_group, message)
+    with lost_ranks():
+        dist.broadcast(head, group=process_group, group_src=0)
+        rest = rest if is_first else head.new_empty(_rest_bytes(head))
+        if len(rest):
+            dist.broadcast(rest, group=process_group, group_src=0)
+    if not is_first:
+        message = _joined(head, rest)
+    return message
 
 
 def _attempted(kind: type[MuonckptError], answer: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
@@ -187,11 +236,7 @@ def _decisions(
     """Return, on the first rank, its decisions or one outcome for all; and the error of this rank."""
     # Gather all answers, failures among them, before anything is decided.
     answer_here, cause = _attempted(kind, answer)
-    answers: list[T | _Failure] | None = [answer_here]
-    if dist.is_initialized():
-        answers = [answer_here] * dist.get_world_size(process_group) if is_coordinator(process_group) else None
-        with lost_ranks():
-            dist.gather_object(answer_here, answers, group=process_group, group_dst=0)
+    answers = gather_on_first(process_group, answer_here)
     if answers is None:
         return None, cause
     # Nothing is decided on the answers of some ranks.

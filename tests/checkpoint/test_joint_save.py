@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonckpt
 from muonckpt import DestinationError, LayoutError
 from muonckpt.algebra.box import Box
+from muonckpt.checkpoint import all_ranks
 from muonckpt.checkpoint.live_state import Annotation, LiveState, RankState, ShardSpec
 from muonckpt.checkpoint.saving import AgreedPlans, SaveCall, SaveProgress, run_save
 from muonckpt.checkpoint.whole_plan import WholePlan
@@ -30,18 +31,18 @@ class Ranks:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.plans = AgreedPlans()
         self.exchanged: list[int] = []
-        self._gather, self._scatter = dist.gather_object, dist.scatter_object_list
-        dist.gather_object, dist.scatter_object_list = self._gathered, self._scattered
+        self._gather, self._scatter = all_ranks.gather_on_first, dist.scatter_object_list
+        all_ranks.gather_on_first, dist.scatter_object_list = self._gathered, self._scattered
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_) -> None:
-        dist.gather_object, dist.scatter_object_list = self._gather, self._scatter
+        all_ranks.gather_on_first, dist.scatter_object_list = self._gather, self._scatter
 
-    def _gathered(self, obj, *args, **kwargs):
-        self.exchanged.append(len(pickle.dumps(obj)))
-        return self._gather(obj, *args, **kwargs)
+    def _gathered(self, process_group, answer):
+        self.exchanged.append(len(pickle.dumps(answer)))
+        return self._gather(process_group, answer)
 
     def _scattered(self, *args, **kwargs):
         self.exchanged.append(-1)

@@ -80,17 +80,17 @@ def sharded(rank: int) -> tuple[Muon, Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """The collectives that are called inside."""
-    calls: Counter[str] = Counter()
+    """The collectives that this thread calls inside: an asynchronous save has its own."""
+    calls, thread = Counter[str](), threading.get_ident()
 
     def recorded(name, honest):
         def call(*args, **kwargs):
-            calls[name] += 1
+            calls[name] += threading.get_ident() == thread
             return honest(*args, **kwargs)
 
         return call
 
-    names = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "all_gather_object", "barrier")
+    names = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "gather", "barrier")
     patches = [patch.object(dist, name, recorded(name, getattr(dist, name))) for name in names]
     for patcher in patches:
         patcher.start()
