@@ -95,7 +95,7 @@ class Schedule:
     def run(self) -> None:
         """Run all threads to their ends."""
         if self.tasks:
-            self._hand_over()
+            self._hand_over(self._chosen())
             self._done.acquire()
         self.mailbox.clear()
 
@@ -115,22 +115,18 @@ class Schedule:
         self.tasks.remove(task)
         task.process.is_over = not any(other.process is task.process for other in self.tasks)
         if self.tasks:
-            self._hand_over()
+            self._hand_over(self._chosen())
         else:
             self.task = None
             self._done.release()
 
-    def _hand_over(self) -> None:
-        task = self._chosen()
-        self._enter(task)
-        task.turn.release()
-
-    def _enter(self, task: Task) -> None:
+    def _hand_over(self, task: Task) -> None:
         if self.task is None or self.task.process is not task.process:
             if self.task is not None:
                 self.task.process.leave()
             task.process.enter()
         self.task = task
+        task.turn.release()
 
     def _chosen(self) -> Task:
         ready = [task for task in self.tasks if task.process.is_dead or task.ready is None or task.ready()]
@@ -177,8 +173,7 @@ class Schedule:
         this, following = self.task, self._chosen()
         if following is not this:
             assert this is not None
-            self._enter(following)
-            following.turn.release()
+            self._hand_over(following)
             this.turn.acquire()
 
 
