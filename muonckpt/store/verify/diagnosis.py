@@ -27,7 +27,6 @@ from ...names.errors import (
 from ...names.wording import counted
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
-from ..formats.native import read_native
 from ..formats.registry import OWN
 from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
@@ -147,7 +146,8 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
         with open_remains(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
-        return Diagnosis(path, damage_of_unreadable(path, error), tuple(_remedies_of_unreadable(path, damaged_steps)))
+        remedies = tuple(_remedies_of_unreadable(path, error, damaged_steps))
+        return Diagnosis(path, damage_of_unreadable(path, error), remedies)
 
 
 def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -261,10 +261,12 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     )
 
 
-def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> Iterator[Remedy]:
+def _remedies_of_unreadable(path: Location, error: Exception, damaged_steps: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
     if is_folder(path):
-        yield from _by_stock_description(path) if _has_damaged_manifest(path) else ()
+        # A manifest of a newer version of this package is not damaged.
+        if isinstance(error, DamageError) and is_there(path / MANIFEST_FILE):
+            yield from _by_stock_description(path)
         yield _COPY
     yield from _earlier_step(path, damaged_steps)
 
@@ -277,16 +279,6 @@ def _by_stock_description(path: Location) -> Iterator[Remedy]:
             f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
             f"checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others",
         )
-
-
-def _has_damaged_manifest(path: Location) -> bool:
-    """Return whether our description of a checkpoint is there, and damaged; one of a newer version is not."""
-    try:
-        if is_there(path / MANIFEST_FILE):
-            read_native(path)
-    except SourceError as error:
-        return isinstance(error, DamageError)
-    return False
 
 
 def _with_name(path: Location) -> Location:
