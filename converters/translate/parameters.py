@@ -18,8 +18,8 @@ from ...names.errors import SourceError, TargetError, UnknownOptimizerError
 from ...names.vocabulary import FLATTEN, STEP, Convention
 from ...names.wording import listed
 from ...programs.detection import Detected
-from ...programs.dialect import FOREIGN, Dialect
-from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, StoredParameter
+from ...programs.dialect import Dialect
+from ...programs.model_view import AVERAGES, Entry, ModelView, ParameterGroup, Role, StoredParameter, matrix_sides
 from ...programs.signs import GROUP_MEMBERS, unsaid_by_name
 from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
@@ -244,6 +244,7 @@ def translate_model(
         _refuse_numbers(manifest, view, parameters)
     if rules.rules or dialect is not target:
         _refuse_vectors(parameters.values(), dialect)
+    _refuse_other_shapes(p for p in parameters.values() if p.regrouped or dialect is not target)
     groups = _with_members(view.groups, parameters, structure_options(dialect))
     return TranslatedModel(
         detected,
@@ -365,10 +366,11 @@ class _States:
             return parameter
         groups = (self.view.groups_by_name.get(alias) for alias in parameter.aliases)
         group = next(filter(None, groups), None)
-        if group and (foreign := next(iter(FOREIGN.keys() & group.options.keys()), None)):
+        if group and (foreign := dialect.foreign_method(group.options)):
+            foreign_name, signs = foreign[0].name, foreign[1]
             raise UnknownOptimizerError(
-                f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
-                "cannot be translated; first make a copy without its state, by `select=` of muonckpt.convert"
+                f"parameter {name!r}: its group has {signs} as groups of {foreign_name} have, whose state cannot be "
+                "translated; first make a copy without its state, by `select=` of muonckpt.convert"
             )
         method = dialect.method(frozenset(slots), _option(group, dialect.method_option), name, self.dropped)
         if group and (strange := sorted(method.absent_options & group.options.keys())):
@@ -459,6 +461,20 @@ def _refuse_vectors(parameters: Iterable[TranslatedParameter], dialect: Dialect)
             "is plain momentum SGD there, in no Muon group, and no method here; make a copy without that state, by "
             "`select=` of muonckpt.convert, and let AdamW or Lion start fresh for it, with fresh=[…] of muonckpt.load"
         )
+
+
+def _refuse_other_shapes(parameters: Iterable[TranslatedParameter]) -> None:
+    """Refuse averages without an element for each of the weight, such as GaLore's, which are of low rank."""
+    for parameter in parameters:
+        tensors = parameter.slots if parameter.is_stateful else {}
+        for common in sorted(AVERAGES & tensors.keys()) if parameter.weight else ():
+            shape, slot = tensors[common].record.shape, parameter.method.slots[common]
+            if shape not in (parameter.shape, matrix_sides(parameter.shape, flatten=True)):
+                raise UnknownOptimizerError(
+                    f"parameter {parameter.name!r} of shape {parameter.shape} has {slot} of shape {shape}: state of "
+                    f"another optimizer than {parameter.method.name}, as GaLore's of low rank, which cannot be "
+                    "translated; first make a copy without it, by `select=` of muonckpt.convert"
+                )
 
 
 def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str, TranslatedParameter]) -> None:

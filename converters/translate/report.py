@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ...names.wording import counted
 from ...programs.dialect import Dialect
 from ...record.record import Manifest
@@ -51,6 +53,12 @@ def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -
         findings.check(Action.SET, "the number of steps", str(model.overrides.step), reason=reason)
     if target is source:
         return
+    # Where no program is known, slots alone tell methods, and other programs may mean others by them.
+    if not source.is_program:
+        methods = Counter((p.method.name, ", ".join(p.method.slots.values())) for p in model.stateful)
+        for (method, slots), count in methods.items():
+            parameters = counted(count, "parameter")
+            findings.add(f"the state of {parameters} was taken for {method} by its slots alone ({slots})")
     if model.groups and (ungrouped := model.ungrouped):
         reason = f"{source.name} does not say in which of its groups they are; the running optimizer's stay"
         findings.check(Action.SET, f"options of {counted(len(ungrouped), 'parameter')}", reason=reason)

@@ -13,14 +13,12 @@ from ...names.errors import SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import Convention, KeyPath
 from ...programs.dialect import Dialect, StoredMethod
+from ...programs.model_view import AVERAGES
 from ...record.record import StateRecord, no_chunks
 from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, constant
 from .conventions import agreed_convention, momentum_factor
 from .parameters import TranslatedModel
 from .structure import TranslatedParameter
-
-_SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
-"""Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
 
 _MAX_COUNTS: Mapping[str, int] = {"bfloat16": 256, "float16": 2048}
 """The number to which a counter of this dtype counts: adding one to it changes nothing."""
@@ -89,7 +87,7 @@ class StateWriter:
         tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
         record = replace(_at(tensor, self.path(parameter, slot)).record, name=parameter.name, slot=slot)
         # The user may round averages; counters and rows of variances keep their dtype.
-        target_dtype = (common in _SHAPED_SLOTS and self.source.overrides.state_dtype) or record.dtype
+        target_dtype = (common in AVERAGES and self.source.overrides.state_dtype) or record.dtype
         source_dtype = record.dtype if target_dtype != record.dtype else None
         if source_dtype is not None:
             record = replace(record, dtype=target_dtype, fingerprint=None)
@@ -167,7 +165,7 @@ class StateWriter:
         """Yield the first state of a parameter: zeros, and a master that is the weight."""
         weight = parameter.weight
         slots = {common: slot for common, slot in self.method(parameter).slots.items() if common != "step"}
-        unknown = [slot for common, slot in slots.items() if common not in (*_SHAPED_SLOTS, "dion_rows", "master")]
+        unknown = [slot for common, slot in slots.items() if common not in (*AVERAGES, "dion_rows", "master")]
         if weight is None or unknown:
             reason = f"not known how {', '.join(unknown)} begins" if weight else "no weight tells the shape"
             raise SourceError(
@@ -186,7 +184,7 @@ class StateWriter:
             source_slot = parameter.method.slots[common]
             others = (other.tensors[source_slot] for other in self.source.stateful if source_slot in other.tensors)
             dtypes = (other.record.dtype for other in others)
-            requested_dtype = overrides.state_dtype if common in _SHAPED_SLOTS else None
+            requested_dtype = overrides.state_dtype if common in AVERAGES else None
             shape = (*shape[:-1], 1) if common == "dion_rows" else shape
             record = replace(record, shape=shape, dtype=requested_dtype or next(dtypes, dtype))
             if common == "momentum":

@@ -239,10 +239,23 @@ class StoredMethod:
         return replace(self, slots=slots, options={STEP: STEP, **self.options})
 
 
-FOREIGN: Mapping[str, StoredMethod] = MappingProxyType(
-    {"dampening": StoredMethod("torch.optim.SGD", {"momentum": "momentum_buffer"})}
+_MOMENTS: Mapping[str, str] = MappingProxyType({"first": "exp_avg", "second": "exp_avg_sq", STEP: STEP})
+_FOREIGN: Mapping[tuple[str, ...], StoredMethod] = MappingProxyType(
+    {
+        ("dampening",): StoredMethod("torch.optim.SGD", {"momentum": "momentum_buffer"}),
+        ("alpha", "centered"): StoredMethod("torch.optim.RMSprop", {"momentum": "momentum_buffer", STEP: STEP}),
+        ("momentum_decay",): StoredMethod("torch.optim.NAdam", _MOMENTS),
+        ("betas", "foreach"): StoredMethod(
+            "torch.optim.RAdam or Adamax", _MOMENTS, absent_options=frozenset({"amsgrad"})
+        ),
+        ("update_proj_gap",): StoredMethod("GaLore", _MOMENTS),
+        ("grad_averaging",): StoredMethod("LAMB", _MOMENTS),
+        ("wd_ratio",): StoredMethod("AdamP", _MOMENTS),
+        ("final_lr",): StoredMethod("AdaBound", _MOMENTS),
+        ("initial_accumulator",): StoredMethod("Yogi", _MOMENTS),
+    }
 )
-"""Methods whose state looks like that of a known one but means something else, by an option of their groups alone."""
+"""Methods whose state looks like that of a known one but means something else, by options that their groups have."""
 
 
 _SHARED_SLOTS = frozenset({"momentum", "master"})
@@ -451,6 +464,11 @@ class Dialect:
     def numbered(self) -> bool:
         return self.state.numbered
 
+    @property
+    def is_program(self) -> bool:
+        """Return whether it is one program, and not a form of keys that many have."""
+        return self.unique_keys or bool(self.marks)
+
     def unknown_options(self, options: Iterable[str]) -> list[str]:
         """Return the options of a group with momentum that the program never writes."""
         if not self.closed:
@@ -543,6 +561,16 @@ class Dialect:
             'them out with `weights="model"`'
         )
 
+    def foreign_method(self, options: Mapping[str, Any]) -> tuple[StoredMethod, str] | None:
+        """Return the method of no program here that the options of a group tell, and which options do."""
+        if self.method_option in options:
+            return None
+        for signs, method in _FOREIGN.items():
+            if {*signs} <= options.keys() and method.absent_options.isdisjoint(options):
+                absent = "".join(f" without {option!r}" for option in method.absent_options)
+                return method, " and ".join(map(repr, signs)) + absent
+        return None
+
     def _user_method(self, name: str, slots: Iterable[str]) -> StoredMethod:
         """Return the method of a user that a group names, with these slots."""
         common_names: dict[str, str] = {}
@@ -564,9 +592,8 @@ class Dialect:
         stored = slots - self.derived
         if self.takes_methods and name is not None and all(method.name != name for method in self.methods):
             return [self._user_method(name, stored)]
-        foreign = [m for m in FOREIGN.values() if m.name == name and stored == {*m.slots.values()}]
         methods = [m for m in self.methods if {*m.slots.values()} in (stored, stored | {m.slots.get("step")})]
-        return sorted((*methods, *foreign), key=lambda method: method.name != name)
+        return sorted(methods, key=lambda method: method.name != name)
 
     def method(
         self,

@@ -22,7 +22,7 @@ from ..names.vocabulary import CONVENTION, FLATTEN
 from ..names.wording import unnumbered
 from ..record.record import Blob, Manifest, StateRecord
 from .detection import detect, with_slots_of
-from .dialect import FOREIGN, Dialect, StoredMethod
+from .dialect import Dialect, StoredMethod
 from .registry import DIALECTS
 
 
@@ -60,8 +60,8 @@ _ROLES: Mapping[str, Role] = MappingProxyType(
 )
 """Roles by the common names of slots."""
 
-_SHAPED = frozenset({"momentum", "first", "second", "master"})
-"""Slots, by their common names, that are shaped like their parameter."""
+AVERAGES = frozenset({"momentum", "first", "second"})
+"""Slots, by their common names, that are shaped like their parameter and begin as zeros; most have its dtype."""
 
 
 def matrix_sides(shape: Index, flatten: bool = False) -> Index:
@@ -142,7 +142,8 @@ class StoredParameter:
 
     def shaped(self) -> list[StateRecord]:
         """Return the state that has to be shaped like the parameter."""
-        slots = {slot for common, slot in self.method.slots.items() if common in _SHAPED} if self.method else set()
+        common_names = self.method.slots if self.method else {}
+        slots = {slot for common, slot in common_names.items() if common in (*AVERAGES, "master")}
         return [tensor for slot, tensor in self.state.items() if slot in slots]
 
 
@@ -260,8 +261,7 @@ def model_view(
     parameters = {}
     for name in {**weights, **state}:
         slots, group = state.get(name, {}), groups_by_name.get(name)
-        methods = program.methods_with(frozenset(slots), _method_name(program, group)) if slots else []
-        method = next(iter(methods), None)
+        method = _method(program, frozenset(slots), group)
         if method and group and method.absent_options & group.options.keys():
             method = None
         shape = weights[name].shape if name in weights else max((t.shape for t in slots.values()), key=math.prod)
@@ -298,11 +298,12 @@ def _roles_of(methods: Iterable[StoredMethod]) -> dict[str, Role]:
     return roles
 
 
-def _method_name(dialect: Dialect, group: ParameterGroup | None) -> str | None:
-    """Return the name of the update method that a group's options tell."""
-    if group is None:
+def _method(dialect: Dialect, slots: frozenset[str], group: ParameterGroup | None) -> StoredMethod | None:
+    """Return the update method that slots and a group's options tell."""
+    options = group.options if group else {}
+    if not slots:
         return None
-    for option in FOREIGN.keys() & group.options.keys():
-        return FOREIGN[option].name
-    name = group.options.get(dialect.method_option or "")
-    return name if isinstance(name, str) else None
+    if foreign := dialect.foreign_method(options):
+        return foreign[0]
+    name = options.get(dialect.method_option or "")
+    return next(iter(dialect.methods_with(slots, name if isinstance(name, str) else None)), None)

@@ -126,14 +126,6 @@ def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
 
 
-def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_path):
-    """torch.optim.SGD has a momentum_buffer as well."""
-    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.9, nesterov=False, dampening=0.0)
-    manifest, path = saved(tmp_path, state)
-    with pytest.raises(SourceError, match=r"its group has the option 'dampening' of torch.optim.SGD.*`select=`"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
-
-
 KELLER = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
 
 
