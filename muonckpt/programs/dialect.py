@@ -240,14 +240,17 @@ class StoredMethod:
 
 
 _MOMENTS: Mapping[str, str] = MappingProxyType({"first": "exp_avg", "second": "exp_avg_sq", STEP: STEP})
+"""The slots of AdamW, which many methods have."""
+
+_AMSGRAD = frozenset({"amsgrad"})
+"""The option that torch's Adam and AdamW have, and their relatives lack."""
+
 _FOREIGN: Mapping[tuple[str, ...], StoredMethod] = MappingProxyType(
     {
         ("dampening",): StoredMethod("torch.optim.SGD", {"momentum": "momentum_buffer"}),
         ("alpha", "centered"): StoredMethod("torch.optim.RMSprop", {"momentum": "momentum_buffer", STEP: STEP}),
         ("momentum_decay",): StoredMethod("torch.optim.NAdam", _MOMENTS),
-        ("betas", "foreach"): StoredMethod(
-            "torch.optim.RAdam or Adamax", _MOMENTS, absent_options=frozenset({"amsgrad"})
-        ),
+        ("betas", "foreach"): StoredMethod("torch.optim.RAdam or Adamax", _MOMENTS, absent_options=_AMSGRAD),
         ("update_proj_gap",): StoredMethod("GaLore", _MOMENTS),
         ("grad_averaging",): StoredMethod("LAMB", _MOMENTS),
         ("wd_ratio",): StoredMethod("AdamP", _MOMENTS),
