@@ -230,10 +230,10 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
 
 def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
     slots = {"exp_avg": torch.tensor(0.25), "exp_avg_sq": torch.tensor(0.5), "step": torch.tensor(3.0)}
-    manifest, path = saved(tmp_path, nested(slots))
+    manifest, path = saved(tmp_path, nested(slots) | {"model": {"w": torch.tensor(2.0)}})
     result = translate(manifest, opened(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
-    moved = {key: value.view("<f4").item() for key, value in executed(path, result).items() if value.ndim == 0}
-    assert moved == {f"optimizer.state.w.{slot}": value
+    moved = {key: value.view("<f4").item() for key, value in executed(path, result).items()}
+    assert moved == {"model.w": 2} | {f"optimizer.state.w.{slot}": value
                      for slot, value in (("momentum", 0.25), ("variance", 0.5), ("step_dev", 3.0))}  # fmt: skip
 
 
