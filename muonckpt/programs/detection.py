@@ -7,6 +7,7 @@ templates of a dialect (:func:`dialect_at`), and nothing else knows of them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ..algebra.box import Index
 from ..names.errors import SourceError, TargetError
 from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.vocabulary import STEP, KeyPath
@@ -246,7 +248,8 @@ def keys_of(manifest: Manifest) -> Keys:
         example=next((keys_by_path[path] for path in state), ""),
     )
     if not (names_by_option_place or is_wrapped):
-        return replace(keys, model=_find_model(weights, names) or _only_model(weights))
+        model = _find_model(weights, names) or _find_numbered_model(manifest, state)
+        return replace(keys, model=model)
     optimizers: list[_WrappedOptimizer] = []
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
@@ -346,16 +349,35 @@ def _number_order(place: KeyPlace) -> tuple[object, ...]:
 
 
 def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace | None:
-    """Return the place where most of the parameters are; one that is called ``model`` comes before its copies."""
+    """Return the place where most of the parameters are found under their names."""
     # A weight's key can be split into place and name at every dot.
     counts: Counter[KeyPlace] = Counter()
     for path in weights:
         leaf = str(path[-1])
         starts = (0, *(match.end() for match in re.finditer(r"\.", leaf)))
         counts.update(KeyPlace(path[:-1], leaf[:start]) for start in starts if leaf[start:] in names)
-    # Copies, such as averages of weights, are under other names than the model.
     max_count = max(counts.values(), default=0)
-    candidates = [place for place, count in counts.items() if count == max_count]
+    return _model_among([place for place, count in counts.items() if count == max_count])
+
+
+def _find_numbered_model(manifest: Manifest, state: Mapping[KeyPath, OptimizerKey]) -> KeyPlace | None:
+    """Return the place whose tensors have the shapes of all state, which has numbers: else the only place there is."""
+    shapes_by_parameter: defaultdict[tuple[KeyPlace, str], list[Index]] = defaultdict(list)
+    shapes_by_root: defaultdict[KeyPath, Counter[Index]] = defaultdict(Counter)
+    for tensor in manifest.tensors:
+        if reading := state.get(tensor.path):
+            shapes_by_parameter[reading.place, reading.name].append(tensor.shape)
+        else:
+            shapes_by_root[tensor.path[:-1]][tensor.shape] += 1
+    needed = Counter(max(shapes, key=math.prod) for shapes in shapes_by_parameter.values())
+    roots = [root for root, shapes in shapes_by_root.items() if needed and needed <= shapes]
+    if needed and len(shapes_by_root) == 1:
+        roots = [*shapes_by_root]
+    return _model_among([KeyPlace(root) for root in roots])
+
+
+def _model_among(candidates: Sequence[KeyPlace]) -> KeyPlace | None:
+    """Return the place of the model: one that is called ``model`` comes before copies, such as averages of weights."""
     usual = [place for place in (KeyPlace(("model",)), KeyPlace(())) if place in candidates]
     models = usual or [place for place in candidates if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
     places = models[:1] or candidates
@@ -365,12 +387,6 @@ def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace 
             "which is the model; make a copy of one, with the optimizer, by muonckpt.convert with `select=`"
         )
     return next(iter(places), None)
-
-
-def _only_model(weights: Iterable[KeyPath]) -> KeyPlace | None:
-    """Return the one place of weights whose key has "model" in it, such as ``model_state_dict``: no names tell it."""
-    roots = {path[:-1] for path in weights if "model" in str(path[0])}
-    return KeyPlace(roots.pop()) if len(roots) == 1 else None
 
 
 # The program.

@@ -87,6 +87,26 @@ def test_names_that_the_groups_record_are_those_of_raw_state_dicts(form, tmp_pat
     assert_resumed(tmp_path / "ours", slots)
 
 
+@pytest.mark.parametrize("copy", [None, "ema"])
+def test_the_model_beside_numbered_state_is_where_its_shapes_are(copy, tmp_path):
+    """No key says "model", and neither a tensor at the top nor one in the middle has all shapes."""
+    model, muon, adamw, slots = trained(named=True)
+    raw = {"net": model.state_dict(), "muon": muon.state_dict(), "adamw": adamw.state_dict(), "rng": torch.ones(9)}
+    raw |= {copy: model.state_dict()} if copy else {"model_stats": {"mean": torch.ones(4)}}
+    dcp.save(raw, checkpoint_id=tmp_path / "raw", no_dist=True)
+    if copy:
+        with pytest.raises(SourceError, match=r"under 'ema' and under 'net'.*`select=`|under 'net' and under 'ema'"):
+            muonckpt.convert(tmp_path / "raw", tmp_path / "ours", to_dialect="muonckpt")
+        return
+    muonckpt.convert(tmp_path / "raw", tmp_path / "ours", to_dialect="muonckpt")
+    with muonckpt.open(tmp_path / "ours") as made:
+        for name in NAMES:
+            expected = model.get_parameter(name).detach().numpy()
+            assert made.tensors[f"model.{name}"].numpy().tolist() == expected.tolist()
+        keys = {f"optimizer.state.{name}.{slot}" for name, state in slots.items() for slot in state}
+        assert keys <= made.tensors.keys() and {"rng", "model_stats.mean"} <= made.tensors.keys()
+
+
 def test_numbers_that_nothing_names_are_refused_and_every_cure_that_is_printed_keeps_the_state(tmp_path):
     model, muon, adamw, slots = trained(named=False)
     raw = {"model": model.state_dict(), "muon": muon.state_dict(), "adamw": adamw.state_dict()}
