@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
-from ...names.errors import SourceError
+from ...names.errors import SourceError, UnnamedStateError
 from ...names.keys import PARAM_GROUPS, key_of
 from ...names.vocabulary import MASTER
 from ...names.wording import counted
@@ -32,7 +32,7 @@ from ...store.reading.dtypes import FLOATS, NATIVE_FLOATS, dtype, itemsize, roun
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
 
 
-def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
+def unnamed_state(provenance: Mapping[str, object], number: str) -> UnnamedStateError:
     """Return the error that state is known by the number of its parameter only, where names are needed."""
     if isinstance(optimizers := provenance.get(NUMBERED), list):
         lists = ", ".join(f'"{optimizer}": ["…"]' for optimizer in optimizers)
@@ -51,7 +51,9 @@ def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
             f"instead of optimizer.state_dict(); or give a table with `rules=` (from = '{number}', to = "
             "'layers.0.weight'; docs/formats/names.md)"
         )
-    return SourceError(f"found state of number {number}, and nothing in the files says which parameter that is: {cure}")
+    return UnnamedStateError(
+        f"found state of number {number}, and nothing in the files says which parameter that is: {cure}"
+    )
 
 
 class Action(StrEnum):

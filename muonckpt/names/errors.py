@@ -67,6 +67,10 @@ class UnknownOptimizerError(SourceError):
     """State is that of an optimizer that is not known, or in a form that is not read; weights can be read."""
 
 
+class UnnamedStateError(SourceError):
+    """State is that of numbered parameters, and nothing tells their names: the message says a whole cure."""
+
+
 class UnseenError(SourceError):
     """A process does not see a file or folder that another one sees, so that nothing is known of the checkpoint."""
 
