@@ -73,7 +73,10 @@ def preflight_command(
 
 def _print(answer: Preflight) -> None:
     """Print the answer first, then what would change."""
-    print_line(answer.sentence, fg=None if answer else "red")
+    sentence, *code = answer.sentence.splitlines()
+    print_line(sentence, fg=None if answer else "red")
+    for line in code:
+        print_line(line, code=True)
     if answer:
         for line in str(answer.report).splitlines():
             print_line(f"  {line}")

@@ -251,7 +251,7 @@ def advise_on_state(differences: Mapping[str, str], names: Collection[str], call
     if reasons == {NEW}:
         return f"They have no state to lose; to begin it: {arguments}"
     if reasons == {GONE}:
-        return f"To leave them there: {arguments}"
+        return f"If an optimizer steps them, give it too; to lose their state: {arguments}"
     return f"To keep their state, group them as in the saved run; to discard it: {arguments}"
 
 

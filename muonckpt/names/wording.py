@@ -85,7 +85,7 @@ def size(count: int) -> str:
     value = float(count)
     for unit in _UNITS:
         if value < 1024 or unit == _UNITS[-1]:
-            return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+            return f"{count} B" if unit == "B" else f"{value:.{3 if value < 999.5 else 4}g} {unit}"
         value /= 1024
     raise AssertionError("the last unit takes everything")
 

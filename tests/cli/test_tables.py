@@ -14,6 +14,7 @@ from support.golden import golden
 
 import muonckpt
 from muonckpt.cli.tables import TextTable
+from muonckpt.names.wording import size
 
 WIDTHS = (60, 80, 120, 160)
 LONG = "model.decoder.layers.{}.mixture_of_experts.shared_expert_intermediate.gate_up_projection.weight"
@@ -167,3 +168,7 @@ def test_a_command_to_paste_is_one_line(tmp_path):
     commands = [text for text in called(*line).stdout.splitlines() if re.match(r"\([a-z]\) muonckpt ", text)]
     shown = without_colour(on_terminal(40, *line).stdout).splitlines()
     assert commands and all(command in shown for command in commands)
+
+
+def test_a_size_just_below_the_next_unit_has_no_exponent():
+    assert [size(count) for count in (1000, 1023 * 1024, 1025859)] == ["1000 B", "1023 KiB", "1002 KiB"]

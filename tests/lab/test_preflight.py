@@ -287,11 +287,14 @@ def test_a_process_group_of_the_caller_is_left_alone(tmp_path):
             torch.distributed.destroy_process_group()
 
 
-def test_a_renamed_module_is_resumed_by_the_table_that_the_refusal_names(tmp_path):
+def test_a_renamed_module_is_resumed_by_the_table_that_the_command_prints(tmp_path, capsys, monkeypatch):
     muonckpt.save(state_of(ours()), tmp_path / "old")
-    answer = asked(tmp_path / "old", ours(net(name="gate")))
+    monkeypatch.setattr(f"{__name__}.renamed_job", ours(net(name="gate")), raising=False)
+    code = tmp_path / "job.py"
+    code.write_text(f"import sys\n\nmake = sys.modules[{__name__!r}].renamed_job\n")
+    assert muonckpt_command(["preflight", str(tmp_path / "old"), f"{code}:make"]) == 1
     rules = tmp_path / "rules.toml"
-    rules.write_text(answer.refusal.partition(", with FILE:\n")[2])
+    rules.write_text(capsys.readouterr().out.partition(", with FILE:\n")[2])
     arguments = ["--rules", str(rules)]
     assert muonckpt_command(["convert", str(tmp_path / "old"), str(tmp_path / "new"), *arguments]) == 0
     renamed = asked(tmp_path / "new", ours(net(name="gate")))

@@ -234,7 +234,7 @@ def test_the_warning_of_a_newer_step_ends_with_the_command_that_says_how_to_have
     (tmp_path / "step-00000002" / "muonckpt.json").unlink()
     with pytest.warns(RuntimeWarning, match="is not whole: .* instead") as told:
         assert restored(Series(tmp_path)) == 1
-    command = shlex.split(str(told[0].message).rpartition("Whether it can be had: muonckpt ")[2])
+    command = shlex.split(str(told[0].message).rpartition("Whether it can be recovered: muonckpt ")[2])
     [cure] = re.findall(r"^\(a\) muonckpt (.*)$", called(*command).stdout, re.MULTILINE)
     assert called(*shlex.split(cure)).returncode == 0
     assert restored(Series(tmp_path)) == 2

@@ -561,7 +561,9 @@ class Series:
             return
         for name, fault in newest.faults.items():
             path = self._folder.path(name)
-            message = f"{path} is not whole: {fault}; {consequence}. Whether it can be had: muonckpt verify {path}"
+            message = (
+                f"{path} is not whole: {fault}; {consequence}. Whether it can be recovered: muonckpt verify {path}"
+            )
             warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
