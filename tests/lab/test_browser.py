@@ -258,6 +258,7 @@ def test_the_page_of_a_run_has_its_steps(driver, damaged):
     driver.find_elements("css selector", "#steps tbody tr.row button")[1].click()
     waited(lambda: driver.execute_script("return document.getElementById('tensor').open"))
     assert "__2_0.distcp is missing" in text(driver, "#tensor")
+    assert "takes step-00000002.2, the newest whole step" in text(driver, "#tensor")
     assert "Since step-00000001" in text(driver, "#tensor") and "[object" not in text(driver, "#tensor")
     assert driver.get_log("browser") == []
 

@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from support.commands import called
+from support.damages import flip_last_bit
 from support.golden import golden
 from support.hostile_names import HOSTILE, two_steps
 
@@ -342,6 +343,27 @@ def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
     assert page.diagnosis.sentence == f"2 of 4 steps not whole: {named}"
     assert page.diagnosis.remedies[0].command == f"muonckpt verify {tmp_path / 'run' / 'step-00000030'}"
     assert [one.command for one in page.diagnosis.remedies[1:]] == commands
+
+
+def test_damage_that_only_reading_shows_is_the_verdict_of_a_run(run, tmp_path):
+    """Row, verdict, newest whole step, exit code and what to do; the step before that is damaged, too, is no advice."""
+    folder = tmp_path / "run"
+    for step in (10, 20, 30):
+        shutil.copytree(run / "10", folder / f"step-000000{step}")
+    flip_last_bit(folder / "step-00000020"), flip_last_bit(folder / "step-00000030")
+    page = muonckpt.report_run(folder)
+    data, read = data_of(page.html()), muonckpt.verify(folder / "step-00000030").diagnosis
+    assert [step["state"] for step in data["steps"]] == ["whole", "faulty", "faulty"]
+    assert data["steps"][2]["fault"] == read.sentence and "damaged bytes" in read.sentence
+    assert data["newest_whole"] == "step-00000010" and "step-00000010" in dict(data["overview"])["newest whole"]
+    named = "step-00000030 (faulty), step-00000020 (faulty)"
+    assert data["verdict"]["sentence"] == f"2 of 3 steps not whole: {named}"
+    commands = [f"muonckpt verify {folder / f'step-000000{step}'}" for step in (10, 20)]
+    assert [one["command"] for one in data["verdict"]["remedies"]] == commands
+    said = called("report", folder, "-o", tmp_path / "page.html")
+    assert said.returncode == 1 and f"2 of 3 steps not whole: {named}" in said.stdout
+    unread = muonckpt.report_run(folder, stats="none")
+    assert unread.history.newest_whole.name == "step-00000030", "nothing was read, and nothing is recorded"
 
 
 def test_the_script_of_a_run_names_no_field_that_its_data_lack(run, tmp_path):

@@ -20,8 +20,8 @@ from ...names.version import VERSION
 from ...names.wording import Finding, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
-from ...store.verify.damage import NOTHING_LOST
-from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at
+from ...store.verify.damage import NOTHING_LOST, Damage, open_remains
+from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at, diagnosis_of
 from ...store.verify.run import RunStep
 from .checkpoint_page import Reading, StatsChoice, verdict_of
 from .document import HtmlPage, plain, rounded_columns
@@ -48,6 +48,7 @@ class StepNumbers:
         tensors: the numbers of the measured tensors, by key.
         changes: the norm of the change of each tensor since that step, by key.
         left_out: the keys of tensors that were not measured because parts of them are lost.
+        damage: what only reading has shown; `NOTHING_LOST` if there is no such.
     """
 
     findings: tuple[Finding, ...]
@@ -55,6 +56,7 @@ class StepNumbers:
     tensors: Mapping[str, TensorNumbers]
     changes: Mapping[str, float]
     left_out: frozenset[str]
+    damage: Damage = NOTHING_LOST
 
 
 _NO_NUMBERS = StepNumbers((), None, {}, {}, frozenset())
@@ -163,7 +165,19 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
                 if earlier:
                     earlier[1].opened.close()
                 earlier = step.name, source
-    return RunPage(history, reading.stats, numbers, _diagnosis(history))
+    read = _as_read(history, numbers)
+    return RunPage(read, reading.stats, numbers, _diagnosis(read, numbers))
+
+
+def _as_read(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> RunHistory:
+    """Return a run with the damage that reading has shown, so that row, verdict and exit code are of that."""
+    steps = []
+    for step in history.steps:
+        damage = numbers.get(step.name, _NO_NUMBERS).damage
+        if damage is not NOTHING_LOST:
+            step = replace(step, state="faulty", fault=damage.sentence, is_complete=step.is_complete and not damage)
+        steps.append(step)
+    return replace(history, run=replace(history.run, steps=tuple(steps)))
 
 
 def _attempts(history: RunHistory) -> list[int]:
@@ -177,7 +191,7 @@ def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
     return [step for step in history.steps if step.name in names]
 
 
-def _diagnosis(history: RunHistory) -> Diagnosis:
+def _diagnosis(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnosis:
     """Say which steps of a run are not whole, and what to do: how it goes on first, then about older steps."""
     steps, newest = history.steps, history.newest_whole
     bad = [step for step in steps if step.state != "whole"]
@@ -190,7 +204,7 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
     damaged = [step for step in reversed(bad) if step.state != "incomplete"]
     remedies: list[Remedy] = []
     if damaged and damaged[0] in newer:
-        remedies += diagnosis_at(damaged.pop(0).path, [step.name for step in bad]).remedies
+        remedies += _remedies(damaged.pop(0), numbers, [step.name for step in bad])
     elif newest and newer:
         remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
     # Other steps need nothing done before that.
@@ -198,6 +212,15 @@ def _diagnosis(history: RunHistory) -> Diagnosis:
         remedies.append(Remedy(command("verify", step.path), f"says what is wrong with {step.name}, and what to do"))
     damage = replace(NOTHING_LOST, findings=(Finding("steps", sentence),))
     return Diagnosis(history.run.path, damage, tuple(remedies))
+
+
+def _remedies(step: RunStep, numbers: Mapping[str, StepNumbers], bad_names: Sequence[str]) -> tuple[Remedy, ...]:
+    """Return what to do about a damaged step, by what was read of it, or else by its files."""
+    damage = numbers.get(step.name, _NO_NUMBERS).damage
+    if damage is NOTHING_LOST:
+        return diagnosis_at(step.path, bad_names).remedies
+    with open_remains(step.path) as opened:
+        return diagnosis_of(opened, damage, bad_names).remedies
 
 
 _MAX_STEPS = 2
@@ -217,9 +240,9 @@ def _numbers_of(
     except (SourceError, LayoutError) as error:
         findings.append(Finding("unreadable", str(error)))
         return StepNumbers(tuple(findings), None, {}, {}, source.left_out)
-    # Damage that only reading has shown.
-    if whole_source.diagnosis and not source.diagnosis:
-        findings.insert(0, Finding("damage", whole_source.diagnosis.sentence))
+    # Files, or the last verification, may have shown the damage before.
+    read, known = whole_source.damage, source.diagnosis
+    is_new = bool(read.sentence) and not (known.has_loss if read.has_loss else known)
     assert stats is not None, "something is measured"
     tensors = {t.key: TensorNumbers(t.role, t.figures.norm, t.figures.finite, t.stable_rank) for t in stats.tensors}
     selected_keys = {tensor.key for _, tensor in reading.selection(whole_source.look)}
@@ -229,7 +252,9 @@ def _numbers_of(
         if change.by != "shape":
             changes[change.key] = change.statistics.norm_change if change.statistics else 0.0
     left_out = whole_source.left_out & selected_keys
-    return StepNumbers((*findings, *stats.health), earlier[0] if earlier else None, tensors, changes, left_out)
+    since = earlier[0] if earlier else None
+    damage = read if is_new else NOTHING_LOST
+    return StepNumbers((*findings, *stats.health), since, tensors, changes, left_out, damage)
 
 
 def _series(steps: Sequence[RunStep], numbers: Mapping[str, StepNumbers]) -> Iterator[dict[str, Any]]:

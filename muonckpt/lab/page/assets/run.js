@@ -66,7 +66,7 @@ function stepsSection() {
     columns: [
       { label: "step", value: (i) => i, text: (i) => STEPS[i].name },
       { label: "state", width: 104, value: (i) => STEPS[i].state, cell: (i) => stateCell(STEPS[i]) },
-      { label: "findings", width: 78, number: true, value: (i) => DATA.findings[i].length, text: (i) => count(DATA.findings[i].length) },
+      { label: "findings", width: 78, number: true, value: (i) => DATA.findings[i].length, text: (i) => (isOddStep(i) && !DATA.findings[i].length ? "-" : count(DATA.findings[i].length)) },
       { label: "bytes", width: 80, number: true, value: (i) => STEPS[i].bytes, text: (i) => bytes(STEPS[i].bytes) },
       { label: "saved (UTC)", width: 132, value: (i) => STEPS[i].saved, text: (i) => when(STEPS[i].saved) },
       { label: "after", width: 84, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
@@ -82,11 +82,16 @@ function driftSince(role, i) {
   return drift === null ? "" : "; drift since " + DATA.since[i] + ": " + percent(drift);
 }
 
+function resumed(step) {
+  const newest = DATA.newest_whole;
+  return step.state !== "whole" && newest && newest !== step.name ? ["a resume", "takes " + newest + ", the newest whole step"] : null;
+}
+
 function openStep(i) {
   const dialog = document.getElementById("tensor");
   const step = STEPS[i];
   const changes = DATA.changes.filter((change) => change.name === step.name);
-  const facts = [["state", stateCell(step)], step.fault ? ["what is wrong", step.fault] : null, ["path", el("span", { class: "mono" }, step.path)], ["bytes", bytes(step.bytes)],
+  const facts = [["state", stateCell(step)], step.fault ? ["what is wrong", step.fault] : null, resumed(step), ["path", el("span", { class: "mono" }, step.path)], ["bytes", bytes(step.bytes)],
     ["saved", when(step.saved) + " UTC" + (DATA.resumes.length ? ", after " + attemptName(ATTEMPT[i]) : "")], ["verified", step.verified ? when(step.verified.timestamp) + " UTC: " + step.verified.verdict : "never"],
     ...PRESENT.map((role) => ["norm of " + role, short(ofRole(role, "norm")[i]) + driftSince(role, i)]),
     DATA.left_out[i] ? ["not measured", count(DATA.left_out[i], "tensor") + " with lost parts"] : null].filter(Boolean);
