@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts.tensors import is_first_copy, local_of
+from ..names.errors import ArgumentError, called_like
 from .ground.tensors import cut_portions, rounded_once
 from .planning.schedule import Ranks
 from .state import check_gradients
@@ -27,6 +28,7 @@ IN_BUFFERS = WeakIdKeyDictionary()
 
 
 @torch.no_grad()
+@called_like("clip_grad_norm_(model.parameters(), 1.0)")
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -55,15 +57,15 @@ def clip_grad_norm_(
         The norm before clipping, float32, 0-d.
 
     Raises:
-        ValueError: ranks that share a parameter do not have the same norm, as they have others on a mesh of only some
-            of them; or their sets of ranks overlap in part, so that this cannot be seen; or gradients are in the
+        ArgumentError: ranks that share a parameter do not have the same norm, as they have others on a mesh of only
+            some of them; or their sets of ranks overlap in part, so that this cannot be seen; or gradients are in the
             buffers of a `LayerWise`.
         RuntimeError: ``max_norm`` is not the same on all ranks; a gradient is not laid out as its parameter; or the
             norm is not finite and ``error_if_nonfinite``.  The gradients are unchanged then.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if num_in_buffers := sum(param in IN_BUFFERS for param in params if IN_BUFFERS):
-        raise ValueError(
+        raise ArgumentError(
             f"{num_in_buffers} of {len(params)} parameters have their gradients in the buffers of a LayerWise "
             "optimizer, where they would be neither counted nor clipped. Write optimizer.clip_grad_norm_(max_norm)"
         )
@@ -79,7 +81,7 @@ def clip_grad_norm_(
         refuse_other_limits(max_norm, torch.stack(limits))
     if any(widest) and differs:
         peers = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
-        raise ValueError(
+        raise ArgumentError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "
             "have gradients that others lack, such as experts, or other values of shared parameters. Put such "
             "parameters on a mesh of all these ranks, sharded on the axis along which they differ, or reduce the "

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..layouts.tensors import local_of, rows_of
-from ..names.errors import LayoutError
+from ..names.errors import ArgumentError, LayoutError, called_like
 from .ground.tensors import rounded_once
 from .planning.matrices import Split
 from .rules import WHOLE
@@ -35,6 +35,7 @@ class MaxLogits:
     def __init__(self) -> None:
         self._largest: dict[str, Tensor] = {}
 
+    @called_like("logits.record(layer, scores)")
     @torch.no_grad()
     def record(self, layer: str, scores: Tensor) -> None:
         """Record logits, or their maxima, as attention kernels return them.
@@ -47,7 +48,7 @@ class MaxLogits:
             heads = heads.amax(dim=[dim for dim in range(heads.ndim) if dim != 1])
         recorded = self._largest.get(layer)
         if recorded is not None and recorded.shape != heads.shape:
-            raise ValueError(f"layer {layer!r}: expected {len(recorded)} heads as before, found {len(heads)}")
+            raise ArgumentError(f"layer {layer!r}: expected {len(recorded)} heads as before, found {len(heads)}")
         self._largest[layer] = heads.clone() if recorded is None else torch.maximum(recorded, heads)
 
     def attention(self, layer: str) -> Callable[..., Tensor]:
@@ -72,6 +73,7 @@ class MaxLogits:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
+    @called_like("maxima = logits.reduce(mesh)")
     def reduce(self, mesh: DeviceMesh | None = None, heads: str | None = None) -> Mapping[str, Tensor]:
         """Return the largest logits of all ranks, ``[heads]`` of each layer, and restart.
 
@@ -83,16 +85,18 @@ class MaxLogits:
             heads: the axis of the mesh along which ranks have heads of their own, as in tensor parallelism.
 
         Raises:
-            ValueError: nothing was recorded, or the mesh has no such axis.
+            ArgumentError: nothing was recorded, or the mesh has no such axis.
         """
         largest, names = self._largest, sorted(self._largest)
         if not names:
-            raise ValueError("no logits were recorded since the last reduce: does attention call record or attention?")
+            raise ArgumentError(
+                "no logits were recorded since the last reduce: does attention call record or attention?"
+            )
         if mesh is None:
             self._largest = {}
             return largest
         if heads is not None and heads not in (mesh.mesh_dim_names or ()):
-            raise ValueError(f"heads={heads!r}: expected an axis of the mesh, one of {mesh.mesh_dim_names}")
+            raise ArgumentError(f"heads={heads!r}: expected an axis of the mesh, one of {mesh.mesh_dim_names}")
         # Pack all layers into one tensor [layers, 1, heads], which is sharded along the axis of heads.
         counts = [len(largest[name]) for name in names]
         packed = torch.full((len(names), 1, max(counts)), -torch.inf, device=largest[names[0]].device)
@@ -170,7 +174,7 @@ class Projection:
         """Return the heads' factors for every row that this rank holds; 1 outside the piece, and in place of NaN."""
         rows, heads = self.rows(), len(head_factors)
         if rows % heads:
-            raise ValueError(f"{rows} rows are not a whole number for each of {heads} heads")
+            raise ArgumentError(f"{rows} rows are not a whole number for each of {heads} heads")
         start, stop = self._range()
         # Factors of all rows; this rank takes its own.
         head_factors = head_factors.where(~head_factors.isnan(), 1.0)
@@ -189,6 +193,7 @@ class Projection:
         return pieces[self.piece][0]
 
 
+@called_like("qk_clip(q_proj.weight, k_proj.weight, max_logit, threshold=100.0)")
 @torch.no_grad()
 def qk_clip(
     query: Projection | Tensor,
@@ -224,13 +229,13 @@ def qk_clip(
         those that share their key, are unchanged.
 
     Raises:
-        ValueError: rows that are not a whole number of heads, or a threshold or ``alpha`` out of range.
+        ArgumentError: rows that are not a whole number of heads, or a threshold or ``alpha`` out of range.
         LayoutError: pieces that do not add up to the rows, or a weight whose placements do not say where its rows are.
     """
     if not threshold > 0:
-        raise ValueError(f"threshold={threshold!r}: expected a positive number")
+        raise ArgumentError(f"threshold={threshold!r}: expected a positive number")
     if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1]")
+        raise ArgumentError(f"alpha={alpha!r}: expected a number in [0, 1]")
     queries = query if isinstance(query, Projection) else Projection(query)
     keys = key if isinstance(key, Projection) else Projection(key)
     # The largest logits of all ranks.
@@ -257,13 +262,13 @@ def qk_clip(
 def _count_heads(queries: Projection, keys: Projection, max_logit: Tensor) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads."""
     if max_logit.ndim != 1 or not len(max_logit):
-        raise ValueError(f"max_logit of shape {tuple(max_logit.shape)}: expected one number for each query head")
+        raise ArgumentError(f"max_logit of shape {tuple(max_logit.shape)}: expected one number for each query head")
     heads, rows, key_rows = len(max_logit), queries.rows(), keys.rows()
     length = rows // heads
     if rows % heads:
-        raise ValueError(f"{rows} rows of queries are not a whole number for each of the {heads} heads of max_logit")
+        raise ArgumentError(f"{rows} rows of queries are not a whole number for each of the {heads} heads of max_logit")
     if key_rows % length or heads % (key_rows // length):
-        raise ValueError(
+        raise ArgumentError(
             f"{heads} query heads of {length} rows, but {key_rows} rows of keys: expected as many heads, or a divisor"
         )
     return heads, key_rows // length

@@ -29,7 +29,7 @@ from ..algebra.layout import Fragment, TensorLayout, dense
 from ..algebra.overlap import IntArray
 from ..layouts.megatron_fsdp import open_model, prove_local
 from ..layouts.tensors import declares_boxes, local_of
-from ..names.errors import LayoutError
+from ..names.errors import ArgumentError, LayoutError, called_like
 from ..names.wording import listed
 from .muon import Muon
 from .options import params_of
@@ -98,6 +98,7 @@ class Attached:
             handle.remove()
 
 
+@called_like("attach(optimizer, model)")
 def attach(optimizer: Muon, model: Any) -> Attached:
     """Hook a model to its optimizer: gradients are made ready before each step, new weights installed after it.
 
@@ -115,8 +116,8 @@ def attach(optimizer: Muon, model: Any) -> Attached:
     so all ranks have the same keys.
 
     Raises:
-        ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read; or a rank has
-            left a parameter with elements out of the groups.
+        ArgumentError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read; or a rank
+            has left a parameter with elements out of the groups.
         RuntimeError: (in a step) a closure was given.
     """
     sharded, layout = open_model(model), layouts(model)
@@ -300,7 +301,7 @@ def _complete_groups(optimizer: Muon, params: Mapping[str, DTensor]) -> None:
     parameter plan its step together, so they need the same groups.
 
     Raises:
-        ValueError: on all ranks, if their groups cannot be made the same.
+        ArgumentError: on all ranks, if their groups cannot be made the same.
     """
     groups = optimizer.param_groups
     is_named = any("param_names" in group for group in groups)
@@ -349,7 +350,7 @@ def _complete_groups(optimizer: Muon, params: Mapping[str, DTensor]) -> None:
 def _refuse_groups(
     incomplete: Sequence[str], partial: Sequence[str], num_groups: tuple[int, int], is_late: bool
 ) -> None:
-    """Raise ValueError for groups that cannot be completed.
+    """Raise ArgumentError for groups that cannot be completed.
 
     Args:
         incomplete: names of parameters that are in a group on some ranks only.
@@ -359,17 +360,17 @@ def _refuse_groups(
     """
     fewest, most = num_groups
     if most != fewest:
-        raise ValueError(
+        raise ArgumentError(
             f"ranks have {fewest} to {most} parameter groups: give all of them the same groups in the same order, with "
             "{'params': []} where all shards of a group are empty"
         )
     if partial:
-        raise ValueError(
+        raise ArgumentError(
             f"{listed(partial)}: in a parameter group on some ranks, and on others, which have elements of it, in "
             "none. Leave out parameters only where their shards are empty, or on all ranks"
         )
     if is_late:
-        raise ValueError(
+        raise ArgumentError(
             f"{listed(incomplete)}: in a parameter group on some ranks only, and the optimizer has been stepped or "
             "loaded already. Call attach(optimizer, model) before that"
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..algebra.layout import TensorLayout
 from ..layouts.tensors import layout_of, local_of
 from ..names.coefficients import Coefficients
-from ..names.errors import ArgumentError, LayoutError, called_like
+from ..names.errors import ArgumentError, LayoutError, called_like, value_in_short
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
 from ..names.vocabulary import FLATTEN, FUSION, MUON, MUON_CONVENTION, PLAIN
 from .collective import CollectiveOptimizer
@@ -123,7 +123,7 @@ class Muon(ForModel, CollectiveOptimizer):
     @called_like(EXAMPLE_LINE, **ELSEWHERE)
     def __init__(
         self,
-        params: Any,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
         lr: float | Tensor = MUON.lr,
         *,
         momentum: float = MUON.momentum,
@@ -144,6 +144,10 @@ class Muon(ForModel, CollectiveOptimizer):
             raise ArgumentError(
                 f"replicas: expected the process group over which parameters are replicated, found {replicas!r}. Write "
                 "replicas=torch.distributed.group.WORLD, or the process_group of DDP"
+            )
+        if not isinstance(execution, StepExecution):
+            raise ArgumentError(
+                f"execution={value_in_short(execution)}: expected a StepExecution, from muonckpt.optimizer"
             )
         self._replicas, self._layout, self._execution = replicas, layout, execution
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()

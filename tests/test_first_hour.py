@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 
 import muonckpt
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import LayerWise, Muon, clip_grad_norm_, qk_clip
 from muonckpt.optimizer.groups import MODULE_TYPES, Rule, UnsortedError, sort_parameters
+from muonckpt.optimizer.megatron_fsdp import attach
 
 RULES = [[Rule("head", "head.weight")], MODULE_TYPES]
 
@@ -33,7 +34,8 @@ class Net(nn.Module):
         return self.head(self.down(self.norm(self.up(self.words(words)).relu())))
 
 
-NAMES = {thing.__name__: thing for thing in (torch, nn, muonckpt, Muon, Net, Rule, sort_parameters)} | {
+CALLS = (LayerWise, attach, clip_grad_norm_, qk_clip)
+NAMES = {thing.__name__: thing for thing in (torch, nn, muonckpt, Muon, Net, Rule, sort_parameters, *CALLS)} | {
     "MODULE_TYPES": MODULE_TYPES,
     "RULES": RULES,
     "RATES": {"lr": 0.02, "adamw_lr": 3e-4},
@@ -88,6 +90,15 @@ MADE = {
     "Muon.for_model(model.requires_grad_(False), rules=RULES, lr=0.02)": "model: expected parameters to train, found",
     "Muon([model.up.weight]).load_state_dict('run')": "expected a state dict, found str. Write weights, state = get_st",
     "Muon.for_model(model, rules=[[Rule('matrix', 'norm.weight')], *RULES], lr=0.02)": "Write rules=[[Rule('vector', '",
+    "Muon([model.up.weight, 3])": "Muon.__init__: params=a list: expected Iterable[Tensor]",
+    "Muon([model.up.weight], nesterov=3)": "ArgumentError: Muon.__init__: nesterov=3: expected bool. Write ",
+    "Muon([model.up.weight], execution=3)": "ArgumentError: execution=3: expected a StepExecution, from muonckpt.opt",
+    "Muon.for_model(model, split=3, **RATES)": "ArgumentError: sort_parameters: split=3: expected Mapping[str, ",
+    "clip_grad_norm_(model.parameters(), '1')": "clip_grad_norm_: max_norm='1': expected float. Write clip_grad_norm_(",
+    "clip_grad_norm_(['up'], 1.0)": "clip_grad_norm_: parameters=a list: expected Tensor | Iterable[Tensor]. Write ",
+    "qk_clip(model.up.weight, 3, torch.ones(2), 1.0)": "qk_clip: key=3: expected Projection | Tensor. Write qk_clip(",
+    "LayerWise(3, [])": "ArgumentError: LayerWise.__init__: model=3: expected Module. Write LayerWise(model, groups",
+    "attach(3, model)": "ArgumentError: attach: optimizer=3: expected Muon. Write attach(optimizer, model)",
     "sort_parameters(model)": "UnsortedError: the parameters cannot be sorted:",
     "sort_parameters()": "ArgumentError: sort_parameters: missing a required argument: 'model'. Write sort_parameters",
     "sort_parameters(RULES, model)": "ArgumentError: model: expected a model, whose names and modules decide, found a ",
@@ -260,6 +271,12 @@ SAVED = {
     "muonckpt.Series()": "Write run = muonckpt.Series('run', model, optimizer, scheduler=scheduler)",
     "muonckpt.Series('there', model, optimizer, schedule)": "too many positional arguments; by name only: scheduler, ",
     "muonckpt.Series('there', keep_last='3')": "ArgumentError: keep_last='3': expected a number of checkpoints, 1 or",
+    "muonckpt.Series('there', model, optimizer, extra=[schedule])": "extra=a list: expected Mapping[str",
+    "muonckpt.Series(3)": "ArgumentError: expected a path or a URL, found 3",
+    "muonckpt.Series('there', model, optimizer).resume(strict='no')": "strict='no': expected bool. Write first = ",
+    "muonckpt.Series('there', model, optimizer).resume(fresh=3)": "Series.resume: fresh=3: expected Iterable[str]. ",
+    "muonckpt.async_save(state, 'there', on_error=3)": "ArgumentError: on_error is 'raise' or 'warn', when_busy",
+    "muonckpt.Series('there', on=2.5)": "Series.__init__: on=2.5: expected Signals | str | ",
     "muonckpt.Series('there', on='SIGKILL')": "on='SIGKILL': expected some of SIGTERM, SIGINT, ",
     "muonckpt.Series('there', model, optimizer).resume(required=True)": "there, found none: is it the folder of this",
     "muonckpt.Series('there', model, optimizer).resume(stict=True)": "did you mean 'strict'? Write first = run.",

@@ -29,7 +29,15 @@ from torch.distributed.tensor import DTensor
 
 from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, local_of
-from ..names.errors import DestinationError, Interrupted, LostRankError, MuonckptError, warn_on_rank
+from ..names.errors import (
+    ArgumentError,
+    DestinationError,
+    Interrupted,
+    LostRankError,
+    MuonckptError,
+    called_like,
+    warn_on_rank,
+)
 from ..ranks.new_group import new_group, time_out
 from ..store.io.location import absolute_name
 from .all_ranks import decide_on_first, refuse_mixed_calls
@@ -257,6 +265,7 @@ _of_parent: list[Lane] = []
 """The lanes of the parent in a forked process, which must not give pinned memory back."""
 
 
+@called_like("muonckpt.async_save({'model': weights, 'optimizer': state}, path)")
 def async_save(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str],
@@ -282,7 +291,7 @@ def async_save(
 
     Raises:
         DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
-        ValueError: an unknown choice.
+        ArgumentError: an unknown choice.
         LostRankError: another rank was lost, now or in an earlier save.
     """
     if isinstance(path, Mapping):
@@ -318,7 +327,7 @@ def save_in_thread(
         begin: returns the path, and a function for this rank's thread to call after publication.
     """
     if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
-        raise ValueError(
+        raise ArgumentError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
     # Calls of ranks are compared before any of them waits for the last save.

@@ -30,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 from ..algebra.box import Index
 from ..algebra.fingerprint import box_shares
 from ..names.collector import gc_paused
-from ..names.errors import ArgumentError, DestinationError, LostRankError, unwritable
+from ..names.errors import ArgumentError, DestinationError, LostRankError, called_like, unwritable
 from ..names.version import PROGRAM
 from ..record import json_fields
 from ..store.formats import native
@@ -266,6 +266,7 @@ _ungrouped_plans = AgreedPlans()
 """The plans of a process without a process group."""
 
 
+@called_like("muonckpt.save({'model': weights, 'optimizer': state}, path)")
 def save(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str],

@@ -87,7 +87,7 @@ class Factory:
         replicas over the whole world.  Under FSDP2 it replaces them by DTensors, which know where they lie.
 
         Raises:
-            ValueError: `Muon.for_model` refuses.
+            ArgumentError: `Muon.for_model` refuses.
         """
         if rules is None:
             rules = RULES.get(str(getattr(getattr(model, "config", None), "model_type", None)), ())

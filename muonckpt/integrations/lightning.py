@@ -28,7 +28,7 @@ from ..checkpoint.resume_check import compare
 from ..checkpoint.resume_proof import LoadedState
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, sequels_of
-from ..names.errors import DestinationError, SourceError, warn_on_rank
+from ..names.errors import ArgumentError, DestinationError, SourceError, warn_on_rank
 from ..store.io.location import absolute_name, is_file, location
 from ..store.io.publish import make_parents, remove_any, swap_in
 from ..store.verify.diagnosis import open
@@ -59,7 +59,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             for it; until then ``last-whole.ckpt`` names the checkpoint before, and whatever it is to replace stays.
 
     Raises:
-        ValueError: a size is left to Lightning.
+        ArgumentError: a size is left to Lightning.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         # Lightning's guess would train the same data on all ranks.
         sizes = self._data_parallel_size, self._tensor_parallel_size
         if "auto" in sizes:
-            raise ValueError(
+            raise ArgumentError(
                 f"data_parallel_size={sizes[0]!r}, tensor_parallel_size={sizes[1]!r}: "
                 'expected two numbers. Lightning\'s "auto" makes all ranks of a node tensor parallel, so that each '
                 "steps over all the data: MuonckptStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1) is "
@@ -94,12 +94,12 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         The step that was just restored is not saved again where it is, as Lightning asks amid accumulated gradients.
 
         Raises:
-            TypeError: there are storage options.
+            ArgumentError: there are storage options.
             MuonckptError: as `muonckpt.save`; a URL must not exist.  Or the save before, running along, has failed.
         """
         self.settle()
         if storage_options is not None:
-            raise TypeError(
+            raise ArgumentError(
                 f"storage_options={storage_options!r}: they belong to a CheckpointIO, which is not used here"
             )
         # The path, and the place to write to, are those of the first rank.

@@ -13,6 +13,7 @@ from megatron.core.optimizer import emerging_optimizers as registry
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from ..names.coefficients import COEFFICIENTS, EMERGING_TYPES, Triple, emerging_coefficients
+from ..names.errors import ArgumentError
 from ..optimizer import Muon
 
 NAME = "muonckpt"
@@ -93,19 +94,19 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
     """Translate Megatron's config to arguments of `MegatronMuon`; its ``muon_*`` options keep their meaning.
 
     Raises:
-        ValueError: it asks for tensor parallelism, for decay that is not decoupled, or for an unknown coefficient type,
-            scale mode or precision.
+        ArgumentError: it asks for tensor parallelism, for decay that is not decoupled, or for an unknown coefficient
+            type, scale mode or precision.
     """
     # Matrices have to be whole.
     for name in ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat"):
         group = getattr(process_groups, name, None)
         if group is not None and group.size() > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} has {group.size()} ranks, so each holds a part of a matrix, and Megatron's plain tensors do "
                 "not say which; train without tensor parallelism, or with DTensors and muonckpt.optimizer.Muon"
             )
     if not config.decoupled_weight_decay:
-        raise ValueError("decoupled_weight_decay=False: decay is decoupled here (p *= 1 - lr * weight_decay)")
+        raise ArgumentError("decoupled_weight_decay=False: decay is decoupled here (p *= 1 - lr * weight_decay)")
     # Layer-wise, each rank has matrices of its own; else all ranks have replicas of all.
     layer_wise = config.use_layer_wise_distributed_optimizer or config.optimizer.startswith("dist_")
     shared = {"replicas": process_groups.dp_cp, "experts": getattr(process_groups, "expt_dp", None)}
@@ -126,7 +127,7 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
 def _chosen(option: str, config: Any, choices: Mapping[str, Any]) -> Any:
     value = getattr(config, option)
     if value not in choices:
-        raise ValueError(f"{option}={value!r}: expected one of {', '.join(choices)}")
+        raise ArgumentError(f"{option}={value!r}: expected one of {', '.join(choices)}")
     return choices[value]
 
 

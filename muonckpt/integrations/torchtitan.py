@@ -25,7 +25,7 @@ from ..checkpoint.loading import load_for
 from ..checkpoint.resume_check import compare
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
-from ..names.errors import SourceError
+from ..names.errors import ArgumentError, SourceError
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
 from ..store.io.location import entries_of, is_folder, is_there, location
@@ -72,16 +72,16 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
         """Make the optimizers of model parts, and log a table of each.
 
         Raises:
-            ValueError: the config sets options of torch's optimizers; or `Muon.for_model` refuses.
+            ArgumentError: the config sets options of torch's optimizers; or `Muon.for_model` refuses.
         """
         if config.param_groups or config.optimizer_factory_kwargs_by_name:
-            raise ValueError(
+            raise ArgumentError(
                 "param_groups and optimizer_factory_kwargs_by_name choose between torch's optimizers; here rules say "
                 "what each parameter is, and options go to all of them: MuonOptimizers.Config(rules=[...], "
                 "options={...}), as docs/integrations/torchtitan.md explains"
             )
         if config.implementation not in SAME_UPDATES:
-            raise ValueError(
+            raise ArgumentError(
                 f"implementation={config.implementation!r}: it changes the dtype of AdamW's state, which is that of "
                 f"the parameters here; expected one of {', '.join(SAME_UPDATES)}"
             )
@@ -116,7 +116,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         """The ``checkpoint`` of Trainer.Config.
 
         Raises:
-            ValueError: another asynchronous mode, or CheckpointManager.Config refuses.
+            ArgumentError: another asynchronous mode, or CheckpointManager.Config refuses.
         """
 
         fresh: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
             if self.async_mode not in ("disabled", "async"):
-                raise ValueError(
+                raise ArgumentError(
                     f"async_mode={self.async_mode!r}: expected 'disabled' or 'async', which copies to pinned memory by "
                     "itself; or use torchtitan's CheckpointManager"
                 )

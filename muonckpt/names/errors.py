@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import errno
 import inspect
+import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
-from typing import ParamSpec, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,7 +207,9 @@ def value_in_short(value: object) -> str:
 
 
 def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function of the public API with an example of its call, with which unknown arguments are refused.
+    """Decorate a function of the public API with an example of its call, with which wrong arguments are refused.
+
+    An argument that the function lacks, and one of another kind than its annotation says, are an `ArgumentError`.
 
     Args:
         elsewhere: arguments of other functions, each with the line to write instead.
@@ -212,15 +217,27 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
+        flags = [name for name, parameter in signature.parameters.items() if parameter.annotation == "bool"]
+
+        def refuse_kinds(arguments: Mapping[str, object], names: Iterable[str], hints: Mapping[str, Any]) -> None:
+            for name in names:
+                if name in arguments and not _fits(arguments[name], hints[name]):
+                    hint = hints[name]
+                    kind = hint.__name__ if isinstance(hint, type) else re.sub(r"(\w+\.)+", "", str(hint))
+                    found = f"{name}={value_in_short(arguments[name])}"
+                    raise ArgumentError(f"{function.__qualname__}: {found}: expected {kind}. Write {line}") from None
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            refuse_kinds(kwargs, flags, dict.fromkeys(flags, bool))  # anything is true or false, so nothing else would
             try:
                 return function(*args, **kwargs)
-            except TypeError:
-                # Only a call that does not fit the signature is refused here; other errors are the function's own.
+            except MuonckptError:
+                raise
+            except Exception:
+                # Only a call that does not fit the signature is refused here; others fail by themselves.
                 try:
-                    signature.bind(*args, **kwargs)
+                    arguments = signature.bind(*args, **kwargs).arguments
                 except TypeError as misfit:
                     name = str(misfit).rpartition("argument ")[2].strip("'")
                     hint = did_you_mean(name, [*signature.parameters]) or "."
@@ -229,11 +246,28 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                         hint = f"; by name only: {', '.join(by_name)}." if by_name else "."
                     cure = elsewhere.get(name, line)
                     raise ArgumentError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
+                hints = get_type_hints(function)
+                refuse_kinds(arguments, hints, hints)
                 raise
 
         return call
 
     return decorate
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Return whether a value is of the kind that an annotation says, and the members of a list as well."""
+    kind, choices = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, choice) for choice in choices)
+    if kind is Literal:
+        return isinstance(value, str) and value in choices
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if hint is Any or not isinstance(kind, type):
+        return True
+    members = value if isinstance(value, list) and len(choices) == 1 else []
+    return isinstance(value, kind) and all(_fits(member, choices[0]) for member in members)
 
 
 @contextmanager

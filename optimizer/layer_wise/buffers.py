@@ -22,7 +22,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest, place_parameters
 from ...layouts.buffers.records import to_json
-from ...names.errors import LayoutError, did_you_mean, lost_ranks
+from ...names.errors import ArgumentError, LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
@@ -60,23 +60,27 @@ class Members:
         experts: Iterable[Tensor],
         expert_group: SharingGroup,
     ) -> Members:
-        """Return the model's parameters that are in ``groups``; raise ValueError if they are not all of the model's."""
+        """Return the model's parameters that are in ``groups``.
+
+        Raises:
+            ArgumentError: they are not all of the model's, or cannot be in flat buffers.
+        """
         grouped = {*map(id, params_of(groups))}
         named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
         if len(named) < len(grouped):
-            raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
+            raise ArgumentError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
         if ungrouped := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
-            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {listed(ungrouped)}")
+            raise ArgumentError(f"parameters in no group, whose gradients would not be reduced: {listed(ungrouped)}")
         for name, param in named.items():
             _refuse_unfit(name, param)
         # Experts are shared by other ranks than all other parameters.
         name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
         experts = list(experts)
         if strangers := [tuple(param.shape) for param in experts if param not in name_of]:
-            raise ValueError(f"experts that are in no group: of shapes {strangers[:8]}")
+            raise ArgumentError(f"experts that are in no group: of shapes {strangers[:8]}")
         expert_names = frozenset(name_of[param] for param in experts)
         if expert_names and expert_group is None and dist.is_initialized():
-            raise ValueError("experts need an expert_group: the ranks that hold the same ones")
+            raise ArgumentError("experts need an expert_group: the ranks that hold the same ones")
         group_of = dict.fromkeys(named, group) | dict.fromkeys(expert_names, expert_group)
         return cls(named, name_of, group_of, expert_names, GroupSizes(size_of(group), size_of(expert_group)))
 
@@ -133,23 +137,23 @@ def size_of(group: SharingGroup) -> int:
 
 
 def _refuse_unfit(name: str, param: Tensor) -> None:
-    """Raise ValueError for a parameter that cannot be in flat buffers."""
+    """Raise ArgumentError for a parameter that cannot be in flat buffers."""
     description = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
     if type(param.data) is not Tensor:
-        raise ValueError(
+        raise ArgumentError(
             f"{description}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors, of data parallelism "
             "only. Muon steps DTensors"
         )
     if not param.is_floating_point() or param.dtype.itemsize < 2:
-        raise ValueError(
+        raise ArgumentError(
             f"{description}: FP8 and FP4 parameters cannot be gathered; keep parameters in 16 bits or more"
         )
     if not param.requires_grad:
-        raise ValueError(f"{description}: frozen; leave it out of the groups")
+        raise ArgumentError(f"{description}: frozen; leave it out of the groups")
     if not param.ndim or not param.numel():
-        raise ValueError(f"{description}: give it a dim and an element, as sharded data parallelism demands as well")
+        raise ArgumentError(f"{description}: give it a dim and an element, as sharded data parallelism demands as well")
     if getattr(param, "_post_accumulate_grad_hooks", None):
-        raise ValueError(
+        raise ArgumentError(
             f"{description}: its gradients go elsewhere already (FSDP, or another LayerWise, which has a close()); "
             "several optimizer instances for one model are not supported"
         )
@@ -160,7 +164,9 @@ def make_layouts(layout: str | Sequence[BufferLayout], request: PlacementRequest
     if isinstance(layout, str):
         if layout not in PLACEMENTS:
             close = did_you_mean(layout, [*PLACEMENTS])
-            raise ValueError(f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers{close}")
+            raise ArgumentError(
+                f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers{close}"
+            )
         return place_parameters(layout, request)
     # Recorded buffers must have the same parameters, ranks and whole matrices.
     recorded: dict[Parameter, BufferLayout] = {}
@@ -405,7 +411,7 @@ class Gradients:
             if param.grad is None:
                 continue
             if name in self.arrived_names:
-                raise ValueError(
+                raise ArgumentError(
                     f"{name!r} has a gradient in param.grad, and another in its buffer, from a backward pass: only one "
                     "can count. Change gradients while they are made, with parameter.register_hook(function), or write "
                     "param.grad without a backward pass; zero_grad() drops both"

@@ -22,7 +22,7 @@ from ...algebra.box import Box
 from ...layouts.boxed_tensor import parts_of
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
-from ...names.errors import warn_on_rank
+from ...names.errors import ArgumentError, called_like, warn_on_rank
 from ...names.resumption import Globs, LoadReport, in_globs
 from ...names.vocabulary import MASTER, MUON
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
@@ -30,7 +30,7 @@ from ..collective import CollectiveOptimizer
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
-from ..options import COUNT_OR_NONE, FLAG, check_rates, check_value, options_of, params_of
+from ..options import COUNT_OR_NONE, check_rates, check_value, options_of, params_of
 from ..report import warn_of_no_gradient
 from ..restoration import plan_restore
 from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, boxed_dtensor, find_cleared, tensor_misfit
@@ -93,11 +93,12 @@ class LayerWise(CollectiveOptimizer):
         options: of `Muon`, except ``replicas``; its ``execution`` has no ``stages`` and no ``exchange``.
 
     Raises:
-        ValueError: parameters that are not the model's, left out, frozen, FP8, DTensors, or taken by another optimizer
-            instance; and whatever `Muon` refuses.
+        ArgumentError: parameters that are not the model's, left out, frozen, FP8, DTensors, or taken by another
+            optimizer instance; and whatever `Muon` refuses.
         LayoutError: recorded buffers that do not fit.
     """
 
+    @called_like("LayerWise(model, groups, lr=0.02)")
     def __init__(
         self,
         model: nn.Module,
@@ -126,8 +127,6 @@ class LayerWise(CollectiveOptimizer):
         # Check the arguments and lay out buffers, alike on all ranks or on none.
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
-            for name, value in {"average": average, "exact": exact, "overlap": overlap}.items():
-                check_value(name, value, FLAG)
             check_value("bucket_size", bucket_size, COUNT_OR_NONE)
             Optimizer.__init__(self, groups, {})
             self._members = Members.of(model, self.param_groups, group, experts, expert_group)
@@ -166,7 +165,7 @@ class LayerWise(CollectiveOptimizer):
         """Return a `Muon` of whole parameters on the meta device, to refuse what any rank's would; copy its options."""
         execution = options.get("execution", DEFAULT_EXECUTION)
         if "replicas" in options or (execution.stages, execution.exchange) != (None, DEFAULT_EXECUTION.exchange):
-            raise ValueError("replicas, stages, exchange: owners step whole matrices, so a step exchanges nothing")
+            raise ArgumentError("replicas, stages, exchange: owners step whole matrices, so a step exchanges nothing")
         meta_params = {}
         for param in self._members.name_of:
             meta_params[param] = torch.empty_like(param, dtype=exact_dtype(param), device="meta")
@@ -231,7 +230,7 @@ class LayerWise(CollectiveOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups once the buffers are laid out."""
         if self._is_built:
-            raise ValueError("groups are fixed at construction: buffers cannot take more parameters")
+            raise ArgumentError("groups are fixed at construction: buffers cannot take more parameters")
         super().add_param_group(param_group)
 
     # Training.
@@ -302,11 +301,11 @@ class LayerWise(CollectiveOptimizer):
         Returns and raises as `clipping.clip_grad_norm_`.
 
         Raises:
-            ValueError: ranks of ``expert_group`` are not in ``group``: they would have another norm.
+            ArgumentError: ranks of ``expert_group`` are not in ``group``: they would have another norm.
         """
         self.finish_gradients()
         if self._outside_ranks:
-            raise ValueError(
+            raise ArgumentError(
                 f"the ranks {self._outside_ranks} of expert_group are not in group, which has "
                 f"{ranks_of_group(self._group)}: they would have another norm; give a group that contains "
                 "expert_group, or do not clip"
@@ -346,14 +345,14 @@ class LayerWise(CollectiveOptimizer):
             )
 
     def _check_parameters(self) -> None:
-        """Raise ValueError for a parameter that was replaced, cast or moved; warn of others with gradients."""
+        """Raise ArgumentError for a parameter that was replaced, cast or moved; warn of others with gradients."""
         params = {*params_of(self.param_groups)}
         model = self._model()
         model_params = dict(model.named_parameters()) if model is not None else {}
         for param, name in self._members.name_of.items():
             is_moved = param.data_ptr() != self._addresses[param]
             if param not in params or is_moved or model_params.get(name, param) is not param:
-                raise ValueError(
+                raise ArgumentError(
                     f"parameter {name!r} was replaced, cast or moved after the optimizer was built, and lies "
                     "outside of its buffers. Load a model without assign=True, or close() this optimizer and build "
                     "another when the model has its final parameters"

@@ -152,5 +152,5 @@ def parameters_that_leave(rank: int, world: int) -> list[str]:
 def test_parameters_that_leave_their_buffers_are_refused() -> None:
     for rank, messages in enumerate(run(2, parameters_that_leave)):
         for message in messages:
-            assert message.startswith("ValueError: parameter" if rank == ODD else "RuntimeError: "), message
+            assert message.startswith("ArgumentError: parameter" if rank == ODD else "RuntimeError: "), message
             assert "was replaced, cast or moved after the optimizer was built" in message

@@ -155,6 +155,7 @@ class Series:
         self._signals.close()
         settle_last(self._group)
 
+    @called_like("if run.due(step): run.save(step)")
     def due(self, step: int) -> Then | None:
         """Return whether a signal to any rank has requested a checkpoint that is not saved yet; the same on all ranks.
 
@@ -342,6 +343,7 @@ class Series:
             proof.show()
         return restored.step + 1
 
+    @called_like("run.export(step, 'hf')")
     def export(
         self,
         step: int,
