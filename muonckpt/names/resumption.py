@@ -471,6 +471,6 @@ def scheduler_misfit(saved: Sequence[Any], live: Sequence[Any]) -> str | None:
         return None
     return (
         f"schedulers know groups by their numbers: the saved run has groups with initial_lr {then}, this optimizer "
-        f"{now}. Build the groups of the saved run, by the same rules and kinds=; or load the optimizer before a "
-        "scheduler is made, and make a new one for these groups (last_epoch=...) instead of loading its state"
+        f"{now}. Load the optimizer before a scheduler is made, and make a new one for these groups (last_epoch=...) "
+        "instead of loading its state"
     )

@@ -290,7 +290,8 @@ class Series:
         in ``optimizer.param_groups`` afterwards.
 
         Args:
-            strict: a difference from the saved state is an error.
+            strict: a difference from the saved state is an error.  The code's own rates are none, as those of the
+                checkpoint take their place.
             required: an empty folder is an error.
             allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
