@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..names.coefficients import Coefficients, Plain, plain_coefficients
 from ..names.errors import ArgumentError, warn_on_rank
-from ..names.resumption import as_tuples, same_value
+from ..names.resumption import are_close, as_tuples
 from ..names.vocabulary import (
     FLATTEN,
     GIVEN_KEYS,
@@ -285,12 +285,12 @@ def adopt_saved_options(
         # Compare the options of both codes, and what schedulers have written.
         live = options | {option: as_numbers(former[option]) for option in SCHEDULER_OPTIONS & former.keys()}
         loaded = saved | {option: as_numbers(group[option]) for option in SCHEDULER_OPTIONS & group.keys()}
-        differing = {option for option in live.keys() & loaded.keys() if not same_value(live[option], loaded[option])}
+        differing = {option for option in live.keys() & loaded.keys() if not are_close(live[option], loaded[option])}
         if "lr" in differing:  # which it follows
             differing.discard("initial_lr")
         # The saved run may have changed an option to what the code gives now; schedules change rates from the first.
         present = {**group, "lr": group.get("initial_lr", group["lr"])}
-        differing = {option for option in differing if not same_value(as_numbers(present[option]), live[option])}
+        differing = {option for option in differing if not are_close(as_numbers(present[option]), live[option])}
         if differing:
             changes = ", ".join(f"{option}={loaded[option]!r}, not {live[option]!r}" for option in sorted(differing))
             overridden.append(f"group {number} ({group['algorithm']}): {changes}")

@@ -310,30 +310,30 @@ def refuse_mixed_calls(process_group: dist.ProcessGroup | None, call: str) -> No
     """
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is not None and time_out(group, torch.device("cpu")) is not None:
-        with _told_when_waiting(group, call):
+        with told_when_waiting(group, call):
             bits_of_all(process_group, call, 0)
 
 
-_LONG = 20.0
+LONG_SECONDS = 20.0
 """Seconds after which a rank says that it waits for the others."""
 
 
 @contextmanager
-def _told_when_waiting(group: dist.ProcessGroup, call: str) -> Iterator[None]:
+def told_when_waiting(process_group: dist.ProcessGroup | None, call: str) -> Iterator[None]:
     """Warn if the block takes long; on two ranks of a group alone, as one of them may be the late one."""
 
     def tell() -> None:
         print(
-            f"muonckpt: rank {dist.get_rank()} has waited {_LONG:g} s in {call} for other ranks of the process group: "
-            "all of them have to call it, so do not call it behind `if rank == 0`",
+            f"muonckpt: rank {dist.get_rank()} has waited {LONG_SECONDS:g} s in {call} for other ranks of the process "
+            "group: all of them have to call it, so do not call it behind `if rank == 0`",
             file=sys.stderr,
             flush=True,
         )
 
     # A daemon, so that a rank that dies meanwhile is not kept by it.
-    timer = Timer(_LONG, tell)
+    timer = Timer(LONG_SECONDS, tell)
     timer.daemon = True
-    if dist.get_rank(group) < 2:
+    if dist.is_initialized() and dist.get_rank(process_group) < 2:
         timer.start()
     try:
         yield

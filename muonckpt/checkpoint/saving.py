@@ -293,9 +293,19 @@ def save(
         ArgumentError: the provenance is not JSON, or the path is not the same on all ranks.
     """
     refuse_mixed_calls(process_group, "save")
+    save_together(state_dict, path, provenance or {}, process_group)
+
+
+def save_together(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    provenance: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Save as `save` does, once all ranks are known to have made the same call."""
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     plans = _ungrouped_plans if group is None else _plans.setdefault(group, AgreedPlans())
-    call = SaveCall(path, provenance or {}, process_group, plans, SaveProgress())
+    call = SaveCall(path, provenance, process_group, plans, SaveProgress())
     run_save(call, lambda: LiveState.of(state_dict, "to save"))
 
 

@@ -320,10 +320,10 @@ def as_tuples(value: Any) -> Any:
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def same_value(a: Any, b: Any) -> bool:
+def are_close(a: Any, b: Any) -> bool:
     """Return whether two hyper-parameters are equal, but for the rounding of one that was a tensor of float32."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(same_value, a, b))
+        return len(a) == len(b) and all(map(are_close, a, b))
     # Megatron's groups have None as the bounds of a schedule that they do not follow.
     return a is b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6)
 
@@ -465,7 +465,7 @@ def scheduler_misfit(saved: Sequence[Any], live: Sequence[Any]) -> str | None:
         live: the same of each group after the saved state has been loaded; None where it is not known.
     """
     then, now = list(map(_rate, saved)), list(map(_rate, live))
-    fits = len(then) == len(now) and all(None in pair or same_value(*pair) for pair in zip(then, now, strict=True))
+    fits = len(then) == len(now) and all(None in pair or are_close(*pair) for pair in zip(then, now, strict=True))
     # Without an initial rate no scheduler was made.
     if fits or set(then) == {None}:
         return None

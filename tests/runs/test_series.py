@@ -9,10 +9,13 @@ import os
 import re
 import shlex
 import sys
+import time
 import uuid
 import warnings
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
 from muonckpt import ArgumentError, DamageError, DestinationError, MuonckptError, Series, SourceError
+from muonckpt.checkpoint import all_ranks
 from muonckpt.optimizer import Muon
 from muonckpt.runs import step_folder
 from muonckpt.runs.run_audit import verify_run
@@ -553,3 +557,22 @@ def test_processes_that_do_not_know_of_each_other_do_not_restore(tmp_path, monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(DestinationError, match="init_process_group"):
         series.restore({"w": torch.zeros(2)})
+
+
+def late(rank: int, world: int, folder: str, which: str) -> str:
+    """Save on all ranks, the second one only after the first has said on stderr that it waits."""
+    told, stderr = Path(folder, "told"), io.StringIO()
+    stderr.flush = lambda: told.touch()  # type: ignore[method-assign]
+    series = muonckpt.Series(f"{folder}/run")
+    calls = {"Series.save": partial(series.save, 1), "save": lambda values: muonckpt.save(values, f"{folder}/saved")}
+    while rank == 1 and not told.exists():
+        time.sleep(0.01)
+    with patch.object(all_ranks, "LONG_SECONDS", 0.05), redirect_stderr(stderr):
+        calls[which]({"w": torch.ones(2)})
+    return stderr.getvalue()
+
+
+@pytest.mark.parametrize("which", ["Series.save", "save"])
+def test_a_rank_that_waits_for_the_others_says_so(which, tmp_path):
+    first, _ = run(2, late, str(tmp_path), which)
+    assert first.startswith("muonckpt: rank 0 has waited 0.05 s in ") and f" in {which} for other ranks" in first

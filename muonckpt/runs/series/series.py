@@ -29,7 +29,7 @@ from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thr
 from ...checkpoint.live_parts import frozen_parameters
 from ...checkpoint.loading import load_for
 from ...checkpoint.refusal import RESTORE, RESUME
-from ...checkpoint.saving import refuse_lone_process, save
+from ...checkpoint.saving import refuse_lone_process, save_together
 from ...checkpoint.signals import On, Signals, Then
 from ...checkpoint.training import Training
 from ...converters.engine.container import container_of
@@ -200,13 +200,13 @@ class Series:
             SourceError: the checkpoint is there, and has no model to export.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
-        state_dict, details = self._to_save(step, state_dict, provenance, "save")
         # Hear of signals, and let the save before end, whose checkpoint may be of this step.
         self._signals.ask("Series.save")
+        state_dict, details = self._to_save(step, state_dict, provenance, "save")
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
-        save(state_dict, saved.path, provenance=details, process_group=self._group)
+        save_together(state_dict, saved.path, details, self._group)
         # Only now is there a newer whole checkpoint, so that older ones may go, and the program end.
         self._clean_up(name, also)
         self._signals.met(saved.path)
