@@ -74,7 +74,7 @@ class LiveParts:
         model, optimizers = training.model, training.optimizers
         parts = cls.of_state_dict(loaded, training.state_dict())
         schedulers = dict(zip(training.scheduler_keys(), training.schedulers, strict=True))
-        return parts.with_findings(_beside_state(loaded, model, optimizers, schedulers))
+        return parts._with_objects(loaded, model, optimizers, schedulers)
 
     @classmethod
     def of_objects(
@@ -131,37 +131,23 @@ class LiveParts:
                     covered.add(key)
         unrestored = tuple(sorted(names.keys() - restored.keys()))
         parts = cls(basis, nested, frozenset(covered), groups, unrestored, tuple(foreign), tuple(unchecked))
-        return parts.with_findings(_beside_state(loaded, model, optimizers, schedulers))
+        return parts._with_objects(loaded, model, optimizers, schedulers)
 
-    def with_findings(self, found: _BesideState) -> LiveParts:
-        """Return the same with what objects show beside their state dicts."""
-        faults, unchecked = (*self.faults, *found.faults), (*self.unchecked, *found.unchecked)
-        return replace(self, faults=faults, unchecked=unchecked, buffers=found.buffers)
-
-
-@dataclass(frozen=True)
-class _BesideState:
-    """Facts about the objects of a training that no state dict has; attributes as in `LiveParts`."""
-
-    faults: tuple[ResumeDifference, ...]
-    unchecked: tuple[str, ...]
-    buffers: Mapping[str, Tensor]
-
-
-def _beside_state(
-    loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer], schedulers: Mapping[str, Any]
-) -> _BesideState:
-    """Compare what no state dict has; schedulers by their keys."""
-    faults = [*_thawed_parameters(model, loaded.frozen)]
-    unchecked = [] if loaded.frozen is not None else ["requires_grad, which the checkpoint does not record"]
-    for key, scheduler in schedulers.items():
-        found = check_schedules(key, scheduler, optimizers, loaded.items.keys())
-        faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
-        unchecked += [f"which group each value of {key} is for" for key in found.unchecked]
-    # Wrappers give buffers other names in a state dict, so that a buffer is known by its identity.
-    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in saved}
-    return _BesideState(tuple(faults), tuple(unchecked), buffers)
+    def _with_objects(
+        self, loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer], schedulers: Mapping[str, Any]
+    ) -> LiveParts:
+        """Return the same with what objects show that no state dict has; schedulers by their keys."""
+        faults, unchecked = [*self.faults, *_thawed_parameters(model, loaded.frozen)], [*self.unchecked]
+        if loaded.frozen is None:
+            unchecked.append("requires_grad, which the checkpoint does not record")
+        for key, scheduler in schedulers.items():
+            found = check_schedules(key, scheduler, optimizers, loaded.items.keys())
+            faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
+            unchecked += [f"which group each value of {key} is for" for key in found.unchecked]
+        # Wrappers give buffers other names in a state dict, so that a buffer is known by its identity.
+        saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+        buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in saved}
+        return replace(self, faults=tuple(faults), unchecked=tuple(unchecked), buffers=buffers)
 
 
 _BY_NUMBER = "which parameter is which in {!r}: they have no names, and were matched by number"

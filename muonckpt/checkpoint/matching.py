@@ -12,7 +12,7 @@ from itertools import chain, repeat
 
 import torch
 
-from ..names.keys import NUMBER, PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of
+from ..names.keys import NUMBER, PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of, largest_parts
 from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
@@ -200,19 +200,12 @@ def _describe_values_of_other_ranks(keys: Sequence[str], live: LiveState, stored
         ranks.update(stored.by_rank[key])
         absent_paths.add(live.paths[key])
     saved_ranks = f"{len(ranks)} of {max(ranks)[1]}" if len(ranks) < max(ranks)[1] else str(len(ranks))
-    # The beginnings of paths at which the state dict holds something else as well.
-    other_prefixes = set[KeyPath]()
-    for path in live.paths.values():
-        if path not in absent_paths:
-            other_prefixes |= {path[:end] for end in range(1, len(path))}
     # The largest parts of the state dict that hold nothing else are left out.
     parts, globs = dict[str, None](), dict[str, None]()
-    for path in sorted(absent_paths, key=str):
-        end = 1
-        while path[:end] in other_prefixes:
-            end += 1
-        parts[repr(key_of(path[:end]))] = None
-        globs[escape(key_of(path[:end])) + ".*" * (path[:end] not in absent_paths)] = None
+    other_paths = (path for path in live.paths.values() if path not in absent_paths)
+    for part in largest_parts(sorted(absent_paths, key=str), other_paths):
+        parts[repr(key_of(part))] = None
+        globs[escape(key_of(part)) + ".*" * (part not in absent_paths)] = None
     yield (
         f"{listed(map(repr, keys), 1)} differ from rank to rank: {saved_ranks} ranks saved a "
         f"value each, and {stored.place[1]} load, some without one. To go on without, leave {', '.join(parts)} out of "

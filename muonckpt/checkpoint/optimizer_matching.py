@@ -229,12 +229,12 @@ class _OptimizerMatch:
         """
         # The rates with which groups began, where a scheduler has written them, and those of the groups after the load:
         # a group that starts fresh as a whole keeps its own.
-        saved_rates = [self._saved_rate(group) for group in self.saved_groups]
+        saved_rates = [group.initial_rate(self.stored.option) for group in self.saved_groups]
+        own_rates = [group.initial_rate(self.live.flat.__getitem__) for group in self.groups]
         live_rates: list[Any] = []
-        for group, origin in zip(self.groups, origins, strict=True):
-            has_own = origin is None and group.names and "initial_lr" in group.keys
-            own_rate = self.live.flat[group.keys["initial_lr"][0]] if has_own else None
-            live_rates.append(own_rate if origin is None else saved_rates[origin])
+        for group, own_rate, origin in zip(self.groups, own_rates, origins, strict=True):
+            rate = own_rate if group.names else None
+            live_rates.append(rate if origin is None else saved_rates[origin])
         # A scheduler that says for which rates it was made needs no guess; with several, it does not say whose it is.
         has_schedulers, base_rates = self._base_rates()
         if any(scheduler_misfit(base, live_rates) is None for base in base_rates.values()):
@@ -243,18 +243,20 @@ class _OptimizerMatch:
         has_several, is_merged = len(self.live.optimizers) > 1, False
         if misfit:
             # Each saving rank has groups; this rank may have some of them, or several as one.
-            used_numbers = [number for number, group in enumerate(self.groups) if group.names]
-            saved_homes = [self._saved_homes(self.groups[number].names) for number in used_numbers]
+            used_rates, saved_homes = list[Any](), list[list[int]]()
+            for group, rate in zip(self.groups, live_rates, strict=True):
+                if group.names:
+                    used_rates.append(rate)
+                    saved_homes.append(sorted({self.homes[name][0] for name in group.names if name in self.homes}))
             joint_numbers = sorted({*chain.from_iterable(saved_homes)})
             in_order = saved_homes == sorted(saved_homes)
-            is_merged = all(saved_homes) and len(joint_numbers) > len(used_numbers) and in_order
+            is_merged = all(saved_homes) and len(joint_numbers) > len(used_rates) and in_order
             base_rates = base_rates if not has_several else {}
-            joint_rates = [saved_rates[number] for number in joint_numbers]
-            if scheduler_misfit(joint_rates, [live_rates[number] for number in used_numbers]) is None:
+            if scheduler_misfit([saved_rates[number] for number in joint_numbers], used_rates) is None:
                 misfit = next((scheduler_misfit(base, live_rates) for base in base_rates.values()), None)
         if misfit:
-            has_own_rates = any("initial_lr" in group.keys for group in self.groups)
-            is_certain = bool(base_rates) or (not is_merged and (has_schedulers or has_own_rates))
+            has_rates = any("initial_lr" in group.keys for group in self.groups)
+            is_certain = bool(base_rates) or (not is_merged and (has_schedulers or has_rates))
             return Matching(faults=(misfit,)) if is_certain else Matching(doubts=(misfit,))
         doubts = []
         for key, base in base_rates.items() if not has_several and None not in live_rates else ():
@@ -266,13 +268,6 @@ class _OptimizerMatch:
                     "in the saved run"
                 )
         return Matching(doubts=tuple(doubts))
-
-    def _saved_homes(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the first saved group of each given parameter, sorted."""
-        return sorted({self.homes[name][0] for name in names if name in self.homes})
-
-    def _saved_rate(self, group: OptionGroup) -> Any:
-        return self.stored.option(group.keys["initial_lr"][0]) if "initial_lr" in group.keys else None
 
     def _base_rates(self) -> tuple[bool, dict[str, tuple[Any, ...]]]:
         """Return whether the state dict has schedulers, and the rates for which saved ones were made, by key.

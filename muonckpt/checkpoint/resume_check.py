@@ -6,7 +6,7 @@ compares both on all ranks: tensors by fingerprint, everything else by value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layouts.tensors import local_of
 from ..names.errors import AttestError
-from ..names.keys import OptimizerKey, key_of
+from ..names.keys import OptimizerKey, key_of, largest_parts
 from ..names.resumption import in_short
 from ..names.vocabulary import GIVEN_KEYS, HISTORY_OPTIONS, KeyPath
 from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
@@ -115,6 +115,10 @@ def _make_rank_answer(parts: LiveParts) -> _RankAnswer:
     for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys():
         if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in HISTORY_OPTIONS:
             unloaded_items.add(key)
+    # The largest parts of the template in which nothing is compared.
+    covered_paths = map(loaded.paths.__getitem__, parts.covered_keys)
+    absent_paths = [path for key, path in loaded.paths.items() if key not in parts.covered_keys]
+    unchecked_parts = map(key_of, largest_parts(absent_paths, covered_paths))
     return _RankAnswer(
         loaded=loaded,
         shares=shares,
@@ -123,7 +127,7 @@ def _make_rank_answer(parts: LiveParts) -> _RankAnswer:
         equal_items=len(equal_items),
         template_keys=frozenset(loaded.paths),
         covered_keys=parts.covered_keys,
-        unchecked=frozenset((*_parts_beside(loaded.paths, parts.covered_keys), *parts.unchecked)),
+        unchecked=frozenset((*unchecked_parts, *parts.unchecked)),
         unloaded_items=frozenset(unloaded_items),
         unrestored=frozenset(parts.unrestored),
     )
@@ -189,19 +193,6 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
         len(ranks),
         loaded.initialised,
     )
-
-
-def _parts_beside(paths: Mapping[str, KeyPath], covered_keys: Collection[str]) -> Iterator[str]:
-    """Yield the keys of the largest parts of a template that have none of the covered keys."""
-    covered_roots: set[KeyPath] = set()
-    for key in covered_keys:
-        covered_roots.update(paths[key][:length] for length in range(len(paths[key]) + 1))
-    # The shortest beginning of a path under which nothing is covered is such a part.
-    for key in paths.keys() - covered_keys:
-        path, length = paths[key], 1
-        while path[:length] in covered_roots:
-            length += 1
-        yield key_of(path[:length])
 
 
 def _option_of(path: KeyPath) -> str:

@@ -83,6 +83,10 @@ class OptionGroup(NamedTuple):
     names: tuple[str, ...]
     keys: Mapping[str, Sequence[str]]
 
+    def initial_rate(self, value: Callable[[str], Any]) -> Any:
+        """Return the rate with which the group began, if a scheduler has written it; ``value`` reads that of a key."""
+        return value(self.keys["initial_lr"][0]) if "initial_lr" in self.keys else None
+
 
 def option_groups(
     optimizer: NamedOptimizer, keys: Iterable[str], value: Callable[[str], Any], mark: Callable[[str], str]

@@ -38,6 +38,16 @@ def key_of(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
+def largest_parts(paths: Iterable[KeyPath], others: Iterable[KeyPath]) -> Iterator[KeyPath]:
+    """Yield for each path its shortest beginning below which none of the other paths lies."""
+    beginnings = {path[:length] for path in others for length in range(len(path) + 1)}
+    for path in paths:
+        length = 1
+        while path[:length] in beginnings:
+            length += 1
+        yield path[:length]
+
+
 # Paths of a checkpoint.
 
 
