@@ -78,6 +78,18 @@ class UnseenError(SourceError):
     """A process does not see a file or folder that another one sees, so that nothing is known of the checkpoint."""
 
 
+class ChecksumError(DamageError):
+    """Bytes that were read have another checksum than was recorded.
+
+    Attributes:
+        key: of the tensor or item that they are of, in the first error that names it; else empty.
+    """
+
+    def __init__(self, fault: str, key: str = "") -> None:
+        super().__init__(fault)
+        self.key = key
+
+
 class LostFileError(DamageError):
     """A file of a checkpoint is missing or cut: its contents are lost, and all else may be whole."""
 

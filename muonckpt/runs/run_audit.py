@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..names.errors import RemovedError, SourceError, UnavailableError
+from ..names.errors import LayoutError, RemovedError, SourceError, UnavailableError
 from ..names.version import VERSION
 from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
-from ..store.verify.audit import AuditReport, verify
+from ..store.verify.audit import AuditReport, damage_in, verify
 from ..store.verify.run import Run, RunStep, State, look_at_folder
 from ..store.verify.verification import Verification, look_at_files, record_verification
 
@@ -87,6 +87,24 @@ def verify_recorded(
     if damage.disk_errors:
         return report, entry, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
     return report, entry, record_verification(place, entry)
+
+
+def record_damage(path: Location, keys: Collection[str]) -> None:
+    """Record as `verify_recorded` that a checkpoint is damaged, where tensors or items have other checksums here, too.
+
+    Nothing is recorded of what this process cannot read, or of files that have changed.
+
+    Args:
+        keys: those whose checksums a load has found wrong.
+    """
+    try:
+        before = look_at_files(path)
+        damage = damage_in(path, keys)
+    except (SourceError, LayoutError, UnavailableError):  # it may be whole elsewhere, or its files show the damage
+        return
+    if damage is not None:
+        entry = Verification(time.time(), "faulty", damage.sentence, True, VERSION, before.digest, {}, False)
+        record_verification(path, entry)
 
 
 def verify_run(

@@ -33,7 +33,15 @@ from .io.location import Location, is_there, map_each
 from .io.regular import open_regular
 from .reading.blocks import slices_within
 from .reading.dtypes import dtype
-from .reading.payloads import Payloads, Reader, check_chunk, checked_elements, compare_checksums, payload_of
+from .reading.payloads import (
+    Payloads,
+    Reader,
+    about_entry,
+    check_chunk,
+    checked_elements,
+    compare_checksums,
+    payload_of,
+)
 
 
 def check_blob(payloads: Payloads, blob: Blob) -> None:
@@ -65,7 +73,7 @@ def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
 
 
 def _about_item(payloads: Payloads, blob: Blob) -> AbstractContextManager[None]:
-    return about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged")
+    return about_entry(blob.key, f"item {blob.key!r} in {payloads.place(blob.item.file)}")
 
 
 def _check_item(blob: Blob, parts: Callable[[int, int], Iterable[RawBytes]]) -> None:

@@ -52,8 +52,8 @@ def restored(series: Series) -> int | None:
 
 
 def names(folder: Path) -> list[str]:
-    """What lies in a folder, but for the record of resumes."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != "resumes")
+    """What lies in a folder, but for the records of resumes and verifications."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in ("resumes", ".muonckpt-verified"))
 
 
 S = StepName
@@ -217,7 +217,7 @@ def test_what_a_verification_has_found_lost_is_passed_over_and_what_only_looks_o
     step, told = restored_with_what_is_told(tmp_path)
     assert step == 2 and len(told) == 2 and all("damaged bytes" in message for message in told)
     Series(tmp_path, keep_last=2).save(4, state(4))  # what is known to be damaged does not count
-    assert names(tmp_path)[1:] == ["step-00000002", "step-00000003", "step-00000004"]
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     muonckpt.save({"w": torch.full((2,), torch.nan)}, tmp_path / "step-00000005")
     assert not next(verify_run(tmp_path)).is_whole
     template = {"w": torch.zeros(2)}
@@ -267,6 +267,52 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
     assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
     assert f"What to do: (a) muonckpt verify {tmp_path / 'step-00000003.3'} (lists all" in str(none.value)
     assert "(b)" not in str(none.value)
+
+
+@pytest.mark.parametrize("record", ["written", "refused"])
+def test_all_hear_of_damage_that_a_restore_has_met_until_the_file_is_replaced(record, tmp_path):
+    for step in (1, 2, 3):
+        path = Path(Series(tmp_path).save(step, state(step)).path)
+    [file] = path.glob("*.distcp")
+    saved = file.read_bytes()
+    flip_last_bit(path)
+    if record == "refused":
+        (tmp_path / ".muonckpt-verified").write_text("no folder")
+    with pytest.warns(RuntimeWarning, match=f"{path} is not whole: .* is damaged") as told:
+        assert restored(Series(tmp_path)) == 2
+    assert "UNUSABLE" not in str(told[0].message) and 'check="before"' not in str(told[0].message), "it was restored"
+    newest = run_of(tmp_path).newest_whole
+    if record == "refused":
+        assert newest.step == 3
+        return
+    assert newest.step == 2
+    assert run_of(tmp_path).steps[2].fault.startswith(f"rank 0's file {file.name} has damaged bytes: ")
+    with pytest.warns(RuntimeWarning, match=f"{path} is not whole: {re.escape(run_of(tmp_path).steps[2].fault)}"):
+        assert Series(tmp_path).latest().step == 2
+    copy = tmp_path / "copy"
+    copy.write_bytes(saved)
+    copy.replace(file)
+    assert run_of(tmp_path).newest_whole.step == 3 and restored(Series(tmp_path)) == 3
+
+
+def test_one_wrong_read_of_a_whole_step_is_not_recorded(tmp_path, monkeypatch):
+    """Elements arrive with other bits once, and as they were saved when they are read again."""
+    for step in (1, 2):
+        Series(tmp_path).save(step, state(step))
+    honest, wrong_reads = os.preadv, []
+
+    def read(handle: int, buffers: list[memoryview], *where: int) -> int:
+        count = honest(handle, buffers, *where)
+        if not wrong_reads and "step-00000002/__0_0" in str(Path(f"/proc/self/fd/{handle}").readlink()):
+            wrong_reads.append(handle)
+            for buffer in buffers:
+                buffer[:] = bytes(byte ^ 1 for byte in buffer)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.warns(RuntimeWarning, match="step-00000002 is not whole: .*damaged"):
+        assert restored(Series(tmp_path)) == 1
+    assert wrong_reads and run_of(tmp_path).newest_whole.step == 2 and not (tmp_path / ".muonckpt-verified").exists()
 
 
 def run_of_one_step(folder: Path) -> tuple[Series, torch.nn.Linear, Path]:
@@ -380,6 +426,7 @@ def test_all_ranks_agree_whatever_happens(tmp_path):
     counts = [sum("3 is not whole" in text and "step-00000002 instead" in text for text in told) for _, told in results]
     assert counts[0] and not any(counts[1:])
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert run_of(tmp_path).newest_whole.step == 2, "rank 1 has met the damage, and rank 0 has recorded it"
 
 
 def strict_on_the_first(rank, world, folder):

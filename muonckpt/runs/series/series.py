@@ -21,6 +21,7 @@ from ...checkpoint.all_ranks import (
     broadcast_from_first,
     decide_on_first,
     gather_on_all,
+    gather_on_first,
     is_coordinator,
     refuse_differing,
     refuse_mixed_calls,
@@ -41,6 +42,7 @@ from ...names.errors import (
     UNUSABLE,
     ArgumentError,
     AttestError,
+    ChecksumError,
     DamageError,
     DestinationError,
     LostRankError,
@@ -57,6 +59,7 @@ from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import diagnosis_of_damaged, open
 from ...store.verify.run import StepName
+from ..run_audit import record_damage
 from ..step_folder import Newest, StepFolder
 from .beginning import begin
 from .restored import Restored
@@ -436,7 +439,8 @@ class Series:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
         Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
-        that fails as well, the series refuses to save until a restore succeeds.  A checkpoint that does not fit, or
+        that fails as well, the series refuses to save until a restore succeeds.  A wrong checksum is recorded as by
+        `verify_run`, if the first rank, too, reads those bytes so.  A checkpoint that does not fit, or
         cannot be reached for now, is an error and no reason to take an older one.
 
         Args:
@@ -482,6 +486,9 @@ class Series:
                     raise
                 # Damage that only reading shows: the one before is next.
                 self._damaged[newest.name] = error.fault
+                keys = gather_on_first(self._group, _keys_with_other_checksums(error))
+                if keys is not None:
+                    record_damage(self._folder.path(newest.name), {*chain.from_iterable(keys)})
             else:
                 return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
 
@@ -563,7 +570,7 @@ class Series:
         if not is_coordinator(self._group):
             return
         for name, fault in newest.faults.items():
-            path = self._folder.path(name)
+            path, fault = self._folder.path(name), fault.partition(f". {UNUSABLE}")[0]
             message = (
                 f"{path} is not whole: {fault}; {consequence}. Whether it can be recovered: muonckpt verify {path}"
             )
@@ -586,6 +593,16 @@ class Series:
             return decide()
 
         return decide_on_first(self._group, kind, arguments, decide_for)
+
+
+def _keys_with_other_checksums(error: BaseException | None) -> list[str]:
+    """Return the keys of tensors and items whose checksums this rank has found wrong, from the causes of an error."""
+    keys = []
+    while error is not None:
+        if isinstance(error, ChecksumError) and error.key:
+            keys.append(error.key)
+        error = error.__cause__
+    return keys
 
 
 def _check_step(step: object) -> None:

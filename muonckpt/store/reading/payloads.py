@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...algebra.box import Index, row_major
 from ...algebra.fingerprint import combine, fingerprint
 from ...algebra.layout import Place
-from ...names.errors import DamageError, DiskError, SourceError, about
+from ...names.errors import ChecksumError, DamageError, DiskError, SourceError, about
 from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.checksums import JoinedCrc, crc32, xxh3_128
 from ..io.limits import check_holes
@@ -420,7 +420,17 @@ def check_joined(payloads: Payloads, tensor: StateRecord, chunk: Chunk, joined: 
 
 def about_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:
     """Say in errors that a chunk is damaged: which one, and where."""
-    return about(f"tensor {tensor.key!r} box {chunk.box} in {payloads.place(chunk.item.file)} is damaged")
+    return about_entry(tensor.key, f"tensor {tensor.key!r} box {chunk.box} in {payloads.place(chunk.item.file)}")
+
+
+@contextmanager
+def about_entry(key: str, subject: str) -> Iterator[None]:
+    """Say in errors that a tensor or an item is damaged, and give its key to those about checksums."""
+    with about(f"{subject} is damaged"):
+        try:
+            yield
+        except ChecksumError as error:
+            raise ChecksumError(str(error), key) from error
 
 
 def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview]) -> None:
@@ -433,9 +443,9 @@ def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview])
 
 
 def compare_checksums(kind: str, actual: str, expected: str) -> None:
-    """Raise `DamageError` if two checksums of one kind differ."""
+    """Raise `ChecksumError` if two checksums of one kind differ."""
     if actual != expected:
-        raise DamageError(f"{kind} {actual}, expected {expected}")
+        raise ChecksumError(f"{kind} {actual}, expected {expected}")
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Index
 from ...algebra.fingerprint import as_hex, combine
-from ...names.errors import DamageError, DiskError, LayoutError, SourceError
+from ...names.errors import ChecksumError, DamageError, DiskError, LayoutError, SourceError
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, first_rows_of, with_chunks
@@ -39,7 +39,7 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import DISK_FAILS, OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import Damage, damage_of_files, findings_by_files, misplaced_files, open_remains
+from .damage import Damage, damage_by_files, damage_of_files, findings_by_files, misplaced_files, open_remains
 from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of
 from .small_tensors import examine_small
 from .verification import unless_removed
@@ -155,6 +155,36 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
         notes=tuple(notes),
         diagnosis=diagnosis_of(checkpoint, damage.with_findings(findings)),
     )
+
+
+def damage_in(path: Location, keys: Collection[str]) -> Damage | None:
+    """Read tensors and items of a checkpoint, and return its damage with theirs; None if all checksums are right.
+
+    Raises:
+        SourceError, UnavailableError: they cannot be read, which does not tell what their bytes are.
+    """
+    with open_remains(path) as checkpoint:
+        manifest, payloads = checkpoint.outline, checkpoint.payloads
+        is_lost = np.zeros(len(manifest.columns), np.bool_)
+        for tensor, start in zip(manifest.tensors, first_rows_of(manifest.tensors).tolist(), strict=False):
+            if tensor.key in keys:
+                [located] = checkpoint.locate([tensor])
+                for row, chunk in enumerate(located.chunks, start):
+                    is_lost[row] = _has_other_checksum(partial(check_chunk, payloads, located, chunk))
+        blobs = [blob for blob in manifest.blobs if blob.key in keys]
+        items = frozenset(blob.key for blob in blobs if _has_other_checksum(partial(check_blob, payloads, blob)))
+        damage = damage_by_files(checkpoint)
+    if not (is_lost.any() or items):
+        return None
+    return replace(damage, chunks=damage.chunks | is_lost, items=damage.items | items)
+
+
+def _has_other_checksum(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except ChecksumError:
+        return True
+    return False
 
 
 _BATCHES = 1 << 11, 1 << 14
