@@ -73,6 +73,7 @@ class Preflight:
         changes: options whose saved values would replace those of the code.
         warnings: what the loader would not say, and the user would want to know.
         unasked: roots of the checkpoint's keys that neither the model nor the optimizer has, such as "lr_scheduler".
+        verified: whether a verification has read the bytes of exactly these files.
     """
 
     checkpoint: str
@@ -84,6 +85,7 @@ class Preflight:
     changes: tuple[OptionChange, ...]
     warnings: tuple[str, ...]
     unasked: tuple[str, ...]
+    verified: bool = False
 
     def __bool__(self) -> bool:
         return not self.refusal
@@ -95,7 +97,8 @@ class Preflight:
             return f"no: {self.refusal}"
         fresh = f", {len(self.report.fresh)} would begin from zero" if self.report.fresh else ""
         weights = f"{as_initialised(len(self.report.kept))}, " if self.report.kept else ""
-        return f"yes: {weights}the state of {len(self.report.loaded)} parameters would be loaded{fresh}"
+        known_by = "" if self.verified else f"; bytes not verified (muonckpt verify {self.checkpoint})"
+        return f"yes: {weights}the state of {len(self.report.loaded)} parameters would be loaded{fresh}{known_by}"
 
     def to_json(self) -> dict[str, Any]:
         return {"resumes": bool(self), "sentence": self.sentence, **fields_of(self)}
@@ -180,6 +183,7 @@ def preflight(
         changes,
         (*outcome.warnings, *([diagnosis.sentence] if diagnosis else ())),
         unasked,
+        diagnosis.verified is not None,
     )
 
 

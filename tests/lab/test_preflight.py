@@ -275,6 +275,14 @@ def test_the_command_exits_with_1_for_no(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("no: ")
 
 
+def test_the_answer_says_whether_the_bytes_were_verified(tmp_path):
+    path = tmp_path / "step-00000001"
+    muonckpt.save(state_of(ours()), path)
+    assert preflight(path, ours()).sentence.endswith(f"; bytes not verified (muonckpt verify {path})")
+    assert all(verdict.is_whole for verdict in muonckpt.verify_run(tmp_path))
+    assert preflight(path, ours()).sentence.endswith(" parameters would be loaded")
+
+
 def test_a_process_group_of_the_caller_is_left_alone(tmp_path):
     muonckpt.save(state_of(ours()), tmp_path / "checkpoint")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
