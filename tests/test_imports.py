@@ -84,7 +84,7 @@ TORCH = (
     "layouts/tensors",
     "layouts/boxed_tensor",
     "layouts/megatron_fsdp",
-    "ranks/new_group",
+    "ranks/",
     "checkpoint/",
     "runs/series/",
     "compat/",

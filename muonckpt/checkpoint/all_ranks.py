@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..names.errors import UNUSABLE, ArgumentError, LostRankError, MuonckptError, SourceError, lost_ranks
 from ..ranks.new_group import time_out
+from ..ranks.release import in_flight
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -188,13 +189,13 @@ def gather_on_first(process_group: dist.ProcessGroup | None, answer: T) -> list[
 
     def gather(part: Tensor) -> list[Tensor] | None:
         parts = list(part.repeat(num_ranks, 1)) if is_first else None
-        dist.gather(part, parts, group=process_group, group_dst=0)
+        dist.gather(in_flight(part), parts, group=process_group, group_dst=0)
         return parts
 
     with lost_ranks():
         heads = gather(head)
         longest = torch.tensor(max(map(_rest_bytes, heads or ()), default=0), device=head.device)
-        dist.broadcast(longest, group=process_group, group_src=0)
+        dist.broadcast(in_flight(longest), group=process_group, group_src=0)
         padding = rest.new_zeros(int(longest) - len(rest))
         rests = gather(torch.cat([rest, padding])) if longest else [padding] * num_ranks
         if heads is None or rests is None:
@@ -209,10 +210,10 @@ def _broadcast(process_group: dist.ProcessGroup | None, message: T) -> T:
     is_first = is_coordinator(process_group)
     head, rest = _divided(process_group, message)
     with lost_ranks():
-        dist.broadcast(head, group=process_group, group_src=0)
+        dist.broadcast(in_flight(head), group=process_group, group_src=0)
         rest = rest if is_first else head.new_empty(_rest_bytes(head))
         if len(rest):
-            dist.broadcast(rest, group=process_group, group_src=0)
+            dist.broadcast(in_flight(rest), group=process_group, group_src=0)
     if not is_first:
         message = _joined(head, rest)
     return message
@@ -358,7 +359,7 @@ def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -
     note = torch.frombuffer(bytearray(f"{bits} {call}".encode().ljust(_NOTE_BYTES)), dtype=torch.uint8)
     notes = list(note.to(wire_device(process_group, ())).repeat(len(ranks), 1))
     with lost_ranks():  # one exchange, as lengths are known; objects would take two
-        dist.all_gather(notes, notes[0].clone(), group=process_group)
+        dist.all_gather(notes, in_flight(notes[0].clone()), group=process_group)
     # Two names are two calls, whose further exchanges would misunderstand each other.
     joint_bits, first_call = 0, ""
     for rank, note in zip(ranks, notes, strict=True):
@@ -411,4 +412,4 @@ def exchange(
         LostRankError: another rank was lost.
     """
     with lost_ranks():
-        dist.all_to_all_single(receive, send, list(take), list(give), group=process_group)
+        dist.all_to_all_single(in_flight(receive), in_flight(send), list(take), list(give), group=process_group)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...names.errors import lost_ranks
+from ...ranks.release import in_flight
 from ..ground.devices import is_asynchronous
 from ..planning.schedule import NOTE, Route
 from .agreement import AgreedError, Facts, Intent, refusal
@@ -40,7 +41,7 @@ def all_to_all(route: Route, group: dist.ProcessGroup, device: torch.device) -> 
     def start(send: Tensor) -> Callable[[], Tensor]:
         received = send.new_empty(sum(route.receive_counts))
         with lost_ranks():
-            work = dist.all_to_all_single(received, send, *splits, group, async_op=True)
+            work = dist.all_to_all_single(in_flight(received), in_flight(send), *splits, group, async_op=True)
 
         def arrive() -> Tensor:
             with lost_ranks():
@@ -65,7 +66,7 @@ def all_gather(route: Route, group: dist.ProcessGroup, device: torch.device) -> 
         padded[: len(send)] = send
         wires = [send.new_empty(largest) for _ in starts]
         with lost_ranks():
-            work = dist.all_gather(wires, padded, group, async_op=True)
+            work = dist.all_gather(wires, in_flight(padded), group, async_op=True)
 
         def arrive() -> Tensor:
             with lost_ranks():
@@ -138,7 +139,7 @@ def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tenso
     row = torch.stack([*numbers])
     table = row.new_empty(dist.get_world_size(group) * len(row))
     with lost_ranks():
-        ALL_GATHER(table, row, group=group)
+        ALL_GATHER(in_flight(table), row, group=group)
     return table.view(-1, len(row))
 
 
@@ -147,7 +148,7 @@ def max_over_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     largest = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if group is not None:
         with lost_ranks():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(in_flight(largest), dist.ReduceOp.MAX, group=group)
     return largest
 
 
@@ -168,7 +169,7 @@ def reduce_flags(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tup
     sent = torch.cat([note, 255 - note])
     maxima = torch.cat([flags, sent])
     with lost_ranks():
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(in_flight(maxima), dist.ReduceOp.MAX, group=group)
     return maxima[: len(flags)], maxima[len(flags) :], sent
 
 
@@ -189,7 +190,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensor of every rank of a group, in order."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with lost_ranks():
-        dist.all_gather(tensors, tensor, group)
+        dist.all_gather(tensors, in_flight(tensor), group)
     return tensors
 
 
