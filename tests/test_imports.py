@@ -54,7 +54,7 @@ RULES = {
     "optimizer/methods optimizer/step",
     "converters/engine": "names algebra record ranks programs layouts layouts/buffers store/io store/reading "
     "store/formats store checkpoint converters/target",
-    "optimizer/layer_wise": "names algebra layouts layouts/buffers optimizer/ground optimizer/methods "
+    "optimizer/layer_wise": "names algebra ranks layouts layouts/buffers optimizer/ground optimizer/methods "
     "optimizer/step optimizer",
     "converters/translate": "names algebra record programs store/formats store converters/engine",
     "optimizer/__init__": "optimizer/newton_schulz optimizer/methods optimizer optimizer/layer_wise",

@@ -24,6 +24,7 @@ from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest, place_pa
 from ...layouts.buffers.records import to_json
 from ...names.errors import ArgumentError, LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
+from ...ranks.release import in_flight
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
 from ..options import options_of, params_of
@@ -320,8 +321,8 @@ class Bucket:
             return []
         shards = self._shard_views(memory)
         if self.even:
-            return [ALL_GATHER(memory, shards[self._rank][1], group=group, async_op=True)]
-        return [dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in shards]
+            return [ALL_GATHER(memory, in_flight(shards[self._rank][1]), group=group, async_op=True)]
+        return [dist.broadcast(in_flight(shard), group=group, group_src=rank, async_op=True) for rank, shard in shards]
 
 
 def fill_buffers(
