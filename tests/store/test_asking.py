@@ -140,6 +140,14 @@ def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file,
     assert Series(run).restore(state(0)).step == 2
 
 
+def test_an_item_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    with muonckpt.open(f"{saved(tmp_path / 'run')}/{NEWEST}") as opened:
+        monkeypatch.setattr(os, "open", raising(PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(UnavailableError, match=r"^item '.*' in .*: cannot read .*: Permission denied") as raised:
+            [*opened.items.values()]
+    assert "is damaged" not in str(raised.value)
+
+
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call, tmp_path, monkeypatch):
     run, real, broken = saved(tmp_path / "run"), getattr(os, call), f"{NEWEST}/__0_0.distcp"

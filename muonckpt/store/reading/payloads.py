@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from ...algebra.box import Index, row_major
 from ...algebra.fingerprint import combine, fingerprint
 from ...algebra.layout import Place
-from ...names.errors import ChecksumError, DamageError, DiskError, SourceError, about
+from ...names.errors import (
+    ChecksumError,
+    DamageError,
+    DiskError,
+    MuonckptError,
+    RemovedError,
+    SourceError,
+    UnavailableError,
+)
 from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.checksums import JoinedCrc, crc32, xxh3_128
 from ..io.limits import check_holes
@@ -426,11 +434,16 @@ def about_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> Abstra
 @contextmanager
 def about_entry(key: str, subject: str) -> Iterator[None]:
     """Say in errors that a tensor or an item is damaged, and give its key to those about checksums."""
-    with about(f"{subject} is damaged"):
-        try:
-            yield
-        except ChecksumError as error:
-            raise ChecksumError(str(error), key) from error
+    try:
+        yield
+    except ChecksumError as error:
+        raise ChecksumError(f"{subject} is damaged: {error}", key) from error
+    except DiskError as error:
+        raise DiskError(f"{subject} is damaged: {error}") from error
+    except (UnavailableError, RemovedError) as error:  # these say nothing about its bytes
+        raise type(error)(f"{subject}: {error}") from error
+    except MuonckptError as error:
+        raise type(error)(f"{subject} is damaged: {error}") from error
 
 
 def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview]) -> None:
