@@ -236,15 +236,17 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                 if name in arguments and not _fits(arguments[name], hints[name]):
                     hint = hints[name]
                     kind = hint.__name__ if isinstance(hint, type) else re.sub(r"(\w+\.)+", "", str(hint))
+                    kind = "True or False" if hint is bool else kind
                     found = f"{name}={value_in_short(arguments[name])}"
-                    raise ArgumentError(f"{function.__qualname__}: {found}: expected {kind}. Write {line}") from None
+                    caller = function.__qualname__.removesuffix(".__init__")
+                    raise ArgumentError(f"{caller}: {found}: expected {kind}. Write {line}") from None
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             refuse_kinds(kwargs, flags, dict.fromkeys(flags, bool))  # anything is true or false, so nothing else would
             try:
                 return function(*args, **kwargs)
-            except MuonckptError:
+            except (MuonckptError, ValueError):  # a ValueError of torch names the value
                 raise
             except Exception:
                 # Only a call that does not fit the signature is refused here; others fail by themselves.

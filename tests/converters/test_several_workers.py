@@ -89,7 +89,7 @@ def test_damage_that_one_worker_meets_ends_all_and_leaves_nothing(source, tmp_pa
     _, damaged = job.rows.at(min(met[2] - met[0] - met[1]))
     edit(tmp_path / "source" / damaged.payload.file, damaged.payload.offset)
     told = together(3, plan, tmp_path / "source", destination=tmp_path / "out")
-    assert all("DamageError" in error and "is damaged" in error for error in told)
+    assert all("ChecksumError" in error and "is damaged" in error for error in told)
     assert told[0] == told[1] == told[2] and told[0].endswith("(rank 2)")
     assert nothing_but(tmp_path, "source")
 

@@ -190,7 +190,7 @@ def test_a_rate_that_a_schedule_makes_wrong_is_refused_before_anything_moves(opt
     ("arguments", "message"),
     [
         *(
-            ({name: value}, f"{name}=.*: expected bool. Write LayerWise")
+            ({name: value}, f"{name}=.*: expected True or False. Write LayerWise")
             for name in ("average", "exact", "overlap")
             for value in ("False", 0)
         ),
