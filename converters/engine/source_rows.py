@@ -2,7 +2,7 @@
 
 A chunk with a CRC-32 is checked by the bytes read for its copies: each is read once, and the checked bytes are those
 that are copied.  Its CRC-32 follows from those of the runs that tile it, whichever thread reads them, in any order.
-Other chunks are checked before anything is copied from them.  What is read again for other files is not checked again:
+Other chunks are checked before anything is copied from them.  A second read for another file is not checked again:
 a file that changes in between is found by the tensor's fingerprint, if the source has one.
 """
 

@@ -1,6 +1,6 @@
 """The parameters of a view as another program will name them: renamed, split and joined by rules, with their methods.
 
-Of the view's tensors, items and slots, this chooses those that can be written at all; others are listed as left out.
+This chooses the view's tensors, items and slots that can be written at all; others are listed as left out.
 """
 
 from __future__ import annotations
