@@ -311,7 +311,7 @@ def refuse_mixed_calls(process_group: dist.ProcessGroup | None, call: str) -> No
     """
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is not None and time_out(group, torch.device("cpu")) is not None:
-        with told_when_waiting(group, call):
+        with warned_when_waiting(group, call):
             bits_of_all(process_group, call, 0)
 
 
@@ -320,7 +320,7 @@ LONG_SECONDS = 20.0
 
 
 @contextmanager
-def told_when_waiting(process_group: dist.ProcessGroup | None, call: str) -> Iterator[None]:
+def warned_when_waiting(process_group: dist.ProcessGroup | None, call: str) -> Iterator[None]:
     """Warn if the block takes long; on two ranks of a group alone, as one of them may be the late one."""
 
     def tell() -> None:

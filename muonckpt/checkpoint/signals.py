@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ..names.errors import ArgumentError
-from .all_ranks import bits_of_all, is_coordinator, told_when_waiting
+from .all_ranks import bits_of_all, is_coordinator, warned_when_waiting
 
 Then = Literal["go on", "stop"]
 """The sequel of a save: the program goes on, or stops."""
@@ -108,7 +108,7 @@ class Signals:
         Where no rank listens, and `due` has reported none, requests are left to others, such as another series.
         """
         # Ranks without signals answer as well: the gather takes all of them.
-        with told_when_waiting(self._group, call):
+        with warned_when_waiting(self._group, call):
             bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._listens else 0))
         if bits & _LISTENS or self._requests:
             self._requests |= bits & ~_LISTENS

@@ -249,7 +249,7 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
             except (MuonckptError, ValueError):  # a ValueError of torch names the value
                 raise
             except Exception:
-                # Only a call that does not fit the signature is refused here; others fail by themselves.
+                # Refuse a call that does not fit the signature or its annotations; others fail by themselves.
                 try:
                     arguments = signature.bind(*args, **kwargs).arguments
                 except TypeError as misfit:
