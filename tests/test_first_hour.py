@@ -46,7 +46,7 @@ def run(script: str, names: dict[str, Any]) -> str:
     """Run a script whose last line fails, and return the error as it is printed."""
     with pytest.raises(Exception) as refused:
         exec(script, names)
-    assert refused.value.__cause__ is None, "one error, told once"
+    assert not isinstance(refused.value.__cause__, muonckpt.MuonckptError), "one error of ours, told once"
     return f"{type(refused.value).__name__}: {refused.value}"
 
 
@@ -103,6 +103,12 @@ MADE = {
     "sort_parameters()": "ArgumentError: sort_parameters: missing a required argument: 'model'. Write sort_parameters",
     "sort_parameters(RULES, model)": "ArgumentError: model: expected a model, whose names and modules decide, found a ",
 }
+
+
+def test_an_argument_of_another_kind_is_refused_because_of_the_error_that_it_caused():
+    with pytest.raises(muonckpt.ArgumentError, match="max_norm='1': expected float") as told:
+        clip_grad_norm_([torch.ones(1)], "1")
+    assert isinstance(told.value.__cause__, TypeError | RuntimeError), "its traceback says where"
 
 
 @pytest.mark.parametrize("script", MADE)

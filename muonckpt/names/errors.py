@@ -231,24 +231,23 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
         signature = inspect.signature(function)
         flags = [name for name, parameter in signature.parameters.items() if parameter.annotation == "bool"]
 
-        def refuse_kinds(arguments: Mapping[str, object], names: Iterable[str], hints: Mapping[str, Any]) -> None:
-            for name in names:
-                if name in arguments and not _fits(arguments[name], hints[name]):
-                    hint = hints[name]
+        def refuse_kinds(arguments: Mapping[str, object], hints: Mapping[str, Any], cause: Exception | None) -> None:
+            for name, hint in hints.items():
+                if name in arguments and not _fits(arguments[name], hint):
                     kind = hint.__name__ if isinstance(hint, type) else re.sub(r"(\w+\.)+", "", str(hint))
                     kind = "True or False" if hint is bool else kind
                     found = f"{name}={value_in_short(arguments[name])}"
                     caller = function.__qualname__.removesuffix(".__init__")
-                    raise ArgumentError(f"{caller}: {found}: expected {kind}. Write {line}") from None
+                    raise ArgumentError(f"{caller}: {found}: expected {kind}. Write {line}") from cause
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            refuse_kinds(kwargs, flags, dict.fromkeys(flags, bool))  # anything is true or false, so nothing else would
+            refuse_kinds(kwargs, dict.fromkeys(flags, bool), None)  # anything is true or false, so nothing else would
             try:
                 return function(*args, **kwargs)
             except (MuonckptError, ValueError):  # a ValueError of torch names the value
                 raise
-            except Exception:
+            except Exception as error:
                 # Refuse a call that does not fit the signature or its annotations; others fail by themselves.
                 try:
                     arguments = signature.bind(*args, **kwargs).arguments
@@ -260,8 +259,7 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                         hint = f"; by name only: {', '.join(by_name)}." if by_name else "."
                     cure = elsewhere.get(name, line)
                     raise ArgumentError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
-                hints = get_type_hints(function)
-                refuse_kinds(arguments, hints, hints)
+                refuse_kinds(arguments, get_type_hints(function), error)
                 raise
 
         return call

@@ -429,6 +429,29 @@ def test_all_ranks_agree_whatever_happens(tmp_path):
     assert run_of(tmp_path).newest_whole.step == 2, "rank 1 has met the damage, and rank 0 has recorded it"
 
 
+def fail_to_record(rank, world, folder):
+    """Return what each rank is told where the first one fails while it records damage."""
+    template, told = of_ranks(world, -1), "nothing"
+    with warnings.catch_warnings(), patch("muonckpt.runs.run_audit.damage_in", side_effect=KeyError("defect")):
+        warnings.simplefilter("ignore")
+        try:
+            Series(folder).restore(template)
+        except MuonckptError as error:
+            told = f"{type(error).__name__}: {error}"
+    return told
+
+
+def test_an_unexpected_error_while_damage_is_recorded_reaches_all_ranks(tmp_path):
+    run(2, save_two_steps, str(tmp_path))
+    flip_last_bit(tmp_path / "step-00000002")
+    assert run(2, fail_to_record, str(tmp_path)) == ["SourceError: KeyError: 'defect'"] * 2
+
+
+def save_two_steps(rank, world, folder):
+    for step in (1, 2):
+        Series(folder).save(step, of_ranks(world, step))
+
+
 def strict_on_the_first(rank, world, folder):
     """All that warns between collectives, or on one rank alone, where the first rank makes warnings errors."""
     model = torch.nn.Linear(4, 3, bias=False)

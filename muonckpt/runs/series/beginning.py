@@ -24,11 +24,19 @@ from ...converters.engine.job import make_job
 from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
 from ...converters.target.topology import Target
-from ...names.errors import ArgumentError, SourceError, UnknownOptimizerError
+from ...names.errors import (
+    ArgumentError,
+    DamageError,
+    RemovedError,
+    SourceError,
+    UnknownOptimizerError,
+    UnnamedStateError,
+)
 from ...names.resumption import Choices, as_initialised, in_short
 from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
 from ...names.wording import counted
 from ...store.io import publish
+from ...store.io.limits import LimitError
 from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import open
 from ..step_folder import DESCRIPTIONS
@@ -233,9 +241,9 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tu
         except UnknownOptimizerError:
             is_known, request = False, Translation(model_only=True).request("muonckpt")
             job = make_job(opened, target, (), request.outputs, container)
+        except (DamageError, LimitError, RemovedError, UnnamedStateError):  # no choice of the user makes it readable
+            raise
         except SourceError as error:
-            if type(error) is not SourceError:  # it cannot be read
-                raise
             raise SourceError(
                 f"{error}. Do so by muonckpt.convert({source!r}, 'copy', to_dialect='muonckpt', "
                 "translation=muonckpt.Translation(...)), and begin from the copy"

@@ -6,7 +6,7 @@ One rank looks into the folder and tells the others, so that all act on the same
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from ...checkpoint.all_ranks import (
     broadcast_from_first,
     decide_on_first,
     gather_on_all,
-    gather_on_first,
     is_coordinator,
     refuse_differing,
     refuse_mixed_calls,
@@ -480,17 +479,23 @@ class Series:
                 with self._noting_half_loaded(saved.path):
                     loaded = load_for(call, state_dict, saved.path, arguments, attest=attest, process_group=self._group)
             except SourceError as error:
-                if not broadcast_from_first(self._group, partial(self._folder.exists, newest.name)):
+                keys = partial(_keys_with_other_checksums, error)
+                record = partial(self._record_damage, newest.name)
+                if not decide_on_first(self._group, SourceError, keys, record):
                     continue  # it was removed while we read
                 if not isinstance(error, DamageError):
                     raise
                 # Damage that only reading shows: the one before is next.
                 self._damaged[newest.name] = error.fault
-                keys = gather_on_first(self._group, _keys_with_other_checksums(error))
-                if keys is not None:
-                    record_damage(self._folder.path(newest.name), {*chain.from_iterable(keys)})
             else:
                 return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+
+    def _record_damage(self, name: StepName, keys: Sequence[Collection[str]]) -> bool:
+        """Record what ranks have found damaged of a checkpoint; return False if it was removed."""
+        if not self._folder.exists(name):
+            return False
+        record_damage(self._folder.path(name), {*chain.from_iterable(keys)})
+        return True
 
     @contextmanager
     def _noting_half_loaded(self, path: str) -> Iterator[None]:
