@@ -92,9 +92,10 @@ class LoadCall:
     group: dist.ProcessGroup | None = None
     memory: int = STAGING_BYTES
 
-    def check_arguments(self) -> None:
+    def checked(self) -> LoadCall:
         refuse_no_state_dict(self.state_dict, "to load into")
         _ = self.place, self.checked_choices
+        return self
 
     @cached_property
     def place(self) -> Location:
@@ -121,6 +122,65 @@ class LoadCall:
 
 
 # --- Stages: each makes a value of the one before ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SentCheckpoint:
+    """The checkpoint that the first rank has opened, as a rank gets it.
+
+    Attributes:
+        opened: on the first rank.
+        packed: on the others; None if each has to open it by itself.
+    """
+
+    opened: OpenCheckpoint | None
+    packed: bytes | None
+
+    def received(self, place: Location) -> tuple[OpenCheckpoint, str]:
+        """Return the open checkpoint, and a digest of it as this rank sees it, or "" if it was sent.
+
+        Raises:
+            UnseenError: this rank does not see it.
+            SourceError: it lacks a reader that the first one has.
+        """
+        if not self.opened:
+            refuse_unseen(place, f"rank {dist.get_rank()}", SourceError)
+        if self.packed is not None:
+            return self.opened or pickle.loads(zlib.decompress(self.packed)), ""
+        checkpoint = self.opened or open_to_load(place)
+        return checkpoint, _outline_digest(checkpoint.outline) if dist.is_initialized() else ""
+
+
+@gc_paused()
+def send_checkpoint(
+    group: dist.ProcessGroup | None, find: Callable[[], tuple[T, OpenCheckpoint | None]]
+) -> tuple[T, SentCheckpoint]:
+    """Find a checkpoint on the first rank, and send what it found to all: one broadcast."""
+    opened: list[OpenCheckpoint | None] = []
+
+    def pack() -> tuple[T, bytes | None]:
+        found, checkpoint = find()
+        opened.append(checkpoint)
+        return found, _packed(checkpoint) if checkpoint and dist.is_initialized() else None
+
+    found, packed = broadcast_from_first(group, pack)
+    return found, SentCheckpoint(opened[0] if opened else None, packed)
+
+
+def _packed(checkpoint: OpenCheckpoint) -> bytes | None:
+    """Return a checkpoint as bytes; None if other ranks have to open it by themselves.
+
+    Readers that cannot be sent are such as those of a plug-in.  Elements that have no checksum and lie where only the
+    description says are not sent either: a rank that sees another file would take whatever bytes are there.
+    """
+    columns, elements = checkpoint.outline.columns, checkpoint.outline.elements
+    in_items = columns.payload_length() == UNKNOWN  # their checksums are there, too
+    if not (columns.has_digest | (columns.crc32 != UNKNOWN) | in_items | (elements == 0)).all():
+        return None
+    try:
+        return zlib.compress(pickle.dumps(checkpoint), 1)  # columns are mostly zeros, or alike
+    except Exception:  # whatever a reader raises that cannot be pickled
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +306,16 @@ class Loaded:
 
 
 def run_load(call: LoadCall) -> Loaded:
-    """Load in place, or fail on all ranks with one error; tell of doubts."""
+    """Open the checkpoint of a call, and load it."""
     refuse_mixed_calls(call.group, "load")
+    _, sent = send_checkpoint(call.group, lambda: (None, open_to_load(call.checked().place)))
+    return load_sent(call, sent)
+
+
+def load_sent(call: LoadCall, sent: SentCheckpoint) -> Loaded:
+    """Load in place, or fail on all ranks with one error; tell of doubts."""
     try:
-        loaded = _load(call)
+        loaded = _load(call, sent)
     except (DamageError, UnseenError) as error:  # on all ranks
         if ADVICE in str(error):
             raise
@@ -278,10 +344,10 @@ def run_load(call: LoadCall) -> Loaded:
 
 
 @gc_paused()
-def _load(call: LoadCall) -> Loaded:
-    # 1. The checkpoint is opened once, and all ranks hear what all of them ask for.
-    opened = _open_once(call)
-    asked, agreement, known = decide_keeping(call.group, SourceError, lambda: _ask(call, *opened()), _answer)
+def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
+    # 1. All ranks hear what all of them ask for.
+    ask = lambda: _ask(call, *sent.received(call.place))  # noqa: E731
+    asked, agreement, known = decide_keeping(call.group, SourceError, ask, _answer)
     checkpoint = asked.checkpoint
     # 2. All ranks derive who reads what, and take the memory for it; asked to, they read everything to check it.
     shared_keys = agreement.shared_keys
@@ -308,49 +374,9 @@ def rehearse_load(call: LoadCall, checkpoint: OpenCheckpoint) -> tuple[Matching,
     return matching, report, "" if matching.fits else asked.refusal(matching)
 
 
-def _open_once(call: LoadCall) -> Callable[[], tuple[OpenCheckpoint, str]]:
-    """Open the checkpoint on the first rank, and send it to the others where they can use it.
-
-    They cannot with readers that cannot be sent, such as those of a plug-in; and not with elements that have no
-    checksum and lie where only the description says: a rank that sees another file would take whatever bytes are
-    there.
-
-    Returns:
-        A function that returns the open checkpoint, and a digest of it as this rank sees it, or "" if it was sent.
-        A rank may lack a reader that the first one has: the function is called where its error reaches all ranks.
-    """
-    opened: list[OpenCheckpoint] = []
-
-    def pack() -> bytes | None:
-        call.check_arguments()
-        opened.append(open_to_load(call.place))
-        columns, elements = opened[0].outline.columns, opened[0].outline.elements
-        in_items = columns.payload_length() == UNKNOWN  # their checksums are there, too
-        is_checked = columns.has_digest | (columns.crc32 != UNKNOWN) | in_items
-        if not dist.is_initialized() or not (is_checked | (elements == 0)).all():
-            return None
-        try:
-            return zlib.compress(pickle.dumps(opened[0]), 1)  # columns are mostly zeros, or alike
-        except Exception:  # whatever a reader raises that cannot be pickled
-            return None
-
-    packed = broadcast_from_first(call.group, pack)
-
-    def unpack() -> tuple[OpenCheckpoint, str]:
-        if not opened:
-            refuse_unseen(call.place, f"rank {dist.get_rank()}", SourceError)
-        if packed is not None:
-            return opened[0] if opened else pickle.loads(zlib.decompress(packed)), ""
-        checkpoint = opened[0] if opened else open_to_load(call.place)
-        return checkpoint, _outline_digest(checkpoint.outline) if dist.is_initialized() else ""
-
-    return unpack
-
-
 def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tuple[_Question, _Asked]:
     """Match this rank's state dict with the checkpoint."""
-    call.check_arguments()
-    choices = call.checked_choices
+    choices = call.checked().checked_choices
     live = LiveState.of(call.state_dict, "to load into")
     proved = set[object]()
     for tensor in checkpoint.outline.tensors:
@@ -598,22 +624,3 @@ def load(
     if last and last.has_loss:
         warn_on_rank(f"{path} is not whole, and what was loaded of it is: {last.loss}")
     return loaded.report
-
-
-def load_for(
-    call: str,
-    state_dict: dict[str, Any],
-    path: str | os.PathLike[str],
-    choices: Mapping[str, Any],
-    *,
-    attest: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-) -> tuple[LoadReport, LoadedState]:
-    """Load as `load` does, for another call of the user, and return besides what a proof is compared with.
-
-    Args:
-        call: its name, for errors.
-        choices: arguments of `Choices`.
-    """
-    loaded = run_load(LoadCall(state_dict, path, choices, call, attest, group=process_group))
-    return loaded.report, loaded.state

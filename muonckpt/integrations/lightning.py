@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..checkpoint.all_ranks import broadcast_from_first
 from ..checkpoint.async_saving import AsyncSave, async_save
 from ..checkpoint.live_parts import LiveParts, frozen_parameters
-from ..checkpoint.loading import load_for
+from ..checkpoint.loading import LoadCall, run_load
 from ..checkpoint.resume_check import compare
 from ..checkpoint.resume_proof import LoadedState
 from ..checkpoint.saving import save
@@ -204,15 +204,15 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if not stock:
             state[TRAINER] = b""
         choices = {"allow_extra": not self.optimizers, "fresh": self._fresh if self.optimizers else ()}
-        report, loaded = load_for("MuonckptStrategy", state, path, choices)
+        loaded = run_load(LoadCall(state, path, choices, "MuonckptStrategy"))
         if self._fresh and self.is_global_zero:
-            warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{report}")
+            warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{loaded.report}")
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
         rest = dict(torch.load(trainer, weights_only=weights_only))
-        self._restored = rest["global_step"], absolute_name(path), loaded
+        self._restored = rest["global_step"], absolute_name(path), loaded.state
         return rest
 
 

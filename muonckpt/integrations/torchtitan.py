@@ -21,7 +21,7 @@ from torchtitan.tools.utils import GarbageCollection
 from ..checkpoint.all_ranks import broadcast_from_first, is_coordinator
 from ..checkpoint.async_saving import async_save
 from ..checkpoint.live_parts import LiveParts
-from ..checkpoint.loading import load_for
+from ..checkpoint.loading import LoadCall, run_load
 from ..checkpoint.resume_check import compare
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
@@ -203,8 +203,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         goes_on = OPTIMIZER in state_dict
         if goes_on:
             broadcast_from_first(None, lambda: _refuse_model_alone(checkpoint_id))
-        report, loaded = load_for("MuonckptManager.Config", state_dict, checkpoint_id, choices)
-        logger.info(str(report))
+        loaded = run_load(LoadCall(state_dict, checkpoint_id, choices, "MuonckptManager.Config"))
+        logger.info(str(loaded.report))
         self.states[MODEL].load_state_dict(state_dict)
         if not goes_on:
             return
@@ -214,7 +214,9 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
             scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
         # Everything that will run is compared with what was loaded.
         step = int(checkpoint_id.rpartition("-")[2]) if re.search(r"step-\d+$", checkpoint_id) else 0
-        proof = compare(lambda: LiveParts.of_state_dict(loaded, self._states_to_load(model_only=False)), step, None)
+        proof = compare(
+            lambda: LiveParts.of_state_dict(loaded.state, self._states_to_load(model_only=False)), step, None
+        )
         if is_coordinator(None):
             proof.show()
 

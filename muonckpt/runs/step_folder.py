@@ -16,6 +16,7 @@ from ..record.record import MANIFEST_FILE
 from ..store.io import publish
 from ..store.io.location import Location, entries_of, is_link, is_there, map_each
 from ..store.io.publish import CLAIM
+from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
 
@@ -48,8 +49,8 @@ class StepFolder:
     def path(self, name: StepName) -> Location:
         return self.place / str(name)
 
-    def newest(self, damaged: Mapping[StepName, str]) -> Newest:
-        """Find the newest checkpoint without losses, without reading data.
+    def newest(self, damaged: Mapping[StepName, str]) -> tuple[Newest, OpenCheckpoint | None]:
+        """Find the newest checkpoint without losses, and open it, without reading data.
 
         All else with the name of a step is among the faults, so that no run goes back without a message.
 
@@ -66,15 +67,15 @@ class StepFolder:
                 if name in damaged:
                     faults[name] = damaged[name]
                     continue
-                step = self._look(name)
+                step, checkpoint = self._look(name)
                 if not step.has_loss:
-                    return Newest(name, faults, step.fault)
+                    return Newest(name, faults, step.fault), checkpoint
                 if not self.exists(name):
                     break
                 faults[name] = step.fault
             else:
                 if self._names() == names:
-                    return Newest(None, faults)
+                    return Newest(None, faults), None
             # While we looked, one was removed, for which a newer one may have been published: look again.
 
     def whole(self, step: int) -> StepName | None:
@@ -97,21 +98,21 @@ class StepFolder:
             SourceError: it is refused, or of a newer version of this package.
             UnavailableError: it cannot be looked at.
         """
-        step = self._look(name)
+        step, _ = self._look(name)
         return step.fault if step.has_loss else None
 
     @gc_paused()
-    def _look(self, name: StepName) -> RunStep:
-        """Return the facts about a step; one without our manifest has lost it, or is another program's."""
+    def _look(self, name: StepName) -> tuple[RunStep, OpenCheckpoint | None]:
+        """Return the facts about a step, and its checkpoint if it can be opened."""
         # A step without our manifest is incomplete for a series, though other programs may read it.
         path = self.path(name)
-        step = look_at_step(path, name)
+        step, checkpoint = look_at_step(path, name, lambda opened: opened)
         if is_there(path / MANIFEST_FILE):
             if step.state == "unread":
                 raise SourceError(step.fault)
-            return step
+            return step, checkpoint
         fault = step.fault if step.state == "faulty" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
-        return replace(step, state="incomplete", fault=fault, is_complete=False)
+        return replace(step, state="incomplete", fault=fault, is_complete=False), None
 
     def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
         """Return a free name for a new checkpoint of a step.

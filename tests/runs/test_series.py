@@ -35,6 +35,7 @@ from muonckpt.optimizer import Muon
 from muonckpt.runs import step_folder
 from muonckpt.runs.run_audit import verify_run
 from muonckpt.runs.step_folder import superfluous
+from muonckpt.store.formats import native
 from muonckpt.store.io.location import location
 from muonckpt.store.verify.run import StepName, run_of
 
@@ -358,7 +359,9 @@ def test_a_checkpoint_that_does_not_fit_stops_no_save(tmp_path):
     assert series.save(2, state(2)).step == 2
 
 
-@pytest.mark.parametrize("where", ["muonckpt.store.formats.native.read_native", "muonckpt.runs.series.series.load_for"])
+@pytest.mark.parametrize(
+    "where", ["muonckpt.store.formats.native.read_native", "muonckpt.runs.series.series.load_sent"]
+)
 def test_a_reader_is_overtaken_by_a_save_that_removes_what_it_found(where, tmp_path, monkeypatch):
     """Between listing and looking, and between looking and loading: neither is damage, or an empty series."""
     Series(tmp_path, keep_last=1).save(1, state(1))
@@ -375,6 +378,13 @@ def test_a_reader_is_overtaken_by_a_save_that_removes_what_it_found(where, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert restored(Series(tmp_path)) == 2 and names(tmp_path) == ["step-00000002"]
+
+
+def test_a_restore_parses_the_manifest_once(tmp_path, monkeypatch):
+    Series(tmp_path).save(1, state(1))
+    parsed, read = [], native.read_native
+    monkeypatch.setattr(native, "read_native", lambda path: parsed.append(path) or read(path))
+    assert restored(Series(tmp_path)) == 1 and len(parsed) == 1
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "muonckpt.json"])

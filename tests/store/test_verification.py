@@ -239,7 +239,7 @@ def test_a_step_of_a_store_whose_removal_has_begun_is_being_removed(run):
 def test_a_series_leaves_the_record_alone(run):
     list(verify_run(run, every=True))
     folder = StepFolder(run)
-    assert folder.newest(()).name == StepName(3)
+    assert folder.newest(())[0].name == StepName(3)
     folder.prune(StepName(3), 1, None, lambda name: True)
     folder.clean()
     record_verification(run / "step-00000003", whole_entry(run / "step-00000003"))

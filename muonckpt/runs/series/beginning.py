@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...checkpoint.all_ranks import broadcast_from_first, decide_on_first
-from ...checkpoint.loading import load_for
+from ...checkpoint.loading import LoadCall, run_load
 from ...checkpoint.refusal import RESUME
 from ...checkpoint.training import MODEL, OPTIMIZER, SCHEDULER, Training
 from ...converters.engine.container import container_of
@@ -166,9 +166,8 @@ def begin(
             loaded_state[name] = slots
     template: dict[str, Any] = {MODEL: loaded_weights, OPTIMIZER: {"state": loaded_state}}
     try:
-        report, _ = load_for(
-            RESUME, template, str(copy), {"allow_extra": True, "grow": choices.grow.patterns}, process_group=group
-        )
+        options = {"allow_extra": True, "grow": choices.grow.patterns}
+        loaded = run_load(LoadCall(template, str(copy), options, RESUME, group=group))
     except SourceError as error:  # raised on all ranks
         _remove_on_first(copy, group)
         raise type(error)(str(error).replace(str(copy), source)) from error
@@ -185,7 +184,7 @@ def begin(
         len(loaded_state),
         len(methods.keys() - loaded_state.keys()),
         len(weights) - len(loaded_weights),
-        report.grown,
+        loaded.report.grown,
         sorted(found.weights.keys() - weights.keys()),
         sorted(training.extra),
         is_known,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ...checkpoint.all_ranks import group_ranks, is_coordinator
 from ...checkpoint.live_parts import LiveParts
+from ...checkpoint.loading import Loaded
 from ...checkpoint.resume_check import compare
 from ...checkpoint.resume_proof import LoadedState, ResumeProof
 from ...checkpoint.training import Training
@@ -41,20 +42,14 @@ class Restored:
 
     @classmethod
     def recorded(
-        cls,
-        step: int,
-        path: str,
-        loaded: tuple[LoadReport, LoadedState],
-        folder: Location,
-        group: dist.ProcessGroup | None,
+        cls, step: int, path: str, loaded: Loaded, folder: Location, group: dist.ProcessGroup | None
     ) -> Restored:
         """Return a result after recording in the run's folder that the run was resumed, as not checked yet."""
-        report, state = loaded
-        record = None
+        state, record = loaded.state, None
         if is_coordinator(group):
             with _warning(folder):
                 record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
-        return cls(step, path, report, _loaded=state, _folder=folder, _group=group, _record=record)
+        return cls(step, path, loaded.report, _loaded=state, _folder=folder, _group=group, _record=record)
 
     @called_like("proof = restored.check(model, optimizer, scheduler=scheduler)")
     def check(self, model: nn.Module, *optimizers: Optimizer, scheduler: Any | None = None) -> ResumeProof:

@@ -27,7 +27,7 @@ from ...checkpoint.all_ranks import (
 )
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.live_parts import frozen_parameters
-from ...checkpoint.loading import load_for
+from ...checkpoint.loading import LoadCall, load_sent, send_checkpoint
 from ...checkpoint.refusal import RESTORE, RESUME
 from ...checkpoint.saving import refuse_lone_process, save_together
 from ...checkpoint.signals import On, Signals, Then
@@ -415,7 +415,7 @@ class Series:
             UnavailableError: the folder, or a checkpoint in it, cannot be looked at now.
         """
         refuse_mixed_calls(self._group, "Series.latest")
-        newest = broadcast_from_first(self._group, partial(self._folder.newest, self._damaged))
+        newest = broadcast_from_first(self._group, lambda: self._folder.newest(self._damaged)[0])
         if newest.name is None:
             self._warn_of(newest, "no whole one is left")
             return None
@@ -469,7 +469,7 @@ class Series:
         arguments = choices.as_arguments()
         while True:
             # The newest checkpoint, and all that are newer and not whole.
-            newest = broadcast_from_first(self._group, partial(self._folder.newest, self._damaged))
+            newest, sent = send_checkpoint(self._group, partial(self._folder.newest, self._damaged))
             if newest.name is None:
                 self._refuse_empty(newest.faults, required)
                 return None
@@ -477,7 +477,8 @@ class Series:
             self._warn_of(newest, f"restoring {saved.path} instead")
             try:
                 with self._noting_half_loaded(saved.path):
-                    loaded = load_for(call, state_dict, saved.path, arguments, attest=attest, process_group=self._group)
+                    load = LoadCall(state_dict, saved.path, arguments, call, attest, group=self._group)
+                    loaded = load_sent(load, sent)
             except SourceError as error:
                 keys = partial(_keys_with_other_checksums, error)
                 record = partial(self._record_damage, newest.name)

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Literal, NamedTuple, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
 from ...programs.signs import METADATA_FILE
@@ -33,6 +33,8 @@ from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import HARMLESS, damage_at, damage_by_files
 from .verification import FilesState, Verification, look_at_files, read_verification
+
+T = TypeVar("T")
 
 State = Literal["whole", "faulty", "incomplete", "unread"]
 
@@ -216,7 +218,7 @@ def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
         try:
             kind = kind_of(entry)
             if kind == "folder" or (kind == "file" and entry.name.endswith(".ckpt")):
-                return name.stem, look_at_step(entry, name.step, visit)
+                return name.stem, look_at_step(entry, name.step, partial(visit, entry.name))[0]
         except UnavailableError as error:
             return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), 0, None)
         return None
@@ -303,34 +305,36 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         # Look at the best ones first, and no further than to one that is whole.
         for name, step in sorted(_siblings(checkpoint), key=preference):
             if name not in (checkpoint.name, *besides):
-                candidate = look_at_step(run / name, step)
+                candidate, _ = look_at_step(run / name, step, partial(_ignore, name))
                 if not candidate.has_loss:
                     return candidate
     return None
 
 
-def look_at_step(place: Location, name: StepName, visit: Visit = _ignore) -> RunStep:
+def look_at_step(place: Location, name: StepName, visit: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T | None]:
     """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
 
     Args:
         place: its folder or file in that of the run.
-        visit: as for `run_of`.
+        visit: called with the open checkpoint; its value is returned, or None if the metadata cannot be read.
 
     Raises:
         UnavailableError: it cannot be looked at, so it is not known whether it is whole.
     """
     files_before = look_at_files(place)
     try:
-        step = _examine_step(place, files_before, name, visit)
+        step, value = _examine_step(place, files_before, name, visit)
     except OSError as error:  # a file was gone that had been listed
-        step = RunStep(place.name, place, *name, "faulty", str(error), files_before.bytes, None)
+        step, value = RunStep(place.name, place, *name, "faulty", str(error), files_before.bytes, None), None
     # Files that come or go meanwhile are of a save or a removal.
     if step.state == "whole" or look_at_files(place) == files_before:
-        return step
-    return replace(step, state="incomplete", fault=_CHANGING if is_there(place) else _GONE, is_complete=False)
+        return step, value
+    return replace(step, state="incomplete", fault=_CHANGING if is_there(place) else _GONE, is_complete=False), None
 
 
-def _examine_step(place: Location, files: FilesState, name: StepName, visit: Visit) -> RunStep:
+def _examine_step(
+    place: Location, files: FilesState, name: StepName, visit: Callable[[OpenCheckpoint], T]
+) -> tuple[RunStep, T | None]:
     """Return a step with its state, as `look_at_step` does; raises FileNotFoundError where it is being removed."""
     # The last verification counts only if the files are the same as then.
     last = read_verification(place)
@@ -338,25 +342,25 @@ def _examine_step(place: Location, files: FilesState, name: StepName, visit: Vis
     step = RunStep(place.name, place, *name, "faulty", "", files.bytes, files.last_write, verified=last)
     # In a store, a removal leaves a mark until the last file is gone; what is there until then is no step any more.
     if isinstance(place, Remote) and is_there(place / publish.MARK):
-        return replace(step, state="incomplete", fault="it is being removed")
+        return replace(step, state="incomplete", fault="it is being removed"), None
     # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.
     try:
         path = _checkpoint_in(place)
         if path is None:
-            return _without_description(step)
+            return _without_description(step), None
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
             damage = damage_by_files(opened)
-            visit(place.name, opened)
+            value = visit(opened)
     except DamageError:
         with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
-        return replace(step, fault=f"{damage_at(step.path).sentence}{with_stock}")
+        return replace(step, fault=f"{damage_at(step.path).sentence}{with_stock}"), None
     except SourceError as error:
-        return replace(step, state="unread", fault=str(error))
+        return replace(step, state="unread", fault=str(error)), None
     # The last verification has read all bytes.
     fault = last.sentence if last and not last.is_whole else damage.sentence
     is_complete = not damage and damage.kinds <= HARMLESS - {"manifest"}
-    return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=is_complete)
+    return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=is_complete), value
 
 
 def _without_description(step: RunStep) -> RunStep:
