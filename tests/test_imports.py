@@ -38,7 +38,7 @@ RULES = {
     "store": "names algebra record programs store/io store/reading store/formats",
     "store/verify": "names algebra record programs store/io store/reading store/formats store",
     "checkpoint": "names algebra record ranks programs layouts store/io store/reading store/formats store store/verify",
-    "runs": "names record programs store/io store/reading store/verify",
+    "runs": "names record programs store/io store/reading store store/verify",
     "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
     "lab": "names record programs store/io store store/verify checkpoint optimizer/__init__",
