@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..names.errors import TargetError
 from ..names.vocabulary import Convention
-from ..programs.detection import with_target_keys
-from ..programs.registry import program
 from ..store.io.location import Location
 from ..store.reading.payloads import Progress
 from .engine.job import Job
@@ -77,6 +75,8 @@ class Translation:
             LayoutError: a table of rules cannot be read.
         """
         # Most reshards translate nothing, and start sooner without these.
+        from ..programs.detection import with_target_keys
+        from ..programs.registry import program
         from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
         from .translate.groups import GroupTemplate
         from .translate.names import NameRules, load_rules

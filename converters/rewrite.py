@@ -7,24 +7,26 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..names.errors import DestinationError, SourceError, TargetError
 from ..names.wording import listed
-from ..programs.detection import momentum_note, with_slots
-from ..programs.dialect import Dialect
+from ..record.record import Manifest
 from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.io.location import Remote, is_there, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import open_whole
 from .engine.container import Container, container_of
-from .engine.job import check_destination, make_job
+from .engine.job import Job, check_destination, make_job
 from .engine.outputs import unchanged
 from .engine.workers import joined
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .report import Report
 from .target.topology import ROWS, AxisCut, Target
+
+if TYPE_CHECKING:
+    from ..programs.dialect import Dialect
 
 _ONE_RANK = MappingProxyType({"dp": 1})
 
@@ -87,9 +89,7 @@ def reshard(
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)
             job = make_job(opened, target, select, request.outputs if request else unchanged, container)
-            has_state = any(tensor.slot is not None for tensor in job.tensors)
-            says_momentum = has_state and not (request and request.translates)
-            momentum = momentum_note(with_slots(opened.outline)) if says_momentum else ()
+            momentum = () if request and request.translates else _notes_on_momentum(job, opened.outline)
             # Report arguments that the format has no use for.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
@@ -138,6 +138,17 @@ def _check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: 
     for argument, is_given in (("shard", has_rules), ("layout", layout != ROWS)):
         if is_given and not container.of_ranks:
             raise TargetError(f"`{argument}=` has no meaning for format {container.name}; leave it out")
+
+
+def _notes_on_momentum(job: Job, source: Manifest) -> tuple[str, ...]:
+    """Return a note on the convention of the momenta that a job copies unchanged, if there are any."""
+    if not any(tensor.slot is not None for tensor in job.tensors):
+        return ()
+    if recorded := {tensor.convention for tensor in source.tensors if tensor.convention is not None}:
+        return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
+    from ..programs.detection import momentum_note  # most reshards start sooner without it
+
+    return momentum_note(source)
 
 
 def _notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from ...names.errors import SourceError, UnnamedStateError
 from ...names.keys import PARAM_GROUPS, key_of
 from ...names.vocabulary import MASTER
 from ...names.wording import counted
-from ...programs.detection import with_slots
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
 from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
@@ -453,7 +452,10 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
         LayoutError: a tensor has a hole or an overlap.
     """
     manifest = source.manifest
-    recorded = any(tensor.slot is not None for tensor in manifest.tensors)
-    tensors = (manifest if recorded else with_slots(manifest)).tensors
+    tensors = manifest.tensors
+    if all(tensor.slot is None for tensor in tensors):
+        from ...programs.detection import with_slots  # most reshards start sooner without it
+
+        tensors = with_slots(manifest).tensors
     items = [OutputItem(b.key, b.path, b, is_option=PARAM_GROUPS in key_of(b.path).split(".")) for b in manifest.blobs]
     return Outputs(list(map(OutputTensor.copy_of, tensors)), items)

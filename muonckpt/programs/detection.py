@@ -478,18 +478,14 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
 
 
 def momentum_note(manifest: Manifest) -> tuple[str, ...]:
-    """Say which convention the momenta of a checkpoint ``with_slots`` have, and why; empty if it has none."""
-    # A manifest of ours records it; else the program has one or none.
-    recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
-    if recorded:
-        return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
+    """Say which convention the momenta of a checkpoint have by its program, and why; empty if it has none."""
     try:
         detected = detect(manifest)
     except SourceError:
         return ()
     dialect = detected.dialect
     slots = dialect.slots_called("momentum")
-    if not any(tensor.slot in slots for tensor in manifest.tensors):
+    if not any(tensor.slot in slots for tensor in with_slots_of(manifest, dialect).tensors):
         return ()
     why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
     return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)
