@@ -70,7 +70,7 @@ class StepFolder:
                 step, checkpoint = self._look(name)
                 if not step.has_loss:
                     return Newest(name, faults, step.fault), checkpoint
-                if not self.exists(name):
+                if not self.has(name):
                     break
                 faults[name] = step.fault
             else:
@@ -87,7 +87,7 @@ class StepFolder:
         names = self._published(name for name in self._names() if name.step == step)
         return next((name for name in sorted(names, reverse=True) if self.fault(name) is None), None)
 
-    def exists(self, name: StepName) -> bool:
+    def has(self, name: StepName) -> bool:
         """Return True if a checkpoint of this name was published, and its removal has not begun."""
         return name in self._saved_files([name])
 

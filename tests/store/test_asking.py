@@ -232,7 +232,6 @@ ALLOWED = {
     ("cli/argument_types.py", "exists"): "completion in a shell, which tells no error",
     ("cli/argument_types.py", "is_dir"): "the same",
     ("lab/built.py", "is_file"): "a script of the user",
-    ("runs/step_folder.py", "exists"): "a method of ours",
     ("store/io/location.py", "is_dir"): "an entry of a listing",
     ("store/verify/verification.py", "is_dir"): "an entry of a listing",
     ("store/verify/verification.py", "is_file"): "the same",

@@ -493,7 +493,7 @@ class Series:
 
     def _record_damage(self, name: StepName, keys: Sequence[Collection[str]]) -> bool:
         """Record what ranks have found damaged of a checkpoint; return False if it was removed."""
-        if not self._folder.exists(name):
+        if not self._folder.has(name):
             return False
         record_damage(self._folder.path(name), {*chain.from_iterable(keys)})
         return True
