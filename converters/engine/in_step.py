@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import pairwise
 from threading import Lock
 from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 
-from ...record.columns import Column
 from ...store.io.new_file import Writing
 from .output_files import ChunkSums, FinishedFile, OutputFile
 from .source_rows import SourceRows
@@ -51,11 +49,7 @@ class FilesInStep:
 
     def __init__(self, files: Sequence[OutputFile], num_parts: int) -> None:
         self.files = files
-        ends = [_range_ends(file.chunks.offsets, file.length, num_parts) for file in files]
-        self.parts = [
-            tuple(map(range, starts, stops))
-            for starts, stops in pairwise([(0,) * len(files), *zip(*ends, strict=True)])
-        ]
+        self.parts = list(zip(*(_split_chunks(file, num_parts) for file in files), strict=True))
         self._num_left = len(self.parts)
         self._is_begun = False
         self._drafts: list[Draft] = []
@@ -98,13 +92,13 @@ class FilesInStep:
         self._exits.__exit__(kind, error, trace)
 
 
-def _range_ends(offsets: Column, length: int, count: int) -> list[int]:
-    """Return where each of ``count`` ranges of a file's chunks ends; they have about as many bytes.
-
-    The first has the first chunk; others may be empty.
-    """
-    ends = np.searchsorted(offsets, length * np.arange(1, count) // count)
-    return [*np.clip(ends, 1, None).tolist(), len(offsets)] if len(offsets) else [0] * count
+def _split_chunks(file: OutputFile, count: int) -> list[range]:
+    """Split the numbers of a file's chunks into ranges of about as many bytes; some may be empty."""
+    # A range ends before the first chunk that begins after its share.  The first range always has the first chunk.
+    num_chunks = len(file.chunks)
+    ends = np.searchsorted(file.chunks.offsets, file.length * np.arange(1, count) // count)
+    bounds = [0, *np.clip(ends, min(1, num_chunks), None).tolist(), num_chunks]
+    return list(map(range, bounds, bounds[1:]))
 
 
 def files_in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_order: bool) -> list[FilesInStep]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -201,17 +201,19 @@ def layout_on_ranks(shape: Index, rank_boxes: tuple[RankBoxes, ...], ranks: tupl
         LayoutError: no rank holds some elements, or boxes overlap in part.
     """
     try:
-        return TensorLayout.of(shape, _fragments(rank_boxes))
+        return TensorLayout.of(shape, _dense_fragments(rank_boxes))
     except LayoutError:
-        in_words = _fragments(rank_boxes, lambda rank: f"rank {ranks[rank] if ranks else rank}")
-        return TensorLayout.of(shape, in_words)  # raises the same
+        # The same error with the names of ranks instead of their places.
+        names = [(f"rank {ranks[rank] if ranks else rank}", boxes) for rank, boxes in rank_boxes]
+        return TensorLayout.of(shape, _dense_fragments(names))
 
 
-def _fragments(rank_boxes: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -> Iterator[Fragment]:
-    for rank, boxes in rank_boxes:
+def _dense_fragments(boxes_by_buffer: Iterable[tuple[Buffer, Sequence[Box]]]) -> Iterator[Fragment]:
+    """Yield the fragments of boxes that lie end to end in each buffer."""
+    for buffer, boxes in boxes_by_buffer:
         start = 0
         for box in boxes:
-            yield dense(box, name(rank), start)
+            yield dense(box, buffer, start)
             start += box.numel
 
 
@@ -235,11 +237,9 @@ def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[Te
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
     """Return the layout of a tensor on ranks, as `layout_on_ranks`, with all other elements at `NO_RANK`."""
-    fragments, start = [*_fragments(ranks)], 0
-    for box in unheld(shape, (fragment.box for fragment in fragments)):
-        fragments.append(dense(box, NO_RANK, start))
-        start += box.numel
-    return TensorLayout.of(shape, fragments)
+    fragments = [*_dense_fragments(ranks)]
+    holes = unheld(shape, (fragment.box for fragment in fragments))
+    return TensorLayout.of(shape, [*fragments, *_dense_fragments([(NO_RANK, holes)])])
 
 
 def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:

@@ -167,7 +167,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
         frozenset(covered_keys),
         grown=grown,
         rows=rows,
-        loaded=frozenset(_numbered_parameters(live, sources)),
+        loaded=frozenset(_parameters_with_numbers(live, sources)),
         kept_weights=kept_weights,
         optimizers=live.optimizers,
         added=added_options,
@@ -213,12 +213,13 @@ def _describe_values_of_other_ranks(keys: Sequence[str], live: LiveState, stored
     )
 
 
-def _numbered_parameters(live: LiveState, keys: Iterable[str]) -> Iterator[OptimizerParameter]:
-    """Yield the parameters of optimizers with numbers that have state at these keys, as ``"optimizer#0"``."""
+def _parameters_with_numbers(live: LiveState, keys: Iterable[str]) -> Iterator[OptimizerParameter]:
+    """Yield the parameters that have a slot of state at one of these keys, and a number instead of a name."""
     for key in keys if live.numbered else ():
-        for reading in OptimizerKey.of_slot(live.paths[key]):
-            if (optimizer := key_of(reading.place.root)) in live.numbered:
-                yield optimizer, f"{optimizer}#{reading.name}"
+        for slot in OptimizerKey.of_slot(live.paths[key]):
+            optimizer, number = key_of(slot.place.root), slot.name
+            if optimizer in live.numbered:
+                yield optimizer, f"{optimizer}#{number}"
 
 
 # --- All ranks --------------------------------------------------------------------------------------------------------

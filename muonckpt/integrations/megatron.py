@@ -72,13 +72,15 @@ class MegatronMuon(Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with Megatron's entries beside the options."""
-        words = {word: param_group[word] for word in GROUP_WORDS if word in param_group}
-        options = {key: value for key, value in param_group.items() if key not in GROUP_WORDS}
-        if words.get(FUSED) and self._qkv and options["params"]:
-            rows = options["params"][0].shape[0]
-            options |= {"pieces": self._qkv, "interleaved": rows // sum(self._qkv)}
+        megatron_entries, options = dict[str, Any](), dict[str, Any]()
+        for key, value in param_group.items():
+            (megatron_entries if key in GROUP_WORDS else options)[key] = value
+        # A fused weight has the queries, keys and values of one query group after those of another.
+        if megatron_entries.get(FUSED) and self._qkv and options["params"]:
+            num_query_groups = options["params"][0].shape[0] // sum(self._qkv)
+            options |= {"pieces": self._qkv, "interleaved": num_query_groups}
         super().add_param_group(options)
-        self.param_groups[-1].update(words)
+        self.param_groups[-1].update(megatron_entries)
 
     def _follow_parameters(self) -> None:
         if not self._has_history:

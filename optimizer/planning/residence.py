@@ -64,11 +64,13 @@ class MatrixParts:
         volumes: IntArray = sizes.prod(axis=1)
         return volumes
 
-    def holders(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Return each holder of parts, in the layout's order: the part's position in ``numbers``, and the fragment."""
-        fragments, first = self.layout.by_box
-        part, row = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
-        return part, fragments[row]
+    def find_replicas(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the fragments that hold parts, as two arrays: the part's position in ``numbers``, and the fragment."""
+        # A part lies in one box, and each fragment of that box holds a replica of the part.
+        fragments_by_box, first = self.layout.by_box
+        box = self.box[numbers]
+        position, row = expanded(first[box], first[box + 1] - first[box])
+        return position, fragments_by_box[row]
 
     def parts_of_rank(self, rank: int) -> tuple[IntArray, IntArray]:
         """Return the numbers of the parts that a rank holds, and where each matrix's begin among them."""
@@ -135,7 +137,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     """
     parts = matrix_parts(layout, fused)
     numbers = np.arange(len(parts.piece))
-    part, fragment = parts.holders(numbers)
+    part, fragment = parts.find_replicas(numbers)
     position = _positions(layout, ranks)[layout.buffer[fragment]]
     matrix = np.searchsorted(parts.first, part, side="right") - 1
 
@@ -163,7 +165,7 @@ def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Bu
     parts = matrix_parts(layout, fused)
     if (representative := int(parts.representative[index])) != index:
         return first_replicas(layout, fused, representative)
-    part, fragment = parts.holders(parts.numbers(index))
+    part, fragment = parts.find_replicas(parts.numbers(index))
     replica = np.arange(len(part)) - np.searchsorted(part, part)
     buffers, first = np.unique(layout.buffer[fragment], return_index=True)
     return dict(zip(map(layout.buffers.__getitem__, buffers.tolist()), replica[first].tolist(), strict=True))
@@ -242,7 +244,7 @@ def _copies_of_owner(
     # All holders of all parts, replicas too, as copies from the matrix to each.
     layout, representative = parts.layout, parts.representative[matrices.index]
     matrix, part = expanded(parts.first[representative], np.diff(parts.first)[representative])
-    row, fragment = parts.holders(part)
+    row, fragment = parts.find_replicas(part)
     holder, tensor = _positions(layout, ranks)[layout.buffer[fragment]], matrices.tensor[matrix][row]
     sizes, place, matrix_place = parts.places(matrices.index[matrix][row], part[row], fragment)
     back = Copies(sizes, tensor, *matrix_place, holder, *_on_wire(sizes))

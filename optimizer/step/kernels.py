@@ -26,7 +26,13 @@ from .elementwise import LocalTensors, params_by_first_stage
 
 @dataclass(frozen=True, slots=True)
 class LaunchKind:
-    """The common properties of a launch's tensors: dtypes, there and on the wire, and whether momenta are changed."""
+    """The common properties of a launch's tensors.
+
+    Attributes:
+        momentum, gradient, weight: dtypes of the tensors.
+        sent_dtype, returned_dtype: of updates and results on the wire.
+        accumulate: whether the kernel that sends updates also adds gradients to the momenta.
+    """
 
     momentum: torch.dtype
     gradient: torch.dtype
@@ -66,7 +72,7 @@ class KernelElementwise:
 
     def begin(self, local: LocalTensors) -> None:
         # Launches serve as long as the dtypes are those of the step before.
-        kinds = [self._kind(local, param) for param in self._params]
+        kinds = [self._launch_kind(local, param) for param in self._params]
         if kinds != self._kinds:
             self._kinds, self._segments, self._wire_segments = kinds, {}, {}
             self._numbers_of_kinds = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -160,15 +166,17 @@ class KernelElementwise:
                     self._segments[key].append((kind, segments))
         return self._segments[key]
 
-    def _kind(self, local: LocalTensors, param: int) -> LaunchKind:
-        update, gradient, weight = self._specs[param].slots[0], local.gradients[param], local.weights[param]
+    def _launch_kind(self, local: LocalTensors, param: int) -> LaunchKind:
+        weight, gradient, update = local.weights[param], local.gradients[param], self._specs[param].slots[0]
+        # Kernels pass over a parameter without a gradient: any dtype does, and its weight's needs no other launch.
+        gradient = weight if gradient is None else gradient
         return LaunchKind(
-            local.momenta[param].dtype,
-            weight.dtype if gradient is None else gradient.dtype,
-            weight.dtype,
-            update.sent_dtype,
-            update.returned_dtype,
-            param in self._accumulated_by_kernels,
+            momentum=local.momenta[param].dtype,
+            gradient=gradient.dtype,
+            weight=weight.dtype,
+            sent_dtype=update.sent_dtype,
+            returned_dtype=update.returned_dtype,
+            accumulate=param in self._accumulated_by_kernels,
         )
 
     def _tensors(

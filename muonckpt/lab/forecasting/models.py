@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -235,7 +236,8 @@ class FamilyParameter:
     pieces: tuple[int, ...] | None = None
 
 
-Layer = Callable[[Settings, int], Iterator[FamilyParameter]]
+LayerPart = Callable[[Settings, int], Iterator[FamilyParameter]]
+"""Yields some parameters of a layer; the number of the layer tells which layers are sparse."""
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[FamilyParameter]:
@@ -244,7 +246,9 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[
         yield FamilyParameter(f"{name}.bias", (rows,))
 
 
-def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False) -> Iterator[FamilyParameter]:
+def _attention(
+    s: Settings, layer: int, *, qkv_bias: bool = False, out_bias: bool = False, norms: bool = False
+) -> Iterator[FamilyParameter]:
     hidden, heads = s.number("hidden_size"), s.number("num_attention_heads")
     keys, head = s.number("num_key_value_heads", heads), s.number("head_dim", hidden // heads)
     for name, count in (("q", heads), ("k", keys), ("v", keys)):
@@ -255,7 +259,16 @@ def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False)
         yield FamilyParameter("self_attn.k_norm.weight", (head,))
 
 
-def _latent_attention(s: Settings) -> Iterator[FamilyParameter]:
+def _configured_attention(s: Settings, layer: int, *, norms: bool = False) -> Iterator[FamilyParameter]:
+    bias = s.flag("attention_bias")
+    return _attention(s, layer, qkv_bias=bias, out_bias=bias, norms=norms)
+
+
+def _qwen2_moe_attention(s: Settings, layer: int) -> Iterator[FamilyParameter]:
+    return _attention(s, layer, qkv_bias=s.flag("qkv_bias", default=True))
+
+
+def _latent_attention(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     """Yield DeepSeek's attention, with or without a latent of queries."""
     hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
     rope, nope, value = s.number("qk_rope_head_dim"), s.number("qk_nope_head_dim"), s.number("v_head_dim")
@@ -287,43 +300,16 @@ def _experts(s: Settings, count: int, width: int) -> Iterator[FamilyParameter]:
     yield FamilyParameter("mlp.experts.down_proj", (count, hidden, width), True)
 
 
-def _llama(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    bias = s.flag("attention_bias")
-    yield from _attention(s, bias, bias)
-    yield from _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias"))
+def _dense_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
+    return _feed_forward(s, s.number("intermediate_size"))
 
 
-def _mistral(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _attention(s, False, False)
-    yield from _feed_forward(s, s.number("intermediate_size"))
+def _llama_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
+    return _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias"))
 
 
-def _mixtral(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _attention(s, False, False)
-    yield from _experts(s, s.number("num_local_experts"), s.number("intermediate_size"))
-
-
-def _qwen2(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _attention(s, True, False)
-    yield from _feed_forward(s, s.number("intermediate_size"))
-
-
-def _qwen2_moe(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _attention(s, s.flag("qkv_bias", default=True), False)
-    yield from _qwen_mlp(s, layer)
-    if _is_sparse(s, layer):
-        yield from _feed_forward(s, s.number("shared_expert_intermediate_size"), "mlp.shared_expert")
-        yield FamilyParameter("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")), matrix=True)
-
-
-def _qwen3(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
-    yield from _feed_forward(s, s.number("intermediate_size"))
-
-
-def _qwen3_moe(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
-    yield from _qwen_mlp(s, layer)
+def _mixtral_experts(s: Settings, layer: int) -> Iterator[FamilyParameter]:
+    return _experts(s, s.number("num_local_experts"), s.number("intermediate_size"))
 
 
 def _qwen_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
@@ -331,7 +317,13 @@ def _qwen_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
         count = s.number("num_experts", s.fields.get("num_local_experts"))  # transformers 5 writes the latter
         yield from _experts(s, count, s.number("moe_intermediate_size"))
     else:
-        yield from _feed_forward(s, s.number("intermediate_size"))
+        yield from _dense_mlp(s, layer)
+
+
+def _qwen_shared_expert(s: Settings, layer: int) -> Iterator[FamilyParameter]:
+    if _is_sparse(s, layer):
+        yield from _feed_forward(s, s.number("shared_expert_intermediate_size"), "mlp.shared_expert")
+        yield FamilyParameter("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")), matrix=True)
 
 
 def _is_sparse(s: Settings, layer: int) -> bool:
@@ -340,11 +332,10 @@ def _is_sparse(s: Settings, layer: int) -> bool:
     )
 
 
-def _deepseek(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    yield from _latent_attention(s)
+def _deepseek_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     s.number("moe_layer_freq", 1, maximum=1)
     if layer < s.number("first_k_dense_replace", 0, minimum=0):
-        yield from _feed_forward(s, s.number("intermediate_size"))
+        yield from _dense_mlp(s, layer)
     else:
         width = s.number("moe_intermediate_size")
         yield from _experts(s, s.number("n_routed_experts"), width)
@@ -352,21 +343,23 @@ def _deepseek(s: Settings, layer: int) -> Iterator[FamilyParameter]:
             yield from _feed_forward(s, width * shared, "mlp.shared_experts")
 
 
-LAYERS_BY_FAMILY: Mapping[str, Layer] = MappingProxyType(
+_NORMED_ATTENTION = partial(_configured_attention, norms=True)
+
+LAYERS_BY_FAMILY: Mapping[str, Sequence[LayerPart]] = MappingProxyType(
     {
-        "llama": _llama,
-        "mistral": _mistral,
-        "mixtral": _mixtral,
-        "qwen2": _qwen2,
-        "qwen2_moe": _qwen2_moe,
-        "qwen3": _qwen3,
-        "qwen3_moe": _qwen3_moe,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-        "kimi_k2": _deepseek,
+        "llama": (_configured_attention, _llama_mlp),
+        "mistral": (_attention, _dense_mlp),
+        "mixtral": (_attention, _mixtral_experts),
+        "qwen2": (partial(_attention, qkv_bias=True), _dense_mlp),
+        "qwen2_moe": (_qwen2_moe_attention, _qwen_mlp, _qwen_shared_expert),
+        "qwen3": (_NORMED_ATTENTION, _dense_mlp),
+        "qwen3_moe": (_NORMED_ATTENTION, _qwen_mlp),
+        "deepseek_v2": (_latent_attention, _deepseek_mlp),
+        "deepseek_v3": (_latent_attention, _deepseek_mlp),
+        "kimi_k2": (_latent_attention, _deepseek_mlp),
     }
 )
-"""Families by the ``model_type`` of their configurations."""
+"""The parts of a layer in order, by the ``model_type`` of a family's configurations."""
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -414,12 +407,12 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
     itemsize(dtype)
     parameters = (
         fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), method=method)
-        for p in _parameters(settings, _family(settings))
+        for p in _parameters(settings, _layer_parts(settings))
     )
     return ModelTensors(str(file), tuple(parameters))
 
 
-def _family(settings: Settings) -> Layer:
+def _layer_parts(settings: Settings) -> Sequence[LayerPart]:
     kind, classes = settings.fields.get("model_type"), settings.fields.get("architectures") or ()
     if isinstance(kind, str) and kind in LAYERS_BY_FAMILY:
         return LAYERS_BY_FAMILY[kind]
@@ -433,12 +426,12 @@ def _family(settings: Settings) -> Layer:
     )
 
 
-def _parameters(settings: Settings, layer: Layer) -> Iterator[FamilyParameter]:
+def _parameters(settings: Settings, layer_parts: Sequence[LayerPart]) -> Iterator[FamilyParameter]:
     hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
     tied = settings.flag("tie_word_embeddings")
     yield FamilyParameter("model.embed_tokens.weight", (vocabulary, hidden))
     for number in range(settings.number("num_hidden_layers", maximum=_MAX_LAYERS)):
-        members = [*layer(settings, number)]
+        members = [parameter for part in layer_parts for parameter in part(settings, number)]
         members += [FamilyParameter(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]
         yield from (replace(member, name=f"model.layers.{number}.{member.name}") for member in members)
     yield FamilyParameter("model.norm.weight", (hidden,))

@@ -353,7 +353,7 @@ class PartReplicas:
 def _parts_of_matrix(layout: TensorLayout, fused: Fused, index: int) -> PartReplicas:
     parts = matrix_parts(layout, fused)
     numbers = parts.numbers(index)
-    part, fragment = parts.holders(numbers)
+    part, fragment = parts.find_replicas(numbers)
     replicas = np.bincount(part, minlength=len(numbers))
     ranks = np.array(layout.buffers, np.int64)[layout.buffer[fragment]]
     by_rank: defaultdict[int, list[int]] = defaultdict(list)

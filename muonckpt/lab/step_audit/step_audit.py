@@ -34,8 +34,8 @@ from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import open_whole
 from .search import Search, SearchResult, least_of, recorded_cut, rules_to_try
 from .updates import (
-    DIRECTIONS,
     ELEMENTWISE,
+    METHODS,
     ROW_SLOTS,
     Cut,
     Evidence,
@@ -226,7 +226,7 @@ class _Audit:
             slots = parameter.method.slots if parameter.method else {}
             records = {common: parameter.state[slot] for common, slot in slots.items() if slot in parameter.state}
             weight = records.pop("master", parameter.weight)
-            if method not in DIRECTIONS or (method == "normuon" and not records.keys() & ROW_SLOTS):
+            if method not in METHODS or (method == "normuon" and not records.keys() & ROW_SLOTS):
                 return f"{method}: its update cannot be made again of its state"
             if weight is None:
                 return "its weight is not in the checkpoints"

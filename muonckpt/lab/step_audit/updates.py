@@ -7,7 +7,7 @@ cannot explain itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -90,7 +90,7 @@ class UpdateRule:
     """The direction that a method makes of the momentum.
 
     Attributes:
-        method: a key of `DIRECTIONS`, such as "muon".
+        method: one of `METHODS`, such as "muon".
         momentum: the coefficient of momentum, which the direction of Nesterov depends on.
         betas: of Lion.
         name: of the published ``coefficients``, or "recorded".
@@ -165,7 +165,7 @@ def to_bfloat16(values: Rounded) -> Rounded:
 def orthogonalized(matrix: Matrix, rule: UpdateRule, rounded: bool = False) -> Matrix:
     """Return each matrix of a stack after Newton-Schulz, in float32, or ``rounded`` to bfloat16 throughout."""
     assert rule.coefficients is not None, "rules of orthogonal directions have coefficients"
-    cast = to_bfloat16 if rounded else _as_they_are
+    cast = to_bfloat16 if rounded else np.asarray
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     wide = matrix.swapaxes(-1, -2) if is_tall else matrix
     norms = _norms(wide) * rule.coefficients.norm_scale
@@ -177,61 +177,44 @@ def orthogonalized(matrix: Matrix, rule: UpdateRule, rounded: bool = False) -> M
     return (x.swapaxes(-1, -2) if is_tall else x).astype(np.float64)
 
 
-def _as_they_are(values: Rounded) -> Rounded:
-    return values
-
-
-def _of_muon(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
-    matrices = (orthogonalized(m, rule, rounded) for m in cut.matrices(evidence.source(rule)))
-    return cut.assemble(matrices, evidence.shape)
-
-
-def _of_normuon(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
-    # Rows are divided by the root of their second moment, and each matrix has its norm of before again.
-    orthogonal = _of_muon(evidence, cut, rule, rounded)
-    [slot] = evidence.state.keys() & ROW_SLOTS
-    divided = orthogonal / (np.sqrt(evidence.state[slot]) + 1e-8)
-    pairs = zip(cut.matrices(orthogonal), cut.matrices(divided), strict=True)
-    return cut.assemble((d * (_norms(o) / np.maximum(_norms(d), 1e-30)) for o, d in pairs), evidence.shape)
-
-
 def _norms(matrices: Matrix) -> Matrix:
     norms: Matrix = np.linalg.norm(matrices, axis=(-2, -1), keepdims=True)
     return norms
 
 
-def _of_adamw(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
-    # The corrections for the beginning are factors, up to epsilon.
-    return evidence.state["first"] / (np.sqrt(evidence.state["second"]) + 1e-12)
-
-
-def _of_lion(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
-    # The gradient is mixed with the average by another coefficient than the one that makes the next average.
-    before, after = evidence.momentum_before, evidence.state["first"]
-    beta1, beta2 = rule.betas
-    return np.sign(beta1 * before + (1 - beta1) / (1 - beta2) * (after - beta2 * before))
-
-
-def _of_sign(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
-    return np.sign(evidence.source(rule))
-
-
-def _of_gradient(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
-    return evidence.source(rule)
-
-
-DIRECTIONS: Mapping[str, Callable[[Evidence, Cut, UpdateRule, bool], Matrix]] = {
-    "muon": _of_muon,
-    "normuon": _of_normuon,
-    "adamw": _of_adamw,
-    "lion": _of_lion,
-    "the sign of the momentum": _of_sign,
-    "the momentum itself": _of_gradient,
-}
-"""The direction of an update, up to a factor, by method."""
+METHODS = frozenset({"muon", "normuon", "adamw", "lion", "the sign of the momentum", "the momentum itself"})
+"""The methods that `direction` knows."""
 
 ELEMENTWISE = frozenset({"adamw", "lion"})
 """Methods of single elements; each has one hypothesis."""
+
+
+def direction(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool = False) -> Matrix:
+    """Return the direction of the update that a rule makes, up to a factor; ``rounded`` as of `orthogonalized`."""
+    state = evidence.state
+    match rule.method:
+        case "adamw":
+            # The corrections for the first steps are factors, up to epsilon.
+            return state["first"] / (np.sqrt(state["second"]) + 1e-12)
+        case "lion":
+            # The stored average says which gradient came in.  Lion mixes it with the average of before by beta1 for
+            # the update, and by beta2 for the next average.
+            before, (beta1, beta2) = evidence.momentum_before, rule.betas
+            gradient = (state["first"] - beta2 * before) / (1 - beta2)
+            return np.sign(beta1 * before + (1 - beta1) * gradient)
+        case "the sign of the momentum":
+            return np.sign(evidence.source(rule))
+        case "the momentum itself":
+            return evidence.source(rule)
+    matrices = (orthogonalized(matrix, rule, rounded) for matrix in cut.matrices(evidence.source(rule)))
+    orthogonal = cut.assemble(matrices, evidence.shape)
+    if rule.method == "muon":
+        return orthogonal
+    # NorMuon divides rows by the root of their second moment, and gives each matrix the norm that it had before.
+    [slot] = state.keys() & ROW_SLOTS
+    divided = orthogonal / (np.sqrt(state[slot]) + 1e-8)
+    pairs = zip(cut.matrices(orthogonal), cut.matrices(divided), strict=True)
+    return cut.assemble((d * (_norms(o) / np.maximum(_norms(d), 1e-30)) for o, d in pairs), evidence.shape)
 
 
 @dataclass(frozen=True)
@@ -269,18 +252,18 @@ def unexplained_part(evidence: Evidence, cut: Cut, rule: UpdateRule) -> Matrix:
 
 
 def _explain_and_subtract(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tuple[Explanation, Matrix]:
-    direction = DIRECTIONS[rule.method](evidence, cut, rule, False)
+    update = direction(evidence, cut, rule)
     # A rate for each shape of matrices, as scales depend on shapes.
     shapes = list(dict.fromkeys(matrix.shape[-2:] for matrix in cut.matrices(evidence.before)))
-    regressors = [direction]
+    regressors = [update]
     if len(shapes) > 1:
         regressors = []
         for shape in shapes:
-            parts = (m if m.shape[-2:] == shape else np.zeros_like(m) for m in cut.matrices(direction))
+            parts = (m if m.shape[-2:] == shape else np.zeros_like(m) for m in cut.matrices(update))
             regressors.append(cut.assemble(parts, evidence.shape))
     # Decay by sign has to leave plainly less to be believed.
     factors, remainder = _least_squares(evidence, [*regressors, evidence.before])
-    decayed = evidence.before * (direction * evidence.before > 0)
+    decayed = evidence.before * (update * evidence.before > 0)
     cautious_factors, cautious_remainder = _least_squares(evidence, [*regressors, decayed])
     if is_cautious := bool(np.linalg.norm(cautious_remainder) < np.linalg.norm(remainder) / 2):
         factors, remainder = cautious_factors, cautious_remainder
@@ -331,12 +314,11 @@ def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float
     noisy_state = {name: _perturbed(value, evidence.dtypes[1], generator) for name, value in evidence.state.items()}
     before = _perturbed(evidence.momentum_before, evidence.dtypes[1], generator)
     noisy = replace(evidence, momentum_before=before, state={**evidence.state, **noisy_state})
-    direction = DIRECTIONS[best.rule.method]
-    exact_direction = direction(evidence, best.cut, best.rule, False)
+    exact_direction = direction(evidence, best.cut, best.rule)
     norm = float(np.linalg.norm(exact_direction)) or 1.0
-    moved = float(np.linalg.norm(direction(noisy, best.cut, best.rule, False) - exact_direction)) / norm
+    moved = float(np.linalg.norm(direction(noisy, best.cut, best.rule) - exact_direction)) / norm
     # The same in 16 bits, which most programs compute in; 1e-6 covers the order of float32 sums.
-    coarse = float(np.linalg.norm(direction(evidence, best.cut, best.rule, True) - exact_direction)) / norm
+    coarse = float(np.linalg.norm(direction(evidence, best.cut, best.rule, rounded=True) - exact_direction)) / norm
     fine = math.hypot(weights, moved, 1e-6)
     return _SAFETY * fine, math.hypot(_SAFETY * fine, _COARSE_SAFETY * coarse)
 
