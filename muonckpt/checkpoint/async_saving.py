@@ -431,8 +431,14 @@ class HostCopy:
 
         Tensors that no checkpoint holds are returned as they are, for the save to refuse them by name.
         """
+        memo: dict[int, Any] = {}
+        staged: list[_Staged] = []
+        for tensor in _tensors(state_dict):
+            if is_writable(tensor):
+                staged.append(_Staged.of(tensor))
+            else:
+                memo[id(tensor)] = tensor
         # Tied weights are the same elements, so they are copied once and stay tied in the copy.
-        staged = [_Staged.of(tensor) for tensor in _tensors(state_dict) if is_writable(tensor)]
         distinct: dict[Elements, Tensor] = {}
         for leaf in staged:
             distinct |= {Elements.of(part): part for part in leaf.parts}
@@ -444,7 +450,6 @@ class HostCopy:
         for device in {part.device for part in distinct.values() if part.is_cuda}:
             torch.cuda.synchronize(device)
         # A deep copy that takes ours for tensors copies everything else.
-        memo = {}
         for leaf in staged:
             memo[id(leaf.tensor)] = leaf.rebuild(*(places[Elements.of(part)] for part in leaf.parts))
         return deepcopy(dict(state_dict), memo)
