@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +19,7 @@ from ..names.wording import counted, size
 from ..record.record import StateRecord
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, StoredPart
-from ..store.reading.dtypes import itemsize
+from ..store.reading.payloads import tensor_bytes
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_damaged
 from ..store.verify.verification import unless_removed
@@ -33,6 +33,7 @@ from .printing import (
     print_json,
     print_labelled,
     print_line,
+    print_result,
     print_section,
     print_table,
     terminal_width,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from ..converters.look.fits import Fit
 
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups", "--fits")
-_SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes(t), "key": lambda t: t.key}
+_SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -tensor_bytes(t), "key": lambda t: t.key}
 
 
 @click.command("inspect")
@@ -83,11 +84,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     history = history_of(checkpoint)
     if history is not None:
         if not any(options.values()):
-            if as_json:
-                print_json(history)
-            else:
-                print_run(history)
-                print_duration()
+            print_result(history, as_json, partial(print_run, history))
             return exit_code(history.run)
         [checkpoint] = newest_whole(history.run)
     try:
@@ -225,7 +222,9 @@ def _show_summary(
         manifest = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
         return {**inspection.to_json(), **manifest}
     if globs:
-        matches = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_text(t)) for t in records]
+        matches = [
+            (t.key, _shape(t.shape), t.dtype, t.slot or "-", size(tensor_bytes(t)), cut_text(t)) for t in records
+        ]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), matches)
         return None
     # The verdict comes first, then contents, balance, and the requested lists.
@@ -265,17 +264,13 @@ _SHOW: Mapping[str, Callable[..., object]] = {
 }
 
 
-def _bytes(tensor: StateRecord) -> int:
-    return math.prod(tensor.shape) * itemsize(tensor.dtype)
-
-
 def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def _described(tensor: StateRecord) -> dict[str, Any]:
     return {"key": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "name": tensor.name, "slot": tensor.slot,
-            "convention": tensor.convention, "bytes": _bytes(tensor), "chunks": len(tensor.chunks),
+            "convention": tensor.convention, "bytes": tensor_bytes(tensor), "chunks": len(tensor.chunks),
             "cut": cut_text(tensor), "fingerprint": tensor.fingerprint}  # fmt: skip
 
 
@@ -303,11 +298,7 @@ def _answer_fit(
     from ..converters.look.fits import fits  # imports all layouts
 
     fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
-    if as_json:
-        print_json(fit)
-    else:
-        _print_fit(fit)
-        print_duration()
+    print_result(fit, as_json, partial(_print_fit, fit))
     return 0 if fit else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from ..names.wording import counted, folded, listed, size
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, KEY, MeshType, shard_option
 from .main import Commands
-from .printing import print_duration, print_json, print_line, print_table, progress
+from .printing import print_line, print_result, print_table, progress
 
 if TYPE_CHECKING:
     from ..lab.conformity.conform import Conformity, ConformityReport
@@ -55,11 +56,7 @@ def conform_command(source: str, ranks: Sequence[int], every: bool, as_json: boo
     from ..lab.conformity.conform import RANKS, conform  # imports torch
 
     report = conform(source, ranks=ranks or RANKS)
-    if as_json:
-        print_json(report)
-    else:
-        _print_conformity(report, every)
-        print_duration()
+    print_result(report, as_json, partial(_print_conformity, report, every))
     return int(not report)
 
 
@@ -112,11 +109,7 @@ def audit_step_command(
 
     with progress("audit-step") as advance:
         audit = audit_step(before, after, select=globs, flops=flops or MAX_FLOPS, progress=advance)
-    if as_json:
-        print_json(audit)
-        return int(bool(audit.findings))
-    _print_audit(audit, every)
-    print_duration()
+    print_result(audit, as_json, partial(_print_audit, audit, every))
     return int(bool(audit.findings))
 
 
@@ -179,11 +172,7 @@ def plan_command(
     # Options that are absent have the defaults of the function.
     arguments = {name: value for name, value in {**options, "checkpoint": checkpoint}.items() if value is not None}
     prospect = plan(meshes, **arguments)
-    if as_json:
-        print_json(prospect)
-        return
-    _print_prospect(prospect, padding)
-    print_duration()
+    print_result(prospect, as_json, partial(_print_prospect, prospect, padding))
 
 
 def _print_prospect(prospect: Prospect, has_padding: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +12,7 @@ from ..names.wording import counted
 from ..store.io.location import Location
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, MeshType
-from .printing import print_duration, print_json, print_line, print_table
+from .printing import print_line, print_result, print_table
 from .runs import newest_whole
 
 if TYPE_CHECKING:
@@ -63,11 +64,7 @@ def preflight_command(
     if run is not None:
         [checkpoint] = newest_whole(run, 1)
     answer = preflight(checkpoint, source, mesh, rank=rank, loader=loader, **choices)
-    if as_json:
-        print_json(answer)
-    else:
-        _print(answer)
-        print_duration()
+    print_result(answer, as_json, partial(_print, answer))
     return int(not answer)
 
 

@@ -123,6 +123,15 @@ def print_json(result: Any) -> None:
     click.echo(json.dumps(timed, indent=1, default=as_json))
 
 
+def print_result(result: Any, as_json: bool, print_text: Callable[[], None]) -> None:
+    """Print a result as JSON, or as text and how long the command has taken."""
+    if as_json:
+        print_json(result)
+    else:
+        print_text()
+        print_duration()
+
+
 def print_duration() -> None:
     """Say on standard error how long the command has taken, if over a second."""
     if (seconds := _seconds()) >= 1:
@@ -134,11 +143,6 @@ def _seconds() -> float:
     context = click.get_current_context(silent=True)
     began = None if context is None else context.meta.get(BEGAN)
     return 0.0 if began is None else time.monotonic() - began
-
-
-def _without_colour() -> bool | None:
-    context = click.get_current_context(silent=True)
-    return True if context is not None and context.color is False else None
 
 
 @contextmanager
@@ -159,7 +163,9 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
             bars.BarColumn(),
             bars.DownloadColumn(binary_units=True),
         )
-        console = Console(stderr=True, no_color=_without_colour())
+        context = click.get_current_context(silent=True)
+        is_plain = context is not None and context.color is False
+        console = Console(stderr=True, no_color=True if is_plain else None)  # None: as the environment says
         with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console, transient=True) as shown:
             task = shown.add_task(label, total=None, visible=False)
             yield lambda count, total: shown.update(task, advance=count, total=total, visible=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 from ..record.columns import UNKNOWN
 from ..record.record import Manifest
 from ..store.io.location import Location, items_beside
-from ..store.reading.dtypes import itemsize
+from ..store.reading.payloads import tensor_bytes
 from .engine.job import Job
 from .engine.outputs import Check
 
@@ -131,7 +130,7 @@ def _unbalanced(job: Job) -> Iterator[str]:
     for file in job.files:
         pairs = zip(file.chunks.outputs, file.chunks.plans, strict=True)
         parts.update(output.key for output, plan in pairs if plan.box.numel)
-    tensor_sizes = {tensor.key: math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in job.tensors}
+    tensor_sizes = {tensor.key: tensor_bytes(tensor) for tensor in job.tensors}
     key = max((key for key in tensor_sizes if parts[key] < ranks), key=tensor_sizes.__getitem__, default=None)
     cure = f"; {key!r} has {parts[key]} parts for {ranks} ranks: cut it over more dims, with `shard=`" if key else ""
     size = f"{largest / 2**20:.3g} MiB of tensors, {largest / mean:.3g} times the mean"

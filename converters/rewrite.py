@@ -89,11 +89,17 @@ def reshard(
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)
             job = make_job(opened, target, select, request.outputs if request else unchanged, container)
-            momentum = () if request and request.translates else _notes_on_momentum(job, opened.outline)
-            # Report arguments that the format has no use for.
-            unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
-            mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
-            return execution.run(job, place, (*mesh_note, *_notes_on_unread(opened), *momentum), workers)
+            # Report arguments that the format has no use for, and what lies beside the source and is not read.
+            notes: list[str] = []
+            if not container.of_ranks and math.prod((mesh or {}).values()) > 1:
+                notes.append(f"{container.name} holds whole tensors; the mesh makes no difference")
+            if is_there(items := items_beside(opened.path)):
+                notes.append(f"the items in {items} are not read")
+            if opened.not_read:
+                notes.append(f"not read: {listed(opened.not_read)}")
+            if not (request and request.translates):
+                notes += _notes_on_momentum(job, opened.outline)
+            return execution.run(job, place, tuple(notes), workers)
 
 
 Arguments = ParamSpec("Arguments")
@@ -149,11 +155,3 @@ def _notes_on_momentum(job: Job, source: Manifest) -> tuple[str, ...]:
     from ..programs.detection import momentum_note  # most reshards start sooner without it
 
     return momentum_note(source)
-
-
-def _notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
-    """Return notes on what lies beside the source, or in its folder, and is not read."""
-    # Items that a format cannot hold lie beside the checkpoint, and no reader of it finds them.
-    place = items_beside(source.path)
-    notes = (f"the items in {place} are not read",) if is_there(place) else ()
-    return (*notes, f"not read: {listed(source.not_read)}") if source.not_read else notes

@@ -121,7 +121,7 @@ def attach(optimizer: Muon, model: Any) -> Attached:
         RuntimeError: (in a step) a closure was given.
     """
     sharded, layout = open_model(model), layouts(model)
-    casts: list[GradientCast] = []
+    replaced_gradients: list[tuple[Tensor, Tensor]] = []
     state_dicts = 0  # made since weights were installed
 
     def describe(_: Optimizer) -> None:
@@ -150,11 +150,14 @@ def attach(optimizer: Muon, model: Any) -> Attached:
         if any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise RuntimeError("a closure would run after the gradients were finished: call it before step()")
         sharded.finish_gradients()
-        casts.extend(cast_gradients(params_of(optimizer.param_groups)))
+        for param in params_of(optimizer.param_groups):
+            if param.grad is not None and param.grad.dtype != param.dtype:
+                replaced_gradients.append((param, param.grad))
+                _set_gradient(param, param.grad.to(param.dtype))
 
     def restore() -> None:
-        while casts:
-            casts.pop().restore()
+        while replaced_gradients:
+            _set_gradient(*replaced_gradients.pop())
 
     def install(*_: Any) -> None:
         nonlocal state_dicts
@@ -185,27 +188,7 @@ def attach(optimizer: Muon, model: Any) -> Attached:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GradientCast:
-    """The gradient of a parameter, while the parameter has one of its own dtype."""
-
-    param: Tensor
-    gradient: Tensor
-
-    def restore(self) -> None:
-        set_gradient(self.param, self.gradient)
-
-
-def cast_gradients(params: Iterable[Tensor]) -> Iterator[GradientCast]:
-    """Replace gradients by ones of their parameters' dtypes, and yield those that were replaced."""
-    for param in params:
-        gradient = param.grad
-        if gradient is not None and gradient.dtype != param.dtype:
-            set_gradient(param, gradient.to(param.dtype))
-            yield GradientCast(param, gradient)
-
-
-def set_gradient(param: Tensor, gradient: Tensor) -> None:
+def _set_gradient(param: Tensor, gradient: Tensor) -> None:
     """Give a parameter a gradient of any dtype."""
     param.grad = None  # the dtype cannot change while there is one
     param.grad_dtype = gradient.dtype

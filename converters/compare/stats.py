@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+from ...algebra.grouping import batches
 from ...names.errors import SourceError
-from ...names.wording import Finding, fields_of, unnumbered
+from ...names.wording import Finding, counted, fields_of, unnumbered
 from ...programs.model_view import Role, matrix_sides
 from ...programs.quantised import scales_of_quantised
 from ...record.record import StateRecord, by_key, match_keys, names_of
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.reading.dtypes import itemsize
-from ...store.reading.payloads import Progress
+from ...store.reading.payloads import Progress, tensor_bytes
 from ...store.verify.diagnosis import open_whole
 from ...store.verify.small_tensors import stack_small
 from ..engine.outputs import OutputTensor
@@ -129,7 +129,7 @@ def stats(
         earlier_look = first_look(earlier) if earlier else None
         pairs = list(_weights_in_both(look, earlier_look, {record.key for _, record in chosen})) if earlier_look else []
         # Weights that both have are read twice: for their figures, and for their change.
-        total = bytes_of_elements(record for _, record in chosen) + 2 * bytes_of_elements(record for record, _ in pairs)
+        total = sum(tensor_bytes(record) for _, record in chosen) + 2 * sum(tensor_bytes(record) for record, _ in pairs)
 
         def passed(count: int) -> None:
             progress(count, total)
@@ -206,18 +206,12 @@ def _is_small(record: StateRecord, memory: int) -> bool:
 def _batches(records: Sequence[StateRecord], memory: int) -> Iterator[list[int]]:
     """Group numbers of tensors to measure at once: neighbours while they are small and few, each large one alone."""
     # Batches are small enough for all threads to have some.
-    limit = min(memory // 8, _BATCH_BYTES)
-    batch: list[int] = []
-    length = 0
-    for number, record in enumerate(records):
-        size = math.prod(record.shape) * itemsize(record.dtype) if _is_small(record, memory) else limit + 1
-        if batch and length + size > limit:
-            yield batch
-            batch, length = [], 0
-        batch.append(number)
-        length += size
-    if batch:
-        yield batch
+    max_bytes = min(memory // 8, _BATCH_BYTES)
+
+    def bytes_of(number: int) -> int:
+        return tensor_bytes(records[number]) if _is_small(records[number], memory) else max_bytes + 1
+
+    return batches(range(len(records)), bytes_of, max_bytes)
 
 
 def stats_of(
@@ -233,10 +227,6 @@ def stats_of(
     since = str(earlier.path) if earlier else None
     health, quantised = tuple(_health(tensors, updates)), scales_of_quantised(look.manifest.tensors)
     return CheckpointStats(str(opened.path), since, steps, tensors, updates, health, quantised)
-
-
-def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
-    return sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)
 
 
 def _weights_in_both(
@@ -327,7 +317,7 @@ def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -
 
     def finding(kind: str, keys: Sequence[str], singular: str, plural: str, means: str) -> Iterator[Finding]:
         if keys:
-            yield Finding.listing(kind, f"1 {singular}" if len(keys) == 1 else f"{len(keys)} {plural}", keys, means)
+            yield Finding.listing(kind, counted(len(keys), singular, plural), keys, means)
 
     # By itself: what no training leaves in a tensor.
     keys = [tensor.key for tensor in tensors if tensor.figures.nan or tensor.figures.infinite]

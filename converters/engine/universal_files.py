@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from ...algebra.box import Box, Index, row_major
+from ...algebra.box import Box, row_major
 from ...names.errors import SourceError, TargetError
 from ...names.keys import PARAM_GROUPS, key_of
 from ...names.vocabulary import MOMENTUM, PARAMS, STEP
@@ -29,6 +29,7 @@ from .container import Arranged, Container, WriteRequest
 from .output_files import ChunkPlan, ChunkSums, Crc32Frame, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
 
+_TORCH_SIZE = Global("torch Size")
 _VERSION = "0.19.8"
 """The version of DeepSpeed whose files these are."""
 
@@ -52,7 +53,7 @@ class UniversalFiles(Container):
         for number, group in enumerate(groups):
             names = _parameters(group, number, weights, state)
             grouped |= {*names}
-            shapes.append(_ordered_dict({name: _torch_size(weights[name].record.shape) for name in names}))
+            shapes.append(_ordered_dict({name: Record(_TORCH_SIZE, (weights[name].record.shape,)) for name in names}))
             for name in names:
                 for slot, output in {"fp32": weights[name], **state.get(name, {})}.items():
                     tensor = _tensor(output, 0)
@@ -170,10 +171,6 @@ def _scalar(output: OutputTensor, payloads: Payloads) -> float:
 
 def _ordered_dict(items: Mapping[str, object]) -> Record:
     return Record(Global("collections OrderedDict"), (), items=cast(dict[object, object], dict(items)))
-
-
-def _torch_size(shape: Index) -> Record:
-    return Record(Global("torch Size"), (shape,))
 
 
 def _tensor(output: OutputTensor, storage: int) -> object:

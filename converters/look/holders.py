@@ -18,6 +18,7 @@ from ...programs.model_view import ModelView, Role, matrix_sides
 from ...record.record import Boxes, Manifest, StateRecord
 from ...store.open_checkpoint import StoredPart
 from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import tensor_bytes
 from ...store.verify.damage import rank_in_name
 from .contents import ranges
 
@@ -234,7 +235,7 @@ def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
         if parts:
             deeper.append((parts, tensor))
         else:
-            yield Branch(name, 1, 1, math.prod(tensor.shape) * itemsize(tensor.dtype), tensor.shape, tensor.dtype, ())
+            yield Branch(name, 1, 1, tensor_bytes(tensor), tensor.shape, tensor.dtype, ())
     inner = _fold(deeper)
     is_chain = len(inner) == 1 and inner[0].count == 1
     if is_chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded

@@ -25,7 +25,7 @@ from ...record.columns import UNKNOWN
 from ...record.record import Manifest, StateRecord, by_key, entry_keys, find_key, match_keys, names_of
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import tensor_bytes
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import Verification, unless_removed
 from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges
@@ -250,7 +250,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         tensors=len(tensors),
         chunks=len(elements) - empty_chunks,
         empty_chunks=empty_chunks,
-        bytes=sum(map(_bytes, tensors)),
+        bytes=sum(map(tensor_bytes, tensors)),
         other_items=len(manifest.blobs),
         files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
         step=look.step,
@@ -370,13 +370,9 @@ def _sizes(members: Sequence[StateRecord]) -> dict[str, Any]:
     return {
         "tensors": len(members),
         "elements": sum(math.prod(tensor.shape) for tensor in members),
-        "bytes": sum(map(_bytes, members)),
+        "bytes": sum(map(tensor_bytes, members)),
         "dtypes": sorted({tensor.dtype for tensor in members}),
     }
-
-
-def _bytes(tensor: StateRecord) -> int:
-    return math.prod(tensor.shape) * itemsize(tensor.dtype)
 
 
 LOOK_AT = "look at"

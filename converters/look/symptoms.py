@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 from ...algebra.box import Index
-from ...names.wording import LAYER_NUMBER, Finding
+from ...names.wording import LAYER_NUMBER, Finding, counted
 from ...programs.model_view import ModelView, Role, StoredParameter, matrix_sides
 from ...store.verify.damage import Damage
 from .contents import FirstLook, HyperParameters
@@ -60,7 +60,7 @@ def _muon_off(view: ModelView) -> Iterator[Finding]:
         return
     odd = [p.name for p in by_adam if muon_counts[p.layer_pattern] >= adam_counts[p.layer_pattern]]
     if odd:
-        count = _count(odd, "matrix", "matrices")
+        count = counted(len(odd), "matrix", "matrices")
         message = f"Muon is off for {count}, whose siblings in other layers carry momentum, not Adam's state"
         yield Finding.listing("muon_off", message, odd)
 
@@ -89,11 +89,13 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
                 odd[", ".join(sorted(parameter.state))].append(parameter.name)
         for slot_names, names in odd.items():
             methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in view.dialect.methods)
-            count = _count(names, "parameter has", "parameters have")
+            count = counted(len(names), "parameter has", "parameters have")
             message = f"{count} the state {slot_names}, which no method of {view.dialect.name} keeps ({methods})"
             yield Finding("odd_state", message, (*names,))
         if vectors:
-            count = _count(vectors, "parameter of less than two dims has", "parameters of less than two dims have")
+            count = counted(
+                len(vectors), "parameter of less than two dims has", "parameters of less than two dims have"
+            )
             yield Finding.listing(
                 "vector_momentum", f"{count} momentum alone, as plain momentum SGD: not Muon", vectors
             )
@@ -152,7 +154,7 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
         ("no_group", ungrouped, "state, but no parameter group has them, so no options"),
     ):
         if names:
-            yield Finding.listing(kind, f"{_count(names, 'parameter has', 'parameters have')} {message}", names)
+            yield Finding.listing(kind, f"{counted(len(names), 'parameter has', 'parameters have')} {message}", names)
 
 
 def _layer_of(name: str) -> str:
@@ -184,7 +186,7 @@ def _conventions(view: ModelView) -> Iterator[Finding]:
     # A tensor with two contradicting records comes before tensors that differ from others.
     disputed = [key for key, names in conventions.items() if len(names) > 1]
     if disputed:
-        count = _count(disputed, "momentum", "momenta")
+        count = counted(len(disputed), "momentum", "momenta")
         message = f"manifest, group and program disagree on the convention of {count}"
         yield Finding.listing("convention", message, disputed)
         return
@@ -193,7 +195,3 @@ def _conventions(view: ModelView) -> Iterator[Finding]:
         odd = [key for key, names in conventions.items() if counts[-1][0] in names]
         numbers = ", ".join(f"{name} in {count}" for name, count in counts)
         yield Finding.listing("convention", f"momentum follows more than one convention, {numbers} tensors", odd)
-
-
-def _count(names: Collection[str], singular: str, plural: str) -> str:
-    return f"{len(names)} {singular if len(names) == 1 else plural}"

@@ -241,17 +241,13 @@ def _decisions(
     if answers is None:
         return None, cause
     # Nothing is decided on the answers of some ranks.
-    if failures := _failures(process_group, answers):
+    ranked = zip(group_ranks(process_group), answers, strict=True)
+    if failures := {rank: answer for rank, answer in ranked if isinstance(answer, _Failure)}:
         return [_Outcome(failures)], cause
     decisions, cause = _attempted(kind, lambda: decide(answers))  # type: ignore[arg-type]
     if isinstance(decisions, _Failure):  # about all ranks: where one of them is meant, it is named
         return [_Outcome({-1: decisions})], cause
     return [*decisions], None
-
-
-def _failures(process_group: dist.ProcessGroup | None, answers: Sequence[object]) -> dict[int, _Failure]:
-    ranked = zip(group_ranks(process_group), answers, strict=True)
-    return {rank: answer for rank, answer in ranked if isinstance(answer, _Failure)}
 
 
 def _unless_failed(message: R | _Outcome | None, cause: Exception | None) -> R:

@@ -499,16 +499,13 @@ class _Staged(NamedTuple):
             )
         if isinstance(tensor, DTensor):
             return cls(tensor, [local_of(tensor)], partial(_placed_as, tensor._spec))
-        return cls(tensor, [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor], _itself)
+        local = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        return cls(tensor, [local], lambda copy: copy)
 
 
 def _placed_as(spec: Any, local: Tensor) -> Tensor:
     # from_local() would move it to the mesh's device.
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _itself(copy: Tensor) -> Tensor:
-    return copy
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.box import Box, Index, flat_boxes
+from ..algebra.grouping import neighbours
 from ..names.errors import DamageError, MuonckptError, about
 from ..names.wording import listed
 from ..record.columns import UNKNOWN
@@ -167,7 +168,7 @@ class ChunkReader:
         self.sums: list[PartialSum] = []
         self.bytes_read = self.placed = 0
         self._checkpoint, self._payloads, self._place = checkpoint, checkpoint.payloads, place
-        self._spans = [[*_spans(self._reads_of(each))] for each in rounds]
+        self._spans = [[*map(_span_of, neighbours(self._reads_of(each), _is_near))] for each in rounds]
         spans = [*chain.from_iterable(self._spans)]
         longest = max((span.extent.length for span in spans), default=0)
         self._staging = _Staging(min(longest, BAND_BYTES), is_pinned)
@@ -233,8 +234,9 @@ class ChunkReader:
         first, of_reads = span.reads[0], [_targets_in(read, targets) for read in span.reads]
         places = [_Place(span.extent.offset, span.extent.end, None)]
         if len(span.reads) == 1 and not span.is_item and not first.boxes:
-            if not of_reads[0] and not self._has_sum(first):
-                return
+            is_verbatim = self._payloads.is_verbatim(first.file)
+            if not of_reads[0] and is_verbatim and first.digest is None and first.crc32 is None:
+                return  # nothing to put, and nothing to check
             places, of_reads[0] = _places(first, of_reads[0])
         self.bytes_read += span.extent.length
         bands = self._bands(span, places, of_reads, memory)
@@ -300,9 +302,6 @@ class ChunkReader:
                     self.placed += common.numel
         if is_pinned:
             self._staging.devices.update(target.elements.device for target in targets if target.elements.is_cuda)
-
-    def _has_sum(self, read: _Read) -> bool:
-        return read.digest is not None or read.crc32 is not None or not self._payloads.is_verbatim(read.file)
 
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
         """Compare the bytes of a read with the digest or the CRC-32 of its chunk, or note their checksum."""
@@ -387,20 +386,8 @@ def _item_to_check(payloads: Payloads, chunk: Chunk, crc: int | None) -> Extent 
     return chunk.item if payloads.has_checksum(chunk) and payloads.is_verbatim(chunk.item.file) else None
 
 
-def _spans(reads: Sequence[_Read]) -> Iterator[_Span]:
-    """Group reads, in the order of files: those of one item, and small ones near each other."""
-    group: list[_Read] = []
-    for read in reads:
-        if group and not _is_near(group, read):
-            yield _span_of(group)
-            group = []
-        group.append(read)
-    if group:
-        yield _span_of(group)
-
-
 def _is_near(group: Sequence[_Read], read: _Read) -> bool:
-    """Return whether a read belongs to the same span as those before it."""
+    """Return whether a read belongs to the same span as those before it: of one item, or small and near them."""
     first = group[0]
     if read.item is not None and read.item == first.item:
         return True
@@ -443,7 +430,8 @@ def _targets_in(read: _Read, targets: Targets) -> list[_Target]:
     chunk, found = read.tensor.boxes[read.number], list[_Target]()
     for local in targets.get(read.tensor.key, ()):
         for number, common in _common_boxes(chunk, local.boxes):
-            elements, inside = _part(local.parts[number], local.boxes[number], common), _within(common, chunk)
+            elements = _part(local.parts[number], local.boxes[number], common)
+            inside = common.shift([-low for low in chunk.lo])
             if read.order is not None:
                 elements = elements.permute(read.order)
                 inside = Box(*(tuple(corner[dim] for dim in read.order) for corner in (inside.lo, inside.hi)))
@@ -456,11 +444,6 @@ def _common_boxes(chunk: Box, boxes: tuple[Box, ...]) -> tuple[tuple[int, Box], 
     """Return what a chunk has in common with boxes, with their numbers.  Cached: layers repeat."""
     common = ((number, box & chunk) for number, box in enumerate(boxes))
     return tuple((number, box) for number, box in common if box is not None)
-
-
-def _within(box: Box, chunk: Box) -> Box:
-    """Return a box counted from the first element of a chunk."""
-    return box.shift([-low for low in chunk.lo])
 
 
 def _part(elements: Tensor, box: Box, part: Box) -> Tensor:
@@ -517,8 +500,9 @@ def _joined(reads: Sequence[tuple[_Read, Tensor]]) -> LocalParts:
     for read, raw in sorted(reads, key=lambda pair: (pair[0].range.chunk, pair[0].range.start)):
         elements = raw.view(read.dtype)
         if read.order is not None:
-            back = [read.order.index(dim) for dim in range(len(read.order))]
-            parts.append(elements.view(read.stored_shape).permute(back))
+            # The file has the dims in another order; such a chunk is read whole, as one box.
+            original_order = [read.order.index(dim) for dim in range(len(read.order))]
+            parts.append(elements.view(read.stored_shape).permute(original_order))
         else:
             split = torch.split(elements, [box.numel for box in read.boxes])
             parts += [part.view(box.shape) for part, box in zip(split, read.boxes, strict=True)]

@@ -64,9 +64,9 @@ class LiveParts:
         keys, basis = ParameterKeys.of(live.flat, live.paths, by_name), loaded.by_parameter(by_name)
         roots = {str(root) for root in state_dict}
         covered_keys = frozenset(key for key, path in basis.paths.items() if str(path[0]) in roots)
-        return cls(
-            basis, nested_by_parameter(live.flat, keys), covered_keys, keys.groups, unchecked=tuple(_by_number(keys))
-        )
+        # Parameters that go by number could be mistaken for each other.
+        unchecked = tuple(_BY_NUMBER.format(key_of(root)) for root in sorted(keys.by_number, key=str))
+        return cls(basis, nested_by_parameter(live.flat, keys), covered_keys, keys.groups, unchecked=unchecked)
 
     @classmethod
     def of_training(cls, loaded: LoadedState, training: Training) -> LiveParts:
@@ -151,12 +151,6 @@ class LiveParts:
 
 
 _BY_NUMBER = "which parameter is which in {!r}: they have no names, and were matched by number"
-
-
-def _by_number(keys: ParameterKeys) -> Iterator[str]:
-    """Yield a phrase for each optimizer whose parameters go by number, where several could be mistaken."""
-    for root in sorted(keys.by_number, key=str):
-        yield _BY_NUMBER.format(key_of(root))
 
 
 def frozen_parameters(model: nn.Module) -> list[str]:

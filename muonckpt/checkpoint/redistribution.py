@@ -125,7 +125,9 @@ def redistribute(
         group, SourceError, lambda: _offer(source_state_dict, memory, attest, allow_extra, fresh)
     )
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
-    offers = _known_jointly(offers)
+    states = [offer.state for offer in offers]
+    refuse_other_groups(states, [offer.digests for offer in offers])
+    offers = [offer.known_as(state) for offer, state in zip(offers, with_joint_groups(states), strict=True)]
     items, stored = _stored_of(ranks, offers, (place, len(ranks)))
     source = source.known_as(offers[place].state)
     target, requests = gather_keeping(group, SourceError, lambda: _ask(source, target_state_dict, stored, choices))
@@ -290,13 +292,6 @@ class _Offer:
 
 def _blob(key: str, path: KeyPath, pickled: bytes) -> Blob:
     return Blob(key, path, Extent("live", 0, len(pickled)), xxh3_128([pickled]))
-
-
-def _known_jointly(offers: Sequence[_Offer]) -> list[_Offer]:
-    """Return offers with one number for each parameter group; raises as `refuse_other_groups`."""
-    states = [offer.state for offer in offers]
-    refuse_other_groups(states, [offer.digests for offer in offers])
-    return [offer.known_as(state) for offer, state in zip(offers, with_joint_groups(states), strict=True)]
 
 
 def _stored_of(

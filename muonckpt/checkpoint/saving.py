@@ -14,7 +14,7 @@ import platform
 import secrets
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..algebra.box import Index
 from ..algebra.fingerprint import box_shares
+from ..algebra.grouping import neighbours
 from ..names.collector import gc_paused
 from ..names.errors import ArgumentError, DestinationError, LostRankError, called_like, unwritable
 from ..names.version import PROGRAM
@@ -356,7 +357,8 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
             for blob, start in blobs:
                 progress.written = output.write(blob, start)
                 rows.append(receipt_row(xxh3_128([blob]), length=len(blob)))
-            for run in _runs(boxes):
+            # Small items that lie beside each other are written at once.
+            for run in neighbours(boxes, _are_written_at_once):
                 rows += _write_small(run, output) if run[0].is_small else [_write_bands(run[0], output, progress)]
                 progress.written = run[-1].end
     except OSError as error:
@@ -388,16 +390,8 @@ class _BoxItem(NamedTuple):
         return self.frame.length <= _SMALL_BYTES
 
 
-def _runs(items: Sequence[_BoxItem]) -> Iterator[list[_BoxItem]]:
-    """Yield items in the order of a file: small ones that lie beside each other together, every other one alone."""
-    run: list[_BoxItem] = []
-    for item in items:
-        if run and not (item.is_small and run[0].is_small and item.end - run[0].start <= _RUN_BYTES):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run
+def _are_written_at_once(run: Sequence[_BoxItem], item: _BoxItem) -> bool:
+    return item.is_small and run[0].is_small and item.end - run[0].start <= _RUN_BYTES
 
 
 def _write_small(items: Sequence[_BoxItem], output: Writing) -> list[bytes]:

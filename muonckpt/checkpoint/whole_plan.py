@@ -344,16 +344,13 @@ class _Planning:
         if len({self._digests[rank][item] for rank, item in replicas}) > 1:
             self._store_by_rank(key, path, replicas, optimizers)
             return
-        self._write(key, path, self._lightest(replicas))
+        # The rank with the least to write so far.
+        self._write(key, path, min(replicas, key=lambda replica: self._load[replica[0]]))
         # Ranks that have an object in common keep it so, or the plan does not serve again.
         ranks = tuple(rank for rank, _ in replicas)
         number = self._numbers_of_holders.setdefault(ranks, len(self._numbers_of_holders))
         for rank, item in replicas if len(replicas) > 1 else ():
             self._common_items[rank][number].append(item)
-
-    def _lightest(self, replicas: Sequence[_Placed]) -> _Placed:
-        """Return the replica whose rank has least to write so far."""
-        return min(replicas, key=lambda replica: self._load[replica[0]])
 
     def _store_by_rank(
         self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[KeyPlace]

@@ -161,7 +161,8 @@ def preflight(
         state_dict: dict[str, Any] = {}
         _put(state_dict, model_root, weights)
         _put(state_dict, optimizer_root, state)
-        unasked = tuple(_unasked_roots(stored, state_dict))
+        stored_roots = dict.fromkeys(str(entry.path[0]) for entry in stored.entries.values())
+        unasked = tuple(root for root in stored_roots if root not in state_dict)
         # 3. Find what the loader would do with both.
         if loader == "muonckpt":
             unasked_keys = [f"{glob.escape(root)}*" for root in unasked]
@@ -209,13 +210,6 @@ def _put(state_dict: dict[str, Any], root: KeyPath, values: Mapping[str, Any]) -
     for part in root:
         node = node.setdefault(str(part), {})
     node.update(values)
-
-
-def _unasked_roots(stored: Stored, state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the first parts of keys that the state dict has nothing of."""
-    yield from dict.fromkeys(
-        str(entry.path[0]) for entry in stored.entries.values() if str(entry.path[0]) not in state_dict
-    )
 
 
 def _as_load(opened: OpenCheckpoint, state_dict: dict[str, Any], choices: Mapping[str, Any]) -> _Outcome:

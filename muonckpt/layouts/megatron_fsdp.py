@@ -8,7 +8,7 @@ Checked with megatron-fsdp 0.6.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
@@ -174,7 +174,9 @@ class PackedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._groups = list(_parameter_groups(model))
+        self._groups: list[Any] = []
+        for module in model.modules():
+            self._groups += getattr(module, "parameter_groups", ())
         self._places: dict[Tensor, tuple[Any, int]] = {}
         for group in self._groups:
             self._places |= {param: (group.main_weight, n) for n, param in enumerate(_sharded_parameters(group))}
@@ -248,11 +250,6 @@ class PackedModel:
                     declare(param, weight)
 
         return (self._model.register_state_dict_post_hook(describe),)  # type: ignore[no-untyped-call]
-
-
-def _parameter_groups(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        yield from getattr(module, "parameter_groups", ())
 
 
 def _sharded_parameters(group: Any) -> list[Tensor]:

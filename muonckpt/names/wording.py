@@ -20,9 +20,9 @@ LAYER_NUMBER = re.compile(r"(?<![^. ])[0-9]+(?![^. ])")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: ``1 file``, ``2 files``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: ``1 file``, ``2 files``; ``plural`` is one that does not only add an s."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def listed(items: Iterable[object], limit: int = 8, separator: str = ", ") -> str:

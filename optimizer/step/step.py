@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...algebra.grouping import batches
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import ParamGroup
 from ..ground.devices import is_asynchronous
@@ -137,31 +138,18 @@ def make_batches(
         by_launch[shape if is_alone else rows > columns, kind] += members
 
     # Batches are cut to a size, and within them the method updates equal neighbours as one stack.
-    batches = []
+    launches = []
     for (_, (form, name, recipe)), members in by_launch.items():
-        sizes = [math.prod(units[number].rows_columns) for number in members]
-        for part in _cut(members, sizes, MAX_BATCH_ELEMENTS if form.kernels else MAX_STACK_ELEMENTS):
+        max_elements = MAX_BATCH_ELEMENTS if form.kernels else MAX_STACK_ELEMENTS
+        for part in batches(members, lambda number: math.prod(units[number].rows_columns), max_elements):
             shapes = [units[number].rows_columns for number in part]
             stack_sizes = (1,) * len(part)
             if methods[name].stacked:
                 params = [units[number].param for number in part]
                 kinds = [(id(group_of(param)), state_kind_of(param)) for param in params]
                 stack_sizes = tuple(len(list(stack)) for _, stack in groupby(zip(shapes, kinds, strict=True)))
-            batches.append(Batch(tuple(part), Places.of(shapes), form, methods[name], recipe, stack_sizes))
-    return batches
-
-
-def _cut(members: Sequence[int], sizes: Sequence[int], max_elements: int) -> Iterator[list[int]]:
-    """Yield members in parts of at most so many elements, or of one member."""
-    part: list[int] = []
-    elements = 0
-    for member, size in zip(members, sizes, strict=True):
-        if part and elements + size > max_elements:
-            yield part
-            part, elements = [], 0
-        part.append(member)
-        elements += size
-    yield part
+            launches.append(Batch(tuple(part), Places.of(shapes), form, methods[name], recipe, stack_sizes))
+    return launches
 
 
 @dataclass(eq=False)

@@ -15,10 +15,11 @@ from hypothesis import given, settings, strategies as st
 
 from muonckpt import DamageError
 from muonckpt.algebra.box import row_major
+from muonckpt.algebra.grouping import batches
 from muonckpt.record.record import Extent
 from muonckpt.store.io.checksums import JoinedCrc
 from muonckpt.store.io.location import PART, part_bytes
-from muonckpt.store.reading.blocks import batches, blocks, join_ranges
+from muonckpt.store.reading.blocks import blocks, join_ranges
 from muonckpt.store.reading.payloads import Payloads
 
 boxes = st.integers(0, 3).flatmap(
@@ -42,7 +43,7 @@ def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
         assert block.span == max(places) + 1 <= most
         assert max(np.diff(sorted(places)), default=1) - 1 <= gap
     assert (count == 1).all()
-    together = list(batches(found, most))
+    together = list(batches(found, lambda block: block.span, most))
     assert [block for batch in together for block in batch] == found
     assert all(sum(block.span for block in batch) <= most for batch in together)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ from ...converters.compare.stats import (
     STATS_MEMORY,
     CheckpointStats,
     Measurable,
-    bytes_of_elements,
     health_json,
     measurable,
     measured,
@@ -35,8 +33,7 @@ from ...record.chunks import Boxes
 from ...record.columns import UNKNOWN
 from ...record.record import Manifest, entry_keys
 from ...store.io.location import Remote, location
-from ...store.reading.dtypes import itemsize
-from ...store.reading.payloads import Progress
+from ...store.reading.payloads import Progress, tensor_bytes
 from ...store.verify.damage import Damage, rank_in_name
 from ...store.verify.diagnosis import Diagnosis, diagnosis_at
 from ...store.verify.verification import unless_removed
@@ -210,7 +207,7 @@ class Reading:
                 selection.append((role, tensor.without_empty_chunks()))
 
         # Both kinds of work advance one bar; the bytes to compare are known when the comparison begins.
-        bytes_to_measure = bytes_of_elements(tensor for _, tensor in selection)
+        bytes_to_measure = sum(tensor_bytes(tensor) for _, tensor in selection)
         bytes_to_compare = 0
 
         def advance_comparison(count: int, total: int) -> None:
@@ -338,7 +335,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
             "slot": [tensor.slot for tensor in manifest.tensors],
             "shape": [list(tensor.shape) for tensor in manifest.tensors],
             "dtype": [tensor.dtype for tensor in manifest.tensors],
-            "bytes": [math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in manifest.tensors],
+            "bytes": [tensor_bytes(tensor) for tensor in manifest.tensors],
             "fingerprint": [tensor.fingerprint for tensor in manifest.tensors],
             "cut": cut_indices,
         },

@@ -99,7 +99,9 @@ class Search:
                 self._try(cut, rule)
         # 3. The coefficient of momentum; then rules and cuts once more with it.
         if self._best().rule.nesterov:
-            momentum = least_of(self._residual_of_momentum(self._best()), 0.0, 0.9999, 1e-4)
+            best = self._best()
+            residual = lambda momentum: self._try(best.cut, replace(best.rule, momentum=momentum)).residual  # noqa: E731
+            momentum = least_of(residual, 0.0, 0.9999, 1e-4)
             for rule in rules[:budget]:
                 self._try(self._best().cut, replace(rule, momentum=momentum))
         for cut in cuts[:budget]:
@@ -134,9 +136,6 @@ class Search:
             if not any(explanation.cut.is_of(cut) for cut in cuts):
                 cuts.append(explanation.cut)
         return cuts[:_BEST_CUTS]
-
-    def _residual_of_momentum(self, explanation: Explanation) -> Callable[[float], float]:
-        return lambda momentum: self._try(explanation.cut, replace(explanation.rule, momentum=momentum)).residual
 
     def _momentum_range(self, result: SearchResult) -> tuple[float, float]:
         """Return the coefficients of momentum around the best one that explain the step as well."""

@@ -138,7 +138,13 @@ def audit_step(
     with ExitStack() as stack:
         sides = [stack.enter_context(open_whole(path)) for path in (before, after)]
         looks = [first_look(side) for side in sides]
-        _refuse_distance(sides, looks)
+        before_step, after_step = (look.step for look in looks)
+        if before_step is not None and after_step is not None and after_step != before_step + 1:
+            raise TargetError(
+                f"{sides[0].path} is of step {before_step} and {sides[1].path} of step {after_step}: expected two "
+                "consecutive steps, the earlier first, for the audit needs the update of one step. Save two in a row, "
+                "and audit these"
+            )
         first, second = (look.view.parameters for look in looks)
         names = [name for name in second if name in first and first[name].shape == second[name].shape]
         keys = {name: (name, parameter.weight.key) for name, parameter in second.items() if parameter.weight}
@@ -150,15 +156,6 @@ def audit_step(
         program = looks[1].view.dialect.name if looks[1].view.dialect else "unknown"
         findings = tuple(_findings(verdicts, looks[1]))
         return StepAudit(str(before), str(after), (looks[0].step, looks[1].step), program, tuple(verdicts), findings)
-
-
-def _refuse_distance(sides: Sequence[OpenCheckpoint], looks: Sequence[FirstLook]) -> None:
-    before, after = looks[0].step, looks[1].step
-    if before is not None and after is not None and after != before + 1:
-        raise TargetError(
-            f"{sides[0].path} is of step {before} and {sides[1].path} of step {after}: expected two consecutive steps, "
-            "the earlier first, for the audit needs the update of one step. Save two in a row, and audit these"
-        )
 
 
 class _Audit:

@@ -174,8 +174,11 @@ def begin(
     training.load_model_and_optimizers(weights | template[MODEL], state)
     # 3. Schedulers go on with the rates of the code's groups.
     schedule_steps = found.epochs if found.epochs is not None else first
-    for scheduler in training.schedulers:
-        _advance(scheduler, schedule_steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first
+        for scheduler in training.schedulers:
+            for _ in range(schedule_steps):
+                scheduler.step()
     _remove_on_first(copy, group)
     return Beginning(
         source,
@@ -215,14 +218,6 @@ def _refuse_schedules(schedulers: Sequence[Any]) -> None:
         for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
             if getattr(part, "last_epoch", 0) > 0:
                 raise ArgumentError(f"{kind}: expected a new scheduler, found one at its step {part.last_epoch}")
-
-
-def _advance(scheduler: LRScheduler, steps: int) -> None:
-    """Step a scheduler from its beginning, so that its groups have the rates of an uninterrupted run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first
-        for _ in range(steps):
-            scheduler.step()
 
 
 def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tuple[int | None, bool]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
 from ...algebra.fingerprint import as_hex
+from ...algebra.grouping import batches
 from ...names.errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
 from ...names.wording import listed
 from ...programs.signs import NOT_READ
@@ -36,7 +37,7 @@ from ..io.location import Location, entries_of, is_folder
 from ..io.new_file import write_synced
 from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
-from ..reading.payloads import Payloads, Reader
+from ..reading.payloads import Payloads, Reader, tensor_bytes
 from .weight_files import (
     INDEX_NAME,
     Shards,
@@ -387,7 +388,7 @@ def _encode_front(
     entries, chunks, start = {}, [], 0
     sums = sums or [(Sums().digest, 0)] * len(tensors)
     for tensor, (digest, _) in zip(tensors, sums, strict=True):
-        place = Extent(_DATA, start, length_of(tensor))
+        place = Extent(_DATA, start, tensor_bytes(tensor))
         entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, start, place.end)
         chunks.append(([Chunk(Box.of(tensor.shape), place, place, digest)], len(tensor.shape)))
         start = place.end
@@ -407,14 +408,7 @@ def shards(
     A file has at most ``max_bytes`` of elements, and a header that readers accept, or one tensor.  Without tensors
     there is one empty file.
     """
-    contents: list[list[StateRecord]] = [[]]
-    length = 0
-    for tensor in tensors:
-        if contents[-1] and length + length_of(tensor) > max_bytes:
-            contents.append([])
-            length = 0
-        contents[-1].append(tensor)
-        length += length_of(tensor)
+    contents = [*batches(tensors, tensor_bytes, max_bytes)] or [[]]
     files = [*chain.from_iterable(_cut_by_header(content, provenance) for content in contents)]
     name = f"model-{{:05d}}-of-{len(files):05d}.safetensors"
     return [(name.format(number), content) for number, content in enumerate(files, 1)]
@@ -422,7 +416,7 @@ def shards(
 
 def _cut_by_header(tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Iterator[Sequence[StateRecord]]:
     """Yield the tensors of a file, or halves of them, until readers accept each header: see `read_header`."""
-    max_bytes = min(MAX_HEADER_BYTES, limits.SMALL_DESCRIPTION + sum(map(length_of, tensors)))
+    max_bytes = min(MAX_HEADER_BYTES, limits.SMALL_DESCRIPTION + sum(map(tensor_bytes, tensors)))
     middle = len(tensors) // 2
     if not middle or len(_encode_front(tensors, provenance)) - 8 <= max_bytes:
         yield tensors
@@ -442,7 +436,7 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
         with open_regular(directory / name) as opened:
             _, _, headers[name] = read_header(opened)
     files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
-    sizes = {"total_size": sum(map(length_of, manifest.tensors))}
+    sizes = {"total_size": sum(map(tensor_bytes, manifest.tensors))}
     entry = {"version": 1, "headers": headers}
     seal = digest_of([sizes, entry, files])
     index = {"metadata": {**sizes, MANIFEST_KEY: {**entry, "digest": seal}}, "weight_map": files}
@@ -452,10 +446,6 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
 def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
     """Sort tensors by element size, the largest first, which aligns all of them."""
     return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
-
-
-def length_of(tensor: StateRecord) -> int:
-    return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
 
 
 def _read_file(

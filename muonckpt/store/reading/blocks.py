@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -80,19 +80,6 @@ def _cut(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> It
         part_lo = (*lo[:cut], lo[cut] + start, *lo[cut + 1 :])
         part_shape = (*shape[:cut], min(step, shape[cut] - start), *shape[cut + 1 :])
         yield from _cut(part_lo, part_shape, strides, gap, max_span)
-
-
-def batches(parts: Iterable[Block], max_span: int) -> Iterator[list[Block]]:
-    """Group blocks, in order, so that a group spans at most ``max_span`` elements or is one block."""
-    batch: list[Block] = []
-    batch_span = 0
-    for part in parts:
-        if batch and batch_span + part.span > max_span:
-            yield batch
-            batch, batch_span = [], 0
-        batch.append(part)
-        batch_span += part.span
-    yield batch
 
 
 def strided_view(flat: NDArray[Any], strides: Index, shape: Index) -> NDArray[Any]:

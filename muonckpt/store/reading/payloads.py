@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Index, row_major
 from ...algebra.fingerprint import combine, fingerprint
+from ...algebra.grouping import batches
 from ...algebra.layout import Place
 from ...names.errors import (
     ChecksumError,
@@ -32,7 +33,7 @@ from ..io.checksums import JoinedCrc, crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location, is_there
 from ..io.regular import READ_BYTES, BytesInMemory, FileBytes, Pace, PacedFile, open_regular
-from .blocks import bands, batches, blocks, strided_span, strided_view
+from .blocks import bands, blocks, strided_span, strided_view
 from .dtypes import PARTS, dtype, itemsize
 
 Reads = Callable[[int, memoryview], None]
@@ -216,7 +217,7 @@ class Payloads:
 
         # With gaps blocks are read, several by one call; one may be alone in a window, or be followed by others there.
         parts = blocks(shape, place.strides, file.gap // size, file.max_bytes // size)
-        for batch in batches(parts, file.max_bytes // size):
+        for batch in batches(parts, lambda part: part.span, file.max_bytes // size):
             ranges = [(start + block.start * size, block.span * size) for block in batch]
             if len(ranges) > 1:
                 views = file.views(ranges)
@@ -459,6 +460,11 @@ def compare_checksums(kind: str, actual: str, expected: str) -> None:
     """Raise `ChecksumError` if two checksums of one kind differ."""
     if actual != expected:
         raise ChecksumError(f"{kind} {actual}, expected {expected}")
+
+
+def tensor_bytes(tensor: StateRecord) -> int:
+    """Return the bytes of all elements of a tensor."""
+    return math.prod(tensor.shape) * itemsize(tensor.dtype)
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
