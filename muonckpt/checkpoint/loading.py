@@ -38,6 +38,7 @@ from ..store.verify.run import last_verification
 from .all_ranks import (
     broadcast_from_first,
     decide_keeping,
+    decide_on_first,
     group_ranks,
     is_coordinator,
     place_in,
@@ -244,14 +245,13 @@ class _Known:
     """The facts that only the coordinator knows.
 
     Attributes:
-        sources: keys of tensors of the checkpoint by those that all ranks know them under. unloaded_keys: keys of the
-        checkpoint that ``allow_extra`` leaves there. initialised_keys, grown_keys: keys of weights that the checkpoint
-        lacks, and of tensors whose rows it lacks in part.
+        sources: keys of tensors of the checkpoint by those that all ranks know them under.
+        unloaded_keys: those of the checkpoint that ``allow_extra`` leaves there.
+        grown_keys: those of tensors whose rows the checkpoint has in part.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
     unloaded_keys: Sequence[str] = ()
-    initialised_keys: Sequence[str] = ()
     grown_keys: Sequence[str] = ()
 
 
@@ -292,17 +292,16 @@ class Loaded:
     @property
     def state(self) -> LoadedState:
         """The loaded state; the recorded fingerprints of tensors are on the coordinator."""
-        checkpoint, known, matching = self.asked.checkpoint, self.known, self.asked.matching
-        tensors = checkpoint.tensors
-        stored = {key: tensors[source] for key, source in known.sources.items() if source in tensors}
-        prints = {
-            key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint)
-            for key, tensor in stored.items()
-            if tensor.fingerprint is not None and key not in known.grown_keys
-        }
+        outline, known, matching = self.asked.checkpoint.outline, self.known, self.asked.matching
+        records = {tensor.key: tensor for tensor in outline.tensors}
+        prints: dict[str, TensorPrint] = {}
+        for key, source in known.sources.items():
+            record = records[source]
+            if record.fingerprint is not None and key not in known.grown_keys:
+                prints[key] = TensorPrint(record.shape, record.dtype, record.fingerprint)
         loaded_keys = [*matching.sources, *map(key_of, matching.added)]
-        unset_keys = known.unloaded_keys, known.initialised_keys, known.grown_keys
-        return LoadedState.of(self.asked.live, loaded_keys, prints, checkpoint.outline.provenance, *unset_keys)
+        unset_keys = known.unloaded_keys, self.report.kept, known.grown_keys
+        return LoadedState.of(self.asked.live, loaded_keys, prints, outline.provenance, *unset_keys)
 
 
 def run_load(call: LoadCall) -> Loaded:
@@ -353,12 +352,14 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
     shared_keys = agreement.shared_keys
     items = broadcast_from_first(call.group, partial(_read_items, checkpoint, shared_keys)) if shared_keys else {}
     prepare = partial(_prepare, asked, agreement, items)
-    prepared, _, _ = decide_keeping(call.group, SourceError, lambda: _seen(call, prepare), partial(_judge, asked))
+    prepared, _, _ = decide_keeping(
+        call.group, SourceError, lambda: _seen(call, prepare), lambda ranks, _: (_judge(asked, ranks), None)
+    )
     # 3. Elements are read to where they belong, and sent to the other ranks that ask for them.
     with unusable('; check="before" finds damage before any tensor is touched'):
         failure = _fill(asked, prepared)
         finish = partial(_finish, asked, prepared, failure)
-        _, num_read, _ = decide_keeping(call.group, SourceError, lambda: _seen(call, finish), partial(_judge, asked))
+        num_read = decide_on_first(call.group, SourceError, lambda: _seen(call, finish), partial(_judge, asked))
     if call.attest:
         with unusable():
             attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.matching.rows, call.group)
@@ -427,7 +428,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
         and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
     )
     sources = joint_sources([(question.boxes, question.matching) for question in ranks])
-    known = _Known(sources, unloaded_keys, report.kept, sorted(matching.rows))
+    known = _Known(sources, unloaded_keys, sorted(matching.rows))
     # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
     request = JointRequest.of([(question.boxes, question.matching.sources) for question in ranks])
@@ -439,9 +440,8 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
 
 def _refuse_overwriting(call: LoadCall, checkpoint: OpenCheckpoint, tied: Collection[tuple[str, str]]) -> None:
     """Refuse tensors that differ and share one memory: only the last copy would remain."""
-    records = {tensor.key: tensor for tensor in checkpoint.outline.tensors}
     for key, other_key in sorted(tied):
-        if _differ(checkpoint, (records[key], records[other_key])):
+        if _differ(checkpoint, (checkpoint.tensors[key].record, checkpoint.tensors[other_key].record)):
             raise SourceError(differing_ties(key, other_key, call.place))
 
 
@@ -494,11 +494,11 @@ def _prepare(asked: _Asked, agreement: _Agreement, items: dict[str, bytes]) -> t
     return _Checked(reader.sums, reader.bytes_read), _Prepared(plan, reader, transfers, wire, items, targets)
 
 
-def _judge(asked: _Asked, ranks: list[_Checked], own: object) -> tuple[int, None]:
+def _judge(asked: _Asked, ranks: Sequence[_Checked]) -> int:
     """Compare chunks that were read in parts, on the coordinator, and return the bytes that all have read."""
     sums = chain.from_iterable(checked.sums for checked in ranks)
     judge_sums(asked.checkpoint, sums, group_ranks(asked.call.group))
-    return sum(checked.bytes_read for checked in ranks), None
+    return sum(checked.bytes_read for checked in ranks)
 
 
 def _fill(asked: _Asked, prepared: _Prepared) -> Exception | None:
@@ -520,7 +520,7 @@ def _fill(asked: _Asked, prepared: _Prepared) -> Exception | None:
     return failure
 
 
-def _finish(asked: _Asked, prepared: _Prepared, failure: Exception | None) -> tuple[_Checked, None]:
+def _finish(asked: _Asked, prepared: _Prepared, failure: Exception | None) -> _Checked:
     """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
     if failure is not None:
         raise failure
@@ -535,7 +535,7 @@ def _finish(asked: _Asked, prepared: _Prepared, failure: Exception | None) -> tu
     raw = {key: prepared.raw_items.get(source) for key, source in matching.sources.items()}
     values = {key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None}
     live.put(values, matching.added)
-    return _Checked(reader.sums, reader.bytes_read), None
+    return _Checked(reader.sums, reader.bytes_read)
 
 
 def _outline_digest(outline: Manifest) -> str:

@@ -417,23 +417,28 @@ class OpenCheckpoint:
     Args:
         format: by which it is read, where it has several descriptions; None means the one that its files show.
 
+    Attributes:
+        format: ``format.name`` is what a user calls it.
+        outline: the manifest in the metadata, in which the places of a chunk's elements may be unknown.
+        payloads: the bytes of its files.
+        faults: the damage that shows without reading data, such as missing files.
+
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
 
     @gc_paused()
     def __init__(self, path: Location, format: Format | None = None) -> None:
-        self.path = path
-        self.format: Format = format or format_of(path)
-        """``format.name`` is what a user calls it."""
-        self._reader = self.format.read(path)
-        self._tensors = TensorReader(self._reader, path)
+        format = format or format_of(path)
+        self.__setstate__((path, format, format.read(path)))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "format": self.format, "_reader": self._reader}
+    def __getstate__(self) -> tuple[Location, Format, Reader]:
+        return self.path, self.format, self._reader
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=TensorReader(state["_reader"], state["path"]))
+    def __setstate__(self, state: tuple[Location, Format, Reader]) -> None:
+        self.path, self.format, self._reader = state
+        self.outline, self.payloads, self.faults = self._reader.outline, self._reader.payloads, self._reader.faults
+        self._tensors = TensorReader(self._reader, self.path)
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -493,11 +498,6 @@ class OpenCheckpoint:
     # For code that works on whole checkpoints.
 
     @property
-    def faults(self) -> Sequence[SourceError | DiskError]:
-        """The damage that shows without reading data, such as missing files."""
-        return self._reader.faults
-
-    @property
     def lacks_manifest(self) -> bool:
         """True if this package wrote it and ``muonckpt.json`` is missing."""
         return self.format is DCP and OUR_MARK in self.outline.provenance.get("not_kept", ())
@@ -538,11 +538,6 @@ class OpenCheckpoint:
 
         files = zip(promised_sizes, map_each(payloads.directory, look, promised_sizes), strict=True)
         return {name: lost for name, lost in files if lost is not None}
-
-    @property
-    def outline(self) -> Manifest:
-        """The manifest in the metadata, in which the places of a chunk's elements may be unknown."""
-        return self._reader.outline
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -586,10 +581,6 @@ class OpenCheckpoint:
             return self.locate(tensors), errors
         except (SourceError, DiskError):  # of one chunk at least: find out which, one by one
             return tuple(map(locate_chunks, tensors)), errors
-
-    @property
-    def payloads(self) -> Payloads:
-        return self._reader.payloads
 
     @cached_property
     def values(self) -> Values:

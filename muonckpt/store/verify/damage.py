@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -102,8 +102,10 @@ class Damage:
         """Whether something is lost, or may be."""
         return bool(self) or not self.kinds <= HARMLESS
 
-    def with_findings(self, findings: Iterable[Finding]) -> Damage:
+    def with_findings(self, findings: Sequence[Finding]) -> Damage:
         """Return the same losses beside those of the findings that they do not explain."""
+        if not findings:
+            return self
         keys = {*entry_keys(self.tensors)} | self.items
         # A reader stops at files that are missing, and says so.
         kinds = {"files", "disk", "metadata", "description"} if self.files else set[str]()
