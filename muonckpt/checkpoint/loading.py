@@ -49,7 +49,7 @@ from .all_ranks import (
 )
 from .attestation import TensorPrint, attest_loaded
 from .chunk_reader import ChunkReader, PartialSum, judge_sums
-from .joint_state import prove_asked_whole
+from .joint_state import prove_asked_whole, with_joint_groups
 from .live_state import LiveState, LocalParts, RankState, refuse_no_state_dict
 from .matching import judge, match
 from .optimizer_matching import dropped_by_torch
@@ -58,7 +58,7 @@ from .refusal import LOAD, Refusal
 from .resume_proof import LoadedState
 from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
-from .template import Matching, Stored, joint_sources
+from .stored import Matching, Stored
 from .transfer import Transfer
 
 T = TypeVar("T")
@@ -427,7 +427,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
         and call.checked_choices.allow_extra.match(key)
         and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
     )
-    sources = joint_sources([(question.boxes, question.matching) for question in ranks])
+    sources = _joint_sources([(question.boxes, question.matching) for question in ranks])
     known = _Known(sources, unloaded_keys, sorted(matching.rows))
     # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
@@ -436,6 +436,17 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     names = [*range(len(ranks))] if isinstance(call.place, Remote) else [question.machine for question in ranks]
     machines = tuple(map([*dict.fromkeys(names)].index, names))
     return _Agreement(request, report, min(question.memory for question in ranks), devices, machines), known
+
+
+def _joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:
+    """Return the keys of the checkpoint of all tensors that ranks ask for, by the keys that ranks have in common."""
+    # Numbers of groups are each rank's own, so keys are those that ranks have in common.
+    joint = with_joint_groups([state for state, _ in ranks])
+    sources: dict[str, str] = {}
+    for (state, matching), joint_state in zip(ranks, joint, strict=True):
+        keys = zip(state.form.keys, joint_state.form.keys, strict=True)
+        sources |= {joint_key: matching.sources[key] for key, joint_key in keys if key in matching.sources}
+    return sources
 
 
 def _refuse_overwriting(call: LoadCall, checkpoint: OpenCheckpoint, tied: Collection[tuple[str, str]]) -> None:

@@ -27,7 +27,8 @@ from ..record.record import StateRecord
 from .bits import dtype_name
 from .live_state import LiveState
 from .optimizer_matching import CODE_OPTIONS, match_optimizer
-from .template import Matching, MissingTensor, OptimizerParameter, Stored, misfits, saved_rows, tied_keys
+from .shared_memory import tied_keys
+from .stored import Matching, MissingTensor, OptimizerParameter, Stored, misfits, saved_rows
 
 # --- One rank ---------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from ..names.resumption import (
 from ..names.vocabulary import FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
 from ..names.wording import listed
 from .live_state import LiveState
-from .template import Matching, OptimizerParameter, OptionGroup, Stored, misfits, option_groups, saved_rows
+from .stored import Matching, OptimizerParameter, OptionGroup, Stored, misfits, option_groups, saved_rows
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 

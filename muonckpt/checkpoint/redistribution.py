@@ -45,7 +45,7 @@ from .matching import judge, match
 from .reading_plan import AskedTensor, JointRequest
 from .refusal import REDISTRIBUTE, Refusal
 from .shared_memory import check_apart, differing_ties, tied_origins
-from .template import Matching, Stored
+from .stored import Matching, Stored
 from .transfer import Transfer, views
 from .transfer_plan import Move, RankSides, Stage, divide_in_stages, make_copies
 

@@ -31,7 +31,7 @@ from ..record.record import StateRecord
 from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
 from .live_state import LiveState
-from .template import Matching, Stored
+from .stored import Matching, Stored
 from .training import MODEL, OPTIMIZER
 
 _MAX_KEYS = 2

@@ -108,6 +108,18 @@ def _geometry(shape: Index, strides: Index, itemsize: int) -> Geometry:
     return geometry._replace(overlaps=bool((np.diff(np.sort(geometry.runs())) < run).any()))
 
 
+def tied_keys(live: LiveState, keys: Collection[str]) -> set[str]:
+    """Return the keys of all tensors that are, element by element, in the memory of one with a given key."""
+
+    # Tensors are tied where the same boxes have the same memory, and cover all of a tensor of one shape.
+    def places(key: str) -> tuple[Index, frozenset[tuple[Index, Elements]]]:
+        elements = {lo: Elements.of(part) for lo, part in live.parts[key].items()}
+        return whole_shape(live.flat[key]), frozenset(elements.items())
+
+    memory = set(map(places, live.parts.keys() & keys))
+    return {key for key in live.parts if places(key) in memory}
+
+
 def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collection[str]) -> frozenset[tuple[str, str]]:
     """Return pairs of tensors of a source for which a target has one memory, as for tied weights: they must be equal.
 

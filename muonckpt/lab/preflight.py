@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..checkpoint.bits import dtype_name
 from ..checkpoint.loading import LoadCall, rehearse_load
-from ..checkpoint.template import Stored
+from ..checkpoint.stored import Stored
 from ..names.errors import DamageError, MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
 from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_initialised, as_tuples, in_globs

@@ -1,9 +1,9 @@
-"""The stored side of a load, and the outcome: what fits a state dict, and the matching of one with the other."""
+"""What is stored, as a load looks at it, and the outcome of its matching with a state dict."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..algebra.box import Index
-from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, rank_in
 from ..names.resumption import as_tuples, option_difference
 from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
@@ -20,26 +19,12 @@ from ..programs.signs import unsaid_by_name
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
-from .joint_state import with_joint_groups
-from .live_state import LiveState, RankState
-from .shared_memory import Elements
+from .live_state import LiveState
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 OptimizerParameter = tuple[str, str]
 """The key of an optimizer's state dict, and the name of one of its parameters."""
-
-
-def tied_keys(live: LiveState, keys: Collection[str]) -> set[str]:
-    """Return the keys of all tensors that are, element by element, in the memory of one with a given key."""
-
-    # Tensors are tied where the same boxes have the same memory, and cover all of a tensor of one shape.
-    def places(key: str) -> tuple[Any, ...]:
-        elements = {lo: Elements.of(part) for lo, part in live.parts[key].items()}
-        return whole_shape(live.flat[key]), frozenset(elements.items())
-
-    memory = set(map(places, live.parts.keys() & keys))
-    return {key for key in live.parts if places(key) in memory}
 
 
 def saved_rows(value: object, entry: StateRecord | Blob) -> int | None:
@@ -282,14 +267,3 @@ def _join(values: Sequence[Any]) -> Any:
     for value in values:
         merged |= value
     return merged
-
-
-def joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:
-    """Return the keys of the checkpoint of all tensors that ranks ask for, by the keys that ranks have in common."""
-    # Numbers of groups are each rank's own, so keys are those that ranks have in common.
-    joint = with_joint_groups([state for state, _ in ranks])
-    sources: dict[str, str] = {}
-    for (state, matching), joint_state in zip(ranks, joint, strict=True):
-        keys = zip(state.form.keys, joint_state.form.keys, strict=True)
-        sources |= {joint_key: matching.sources[key] for key, joint_key in keys if key in matching.sources}
-    return sources
