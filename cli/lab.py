@@ -14,10 +14,10 @@ from ..names.wording import counted, folded, listed, size
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, KEY, MeshType, shard_option
 from .main import Commands
-from .printing import print_line, print_result, print_table, progress
+from .printing import or_dash, print_line, print_result, print_table, progress
 
 if TYPE_CHECKING:
-    from ..lab.conformity.conform import Conformity, ConformityReport
+    from ..lab.conformity.conform import ConformityReport
     from ..lab.forecasting.prospects import Prospect
     from ..lab.forecasting.topologies import Topology
     from ..lab.step_audit.step_audit import StepAudit
@@ -67,19 +67,15 @@ def _print_conformity(report: ConformityReport, every: bool) -> None:
     for comparison in report.comparisons:
         counts[comparison.status] += 1
     shown = [c for c in report.comparisons if every or c.status != BITS or c.state]
+    rows = []
+    for c in shown:
+        off = None if c.difference is None else f"{c.difference:.2g}"
+        cells = (off, c.place or None, c.cause or None, c.state or None)
+        rows.append((c.shape, c.sharding, c.ranks, c.status, *map(or_dash, cells)))
     if shown:
-        headers = ("shape", "sharding", "ranks", "update", "off by", "where", "because", "state")
-        print_table(headers, list(map(_conformity_row, shown)))
+        print_table(("shape", "sharding", "ranks", "update", "off by", "where", "because", "state"), rows)
     totals = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(f"{report.source}: {counted(len(report.comparisons), 'comparison')} with one process: {totals}")
-
-
-def _conformity_row(comparison: Conformity) -> tuple[object, ...]:
-    off = "-" if comparison.difference is None else f"{comparison.difference:.2g}"
-    return (
-        comparison.shape, comparison.sharding, comparison.ranks, comparison.status, off, comparison.place or "-",
-        comparison.cause or "-", comparison.state or "-",
-    )  # fmt: skip
 
 
 @lab_command.command("audit-step")

@@ -316,12 +316,6 @@ class Outputs:
     # The facts for the report.
 
     @property
-    def _topics(self) -> set[Topic]:
-        has_state = any(tensor.record.slot is not None for tensor in self.tensors)
-        has_options = any(item.is_option for item in self.items)
-        return {Topic.ALL, *([Topic.STATE] if has_state else []), *([Topic.OPTIONS] if has_options else [])}
-
-    @property
     def _momenta(self) -> list[str]:
         slots = {tensor.record.slot for tensor in self.tensors}
         return [*dict.fromkeys(sentence for slot, sentence in self.findings.momenta if slot in slots)]
@@ -339,7 +333,11 @@ class Outputs:
         """The result for each tensor and item, where something was translated or left out."""
         if not (self.findings.programs or self.losses):
             return ()
-        topics = self._topics
+        topics = {Topic.ALL}
+        if any(tensor.record.slot is not None for tensor in self.tensors):
+            topics.add(Topic.STATE)
+        if any(item.is_option for item in self.items):
+            topics.add(Topic.OPTIONS)
         checks = {check for topic, check in self.findings.checks if topic in topics}
         order = list(Action)
         return tuple(

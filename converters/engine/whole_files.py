@@ -15,6 +15,7 @@ from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
 from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location, entries_of
+from ...store.reading.dtypes import itemsize
 from .container import Arranged, Container, ItemFile, WriteRequest, extended_provenance
 from .output_files import SUMS, ChunkSums, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
@@ -86,7 +87,8 @@ def _records(tensors: Sequence[OutputTensor]) -> list[StateRecord]:
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
     # The widest elements come first, so that all are aligned.
     outputs_by_key = by_key(tensors)
-    records = safetensors.by_element_size(_records(tensors))
+    # The largest elements come first, which aligns all tensors.
+    records = sorted(_records(tensors), key=lambda tensor: -itemsize(tensor.dtype))
 
     def header(chunk_sums: ChunkSums) -> bytes:
         sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]

@@ -298,9 +298,12 @@ class LiveState:
             # Another program's option of this name may be anything.
             if not isinstance(pieces, list | tuple) or any(type(rows) is not int for rows in pieces):
                 pieces = ()
-            facts = slot, str(group.get("convention")), tuple(pieces)
+            convention = str(group.get("convention"))
+            facts = slot, convention, tuple(pieces)
             if facts not in annotations:
-                annotations[facts] = _annotation(*facts)
+                # Only momentum has the convention that its group declares.
+                declared = Convention(convention) if slot == MOMENTUM and convention in {*Convention} else None
+                annotations[facts] = Annotation(slot, declared, tuple(pieces) or None)
             slots[path] = name, annotations[facts]
         return slots
 
@@ -509,9 +512,3 @@ def _slots_below(path: KeyPath, node: Any) -> Iterator[tuple[KeyPath, str, str, 
     for part, value in children:
         if part != slots_root and isinstance(value, Mapping | list):
             yield from _slots_below((*path, part if isinstance(node, list) else str(part)), value)
-
-
-def _annotation(slot: str, convention: str, pieces: tuple[int, ...]) -> Annotation:
-    """Return the annotation of a slot; momentum has the convention that its group declares."""
-    has_convention = slot == MOMENTUM and convention in {*Convention}
-    return Annotation(slot, Convention(convention) if has_convention else None, pieces or None)

@@ -320,12 +320,6 @@ class _Planner:
             for reading in readings:
                 yield tensor, reading
 
-    def _homes(self, needs: Sequence[_Need], numel: int, is_divisible: bool) -> Sequence[int]:
-        """Return the home of each rank: the ranks of one read what they need of a chunk each for itself."""
-        num_read = sum(need.stop - need.start if is_divisible else numel for need in needs)
-        num_needed = sum(need.numel for need in needs)
-        return self.machines if num_read <= MAX_AMPLIFICATION * num_needed else range(len(self.machines))
-
     def _ranges(
         self,
         tensor: StateRecord,
@@ -338,7 +332,10 @@ class _Planner:
         boxes, size = [*tensor.boxes], itemsize(tensor.dtype)
         for chunk, needs in sorted(needs_by_chunk.items()):
             numel = boxes[chunk].numel
-            homes = self._homes(needs, numel, divisible[chunk])
+            # The ranks of one home read what they need of a chunk each for itself, where that is not much more.
+            num_read = sum(need.stop - need.start if divisible[chunk] else numel for need in needs)
+            is_shared_at_home = num_read <= MAX_AMPLIFICATION * sum(need.numel for need in needs)
+            homes = self.machines if is_shared_at_home else range(len(self.machines))
             if divisible[chunk]:
                 yield from self._divide(chunk, boxes[chunk], needs, homes, size, turn + chunk)
                 continue

@@ -42,7 +42,11 @@ def maker_of(source: str) -> Maker:
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name:
         raise TargetError(f"{source!r}: expected FILE.py:FUNCTION or package.module:FUNCTION, such as build.py:make")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    if place.endswith(".py"):
+        module = _import_file(Path(place))
+    else:
+        with _importing(str(Path.cwd()), place):
+            module = importlib.import_module(place)
     maker = getattr(module, name, None)
     if not callable(maker):
         names = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
@@ -61,11 +65,6 @@ def _import_file(file: Path) -> Any:
     with _importing(str(file.parent.resolve()), str(file)):
         spec.loader.exec_module(module)
     return module
-
-
-def _import_module(name: str) -> Any:
-    with _importing(str(Path.cwd()), name):
-        return importlib.import_module(name)
 
 
 @contextmanager

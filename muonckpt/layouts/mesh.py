@@ -76,13 +76,9 @@ class DimShares:
     def cut_strided(self, split: int, parts: int) -> DimShares:
         """Cut each share into ``split`` parts, and these as `cut` does; a share has part ``k`` of all of them."""
         fine = self.cut(split).cut(parts)
-        return fine._regroup(self.count * parts, fine.share // (split * parts) * parts + fine.share % parts)
+        return fine.regroup(self.count * parts, fine.share // (split * parts) * parts + fine.share % parts)
 
-    def renumber(self, shares: IntArray) -> DimShares:
-        """Return these shares in another order: the first is the present share ``shares[0]``."""
-        return self._regroup(self.count, np.argsort(shares)[self.share])
-
-    def _regroup(self, count: int, share: IntArray) -> DimShares:
+    def regroup(self, count: int, share: IntArray) -> DimShares:
         """Return the runs in other shares, with a share for each run."""
         order = np.argsort(share, kind="stable")
         return DimShares(count, share[order], self.start[order], self.stop[order])
@@ -360,4 +356,5 @@ def _cut_in_order(size: int, cuts: DimCuts, order: Sequence[tuple[int, int]]) ->
         parts = cuts[number][1]
         shares = shares.cut(parts) if split == 1 else shares.cut_strided(split, parts)
     numbers = np.arange(shares.count).reshape([cuts[number][1] for number, _ in order])
-    return shares.renumber(numbers.transpose(np.argsort([number for number, _ in order])).reshape(-1)).join()
+    present_numbers = numbers.transpose(np.argsort([number for number, _ in order])).reshape(-1)
+    return shares.regroup(shares.count, np.argsort(present_numbers)[shares.share]).join()

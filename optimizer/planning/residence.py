@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ...algebra.box import row_major
 from ...algebra.layout import Buffer, TensorLayout
 from ...algebra.overlap import IntArray, expanded, overlaps
-from ...algebra.plan import NO_COPIES, Copies, dense_strides
+from ...algebra.plan import Copies, dense_strides
 from .matrices import Fused, matrices_of, shapes_of
 
 
@@ -198,10 +198,6 @@ class RankCopies:
     local: Copies
     gives_back: Copies
     takes_back: Copies
-
-    def one_way(self) -> RankCopies:
-        """Return the copies to the owners alone."""
-        return replace(self, gives_back=NO_COPIES, takes_back=NO_COPIES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

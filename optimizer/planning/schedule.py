@@ -164,7 +164,9 @@ def _stages(
             tensor = number * len(owner) + unit  # as `Schedule` numbers the tensors that travel
             matrices = OwnedMatrices(tensor, index, owner[unit]).rows(has_part | (owner[unit] == position))
             copies = rank_copies(slot.layout, slot.fused, ranks, position, matrices)
-            slots.append((slot, copies if slot.returns else copies.one_way()))
+            if not slot.returns:
+                copies = replace(copies, gives_back=NO_COPIES, takes_back=NO_COPIES)
+            slots.append((slot, copies))
 
     # Copies are sorted by stage, and in each by unit and slot, so that both sides of a wire derive the same order.  The
     # source gives the unit, so copies that come from the wire are sorted inverted; `_route` turns them back.

@@ -358,18 +358,14 @@ def _scales(evidence: Evidence, best: Explanation, options: Mapping[str, Any], b
                 words = f"{rule}{label}{' of the whole parameter' if of_whole else ''}"
                 if transposed and words.replace(label, "") in rules:
                     continue
-                matches = all(
-                    abs(rate / lr - factor(*_sides(whole if of_whole else shape, transposed))) <= tolerance * rate / lr
-                    for shape, rate in best.rates.items()
-                )
-                if matches:
+                for shape, rate in best.rates.items():
+                    rows, columns = whole if of_whole else shape
+                    scale = factor(columns, rows) if transposed else factor(rows, columns)
+                    if abs(rate / lr - scale) > tolerance * rate / lr:
+                        break
+                else:  # all shapes have the rule's factor
                     rules.append(words)
     return tuple(rules)
-
-
-def _sides(shape: Sequence[int], transposed: bool) -> tuple[int, int]:
-    rows, columns = shape
-    return (columns, rows) if transposed else (rows, columns)
 
 
 def _contradictions(

@@ -333,11 +333,15 @@ class _MetadataWriter(Pickler):
 
     def begin(self, kind: str, module: str) -> None:
         """Begin an object whose attributes follow; `_END` ends it."""
-        self.again((kind, module), lambda: self.put(Record(Global(f"{module} {kind}"), ())))
+        self._put_cached((kind, module), lambda: self.put(Record(Global(f"{module} {kind}"), ())))
         self.out += _DICT
 
-    def again(self, name: object, write: Callable[[], None]) -> None:
-        """Write the value of this name: opcodes are repeated once they make no new entries in the pickle's memo."""
+    def _put_cached(self, name: object, write: Callable[[], None]) -> None:
+        """Write the value of this name, by the bytes of the last time if they are kept.
+
+        The first time a value is written, it makes entries in the pickle's memo, and later bytes refer to them: bytes
+        that make no new entries are kept.
+        """
         if name in self._pickled:
             self.out += self._pickled[name]
             return
@@ -346,21 +350,24 @@ class _MetadataWriter(Pickler):
         if len(self.memo) == memo_length:
             self._pickled[name] = bytes(self.out[start:])
 
+    def _put_word(self, word: str) -> None:
+        self._put_cached(word, lambda: self.put(word))
+
     def tensor(self, tensor: StateRecord) -> None:
         if tensor.dtype not in DTYPES:
             raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
-        self.again(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
+        self._put_cached(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
 
     def item(self, file: str, offset: int, length: int) -> None:
         start, memo_length = len(self.out), len(self.memo)
         self.begin("_StorageInfo", FILESYSTEM)
-        self.again("relative_path", lambda: self.put("relative_path"))
+        self._put_word("relative_path")
         self.put(file)
-        self.again("offset", lambda: self.put("offset"))
+        self._put_word("offset")
         if len(self.memo) == memo_length:
             self._files[file] = bytes(self.out[start:])
         self.out += integer(offset)
-        self.again("length", lambda: self.put("length"))
+        self._put_word("length")
         self.out += integer(length) + _END
 
     def places(self, tensor: StateRecord) -> None:
@@ -374,7 +381,7 @@ class _MetadataWriter(Pickler):
         items = zip(files, offsets, lengths, strict=True)
         for number, (lo, item) in enumerate(zip(corners, items, strict=True)):
             self._index(tensor.key)
-            self._offset(number, lo)
+            self._put_cached(("offset", number, lo), partial(self._put_offset, number, lo))
             self.item(*item)
         numbered = [("offset", number, lo) for number, lo in enumerate(corners)]
         if self._pickled.keys() >= set(numbered):
@@ -394,16 +401,13 @@ class _MetadataWriter(Pickler):
 
     def _index(self, key: str) -> None:
         self.begin("MetadataIndex", METADATA)
-        self.again("fqn", lambda: self.put("fqn"))
+        self._put_word("fqn")
         self.put(key)
 
-    def _offset(self, number: int, lo: Index) -> None:
-        def write() -> None:
-            for value in ("offset", _size(lo), "index", number):
-                self.put(value)
-            self.out += _END
-
-        self.again(("offset", number, lo), write)
+    def _put_offset(self, number: int, lo: Index) -> None:
+        for value in ("offset", _size(lo), "index", number):
+            self.put(value)
+        self.out += _END
 
 
 def _object(kind: str, state: object = None) -> Record:

@@ -217,16 +217,13 @@ def format_of(path: Location) -> Format:
         return _plugin_showing([path.name]) or SAFETENSORS
     # A folder shows it by the names in it.
     if kind != "folder":  # said now: it may be published before the next look, and seem to lack what was not there
-        raise SourceError(f"expected a checkpoint directory, found no directory {path}{_saved_again(path)}")
+        # Later attempts at a step of a run supersede the first.
+        entries = entries_of(path.parent) if kind_of(path.parent) == "folder" else []
+        attempts = [entry for entry in entries if re.fullmatch(rf"{re.escape(path.name)}\.[0-9]+", entry.name)]
+        advice = f"; that step was saved again as {max(attempts, key=str)}" if attempts else ""
+        raise SourceError(f"expected a checkpoint directory, found no directory {path}{advice}")
     with source_errors(path):
         return format_shown(path) or _without_description(path) or DCP
-
-
-def _saved_again(path: Location) -> str:
-    """Return a phrase that names the later attempts at a step of a run, which supersede the first; or nothing."""
-    entries = entries_of(path.parent) if kind_of(path.parent) == "folder" else []
-    attempts = [entry for entry in entries if re.fullmatch(rf"{re.escape(path.name)}\.[0-9]+", entry.name)]
-    return f"; that step was saved again as {max(attempts, key=str)}" if attempts else ""
 
 
 def _without_description(path: Location) -> Format | None:

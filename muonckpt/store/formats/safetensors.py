@@ -443,11 +443,6 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
 
 
-def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
-    """Sort tensors by element size, the largest first, which aligns all of them."""
-    return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
-
-
 def _read_file(
     folder: Location, name: str, header_digest: str | None, header_of: HeaderOf, has_no_index: bool
 ) -> tuple[Mapping[str, Any], list[StateRecord]]:

@@ -155,11 +155,15 @@ class Remote:
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return the store's descriptions of the objects in it, or of itself, by their names in this place."""
+        from fsspec.asyn import AsyncFileSystem
+
+        # Libraries that list all depths by one request do; the ``find`` of others leaves out what it cannot list.
+        has_flat_listing = getattr(type(self.fs), "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
         infos: dict[str, dict[str, Any]] = {}
         folders = [self.path]
         while folders:
             with suppress(FileNotFoundError):
-                if self._has_flat_listing:
+                if has_flat_listing:
                     infos |= self.ask(self.fs.find, folders.pop(), detail=True)
                     continue
                 for info in self.ask(self.fs.ls, folders.pop(), detail=True):
@@ -168,13 +172,6 @@ class Remote:
                     else:
                         infos[info["name"]] = info
         return {path.removeprefix(self.path).lstrip("/"): info for path, info in infos.items()}
-
-    @property
-    def _has_flat_listing(self) -> bool:
-        """Whether the library lists all depths by one request; else its ``find`` leaves out what it cannot list."""
-        from fsspec.asyn import AsyncFileSystem
-
-        return getattr(type(self.fs), "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: a directory exists as soon as it contains an object."""
