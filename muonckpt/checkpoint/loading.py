@@ -225,19 +225,18 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """The first rank's answer; attributes as of `_Question`, of all ranks together."""
+    """The first rank's answer; attributes as of `_Question`, of all ranks together.
+
+    Attributes:
+        items: those that are not tensors and that several ranks ask for, as it has read them, by key.
+    """
 
     request: JointRequest
+    items: Mapping[str, bytes]
     report: LoadReport
     memory: int
     devices: frozenset[str]
     machines: tuple[int, ...]
-
-    @property
-    def shared_keys(self) -> Sequence[str]:
-        """The keys of items that are not tensors and that several machines ask for: the first rank reads them."""
-        machines_by_key = {key: {*map(self.machines.__getitem__, at)} for key, at in self.request.objects.items()}
-        return [key for key, machines in machines_by_key.items() if len(machines) > 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +348,7 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
     asked, agreement, known = decide_keeping(call.group, SourceError, ask, _answer)
     checkpoint = asked.checkpoint
     # 2. All ranks derive who reads what, and take the memory for it; asked to, they read everything to check it.
-    shared_keys = agreement.shared_keys
-    items = broadcast_from_first(call.group, partial(_read_items, checkpoint, shared_keys)) if shared_keys else {}
-    prepare = partial(_prepare, asked, agreement, items)
+    prepare = partial(_prepare, asked, agreement)
     prepared, _, _ = decide_keeping(
         call.group, SourceError, lambda: _seen(call, prepare), lambda ranks, _: (_judge(asked, ranks), None)
     )
@@ -432,10 +429,11 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
     request = JointRequest.of([(question.boxes, question.matching.sources) for question in ranks])
+    items = _read_items(asked.checkpoint, {key for key, places in request.objects.items() if len(places) > 1})
     devices = frozenset[str]().union(*(question.devices for question in ranks))
     names = [*range(len(ranks))] if isinstance(call.place, Remote) else [question.machine for question in ranks]
     machines = tuple(map([*dict.fromkeys(names)].index, names))
-    return _Agreement(request, report, min(question.memory for question in ranks), devices, machines), known
+    return _Agreement(request, items, report, min(question.memory for question in ranks), devices, machines), known
 
 
 def _joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:
@@ -483,7 +481,7 @@ def _read_items(checkpoint: OpenCheckpoint, keys: Collection[str]) -> dict[str, 
     return items
 
 
-def _prepare(asked: _Asked, agreement: _Agreement, items: dict[str, bytes]) -> tuple[_Checked, _Prepared]:
+def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]:
     """Plan who reads what, open the items of this rank's chunks, and take memory; read and check all, if asked to."""
     call, checkpoint, (place, _) = asked.call, asked.checkpoint, place_in(asked.call.group)
     request, units = agreement.request, ChunkUnits(checkpoint)
@@ -496,12 +494,12 @@ def _prepare(asked: _Asked, agreement: _Agreement, items: dict[str, bytes]) -> t
         for tensor in tensors:
             if asked.matching.sources.get(tensor.target) == source:
                 targets[source].append(asked.live.local(tensor.target))
-    own_keys = {key for key, places in request.objects.items() if place in places and key not in items}
+    own_keys = {key for key, places in request.objects.items() if places == (place,)}
     reader = ChunkReader(checkpoint, plan.rounds, place, "cuda" in asked.live.devices)
     if call.check == "before":
         for number in range(len(plan.rounds)):
             reader.read(number, {})
-    items |= _read_items(checkpoint, own_keys)
+    items = {**agreement.items, **_read_items(checkpoint, own_keys)}
     return _Checked(reader.sums, reader.bytes_read), _Prepared(plan, reader, transfers, wire, items, targets)
 
 
