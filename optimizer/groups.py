@@ -7,7 +7,7 @@ ready-made ones, `decisions` what comes out, and `questions` what users are aske
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from itertools import accumulate, chain
@@ -20,10 +20,20 @@ from torch.nn.parameter import is_lazy
 
 from ..names.errors import ArgumentError, called_like, did_you_mean
 from ..names.renaming import WRAPPERS
+from ..names.wording import find_heads, listed
 from .decisions import FROZEN, Decision, Decisions
 from .families import DEEPSEEK, LLAMA, LORA, MIXTRAL, MODULE_TYPES, QWEN, TORCHTITAN
 from .planning.matrices import Fused, Split
-from .questions import Question, UnclearError, UnselectedError, UnsortedError, find_questions, is_in, is_typed_matrix
+from .questions import (
+    Question,
+    UnclearError,
+    UnselectedError,
+    UnsortedError,
+    find_questions,
+    head_as_code,
+    is_in,
+    is_typed_matrix,
+)
 from .rules import (
     CONVOLUTIONS,
     KINDS,
@@ -109,8 +119,9 @@ def layers_for(model: nn.Module, rules: Rules, head: Heads, split: Splits) -> li
 
 def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
     """Return the rule of an output head; it has no names where there is none, or the head is the embedding."""
-    tied = {use.parameter for use in uses if isinstance(use.owner, nn.Embedding)}
-    names: list[str] = []
+    tables = {use.parameter for use in uses if isinstance(use.owner, nn.Embedding)}
+    heights = {table.shape[0] for table in tables}
+    named: list[Use] = []
     for part in head if isinstance(head, Sequence) and not isinstance(head, str) else [head]:
         modules = {*part.modules()} if isinstance(part, nn.Module) else set()
         if not isinstance(part, str | nn.Module | None):
@@ -127,8 +138,34 @@ def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
             raise ArgumentError(
                 f"head={part!r}: no such matrix in the model{close or '.'} Write head=None if it has none"
             )
-        names += [escape(use.name) for use in matrices if use.parameter not in tied]
-    return Rule("head", tuple(names), optional=True)
+        if len(layers := _layers(matrices)) > 1 and any(use.parameter.shape[0] not in heights for use in layers):
+            likely = _likely_heads(layers, heights) or _likely_heads(_layers(uses), heights) or [layers[-1].name]
+            raise ArgumentError(
+                f"head: expected the one layer that is the output head, found {len(layers)}: "
+                f"{listed((use.name for use in layers), 3)}. Write head={head_as_code(likely)}, or all in a list"
+            )
+        named += matrices
+    # A classifier has the rows of no embedding either, but then no other layer has those of the vocabulary.
+    is_tall = any(use.parameter.shape[0] in heights for use in _layers(named))
+    if named and not is_tall and (likely := _likely_heads(_layers(uses), heights)):
+        found = f"{named[0].name} {list(named[0].parameter.shape)} in {type(named[0].owner).__name__}"
+        raise ArgumentError(
+            f"head: expected a layer with the {max(heights)} rows of an embedding, found {found}. "
+            f"Write head={head_as_code(likely)}"
+        )
+    return Rule("head", tuple(escape(use.name) for use in named if use.parameter not in tables), optional=True)
+
+
+def _layers(uses: Sequence[Use]) -> list[Use]:
+    """Return the matrices that are no embeddings, and no parts of adapters."""
+    return [use for use in uses if not isinstance(use.owner, nn.Embedding) and ".lora_" not in use.name]
+
+
+def _likely_heads(layers: Sequence[Use], heights: Collection[int]) -> list[str]:
+    """Return the names of those that have the rows of the tallest embedding, and are likely output heads."""
+    matrices = [use for use in layers if use.parameter.dim() == 2]
+    tall = [use.name for use in matrices if use.parameter.shape[0] == max(heights, default=None)]
+    return sorted(find_heads(tall, [use.name for use in matrices])) if tall else []
 
 
 def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:

@@ -154,8 +154,7 @@ def _arguments(
     may_be_heads = [question.names[0] for question in questions if question.may_be_head]
     heads = find_heads(may_be_heads, matrices)
     if may_be_heads:
-        modules = [name.removesuffix(".weight") for name in may_be_heads if name in heads]
-        arguments["head"] = repr(modules[0] if len(modules) == 1 else modules or None)
+        arguments["head"] = head_as_code([name for name in may_be_heads if name in heads])
         notes.append("head: AdamW trains it; None if the model has no output head")
     # A short pattern where all projections of a name are alike.
     texts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
@@ -177,6 +176,12 @@ def _arguments(
             "rules: check the kinds: Muon steps 'matrix', 'convolution', 'experts', 'router', AdamW the others"
         )
     return arguments, notes
+
+
+def head_as_code(names: Sequence[str]) -> str:
+    """Return the argument ``head`` for matrices with these names, as code."""
+    modules = [name.removesuffix(".weight") for name in names]
+    return repr(modules[0] if len(modules) == 1 else modules or None)
 
 
 def _as_code(rules: Sequence[Rule], uses_of: Uses) -> list[str]:

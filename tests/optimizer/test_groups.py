@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from muonckpt import ArgumentError
 from muonckpt.optimizer.groups import (
     MODULE_TYPES,
     Decisions,
@@ -56,7 +57,50 @@ def test_a_matrix_as_tall_as_an_embedding_is_asked_about_until_the_head_is_known
     assert kinds(sort_parameters(simple(), head="head")) == SIMPLE
     assert kinds(sort_parameters(simple(), HEAD, MODULE_TYPES)) == SIMPLE
     assert kinds(sort_parameters(simple(), head=None))["head.weight"] == "matrix"
-    assert kinds(sort_parameters(simple(), head="up"))["head.weight"] == "matrix"
+
+
+def deep(**others: nn.Module) -> nn.ModuleDict:
+    layers = nn.ModuleList(tree({"up": linear(12, 8), "down": linear(8, 12)}) for _ in range(2))
+    return nn.ModuleDict({"tokens": nn.Embedding(20, 8), "places": nn.Embedding(12, 8), "layers": layers, **others})
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("layers.0.down", r"expected a layer with the 20 rows of an embedding, found layers.0.down.weight \[8, 12\]"),
+        (["layers.1.down", "layers.0.down"], "with the 20 rows of an embedding, found layers.1.down.weight"),
+        ("tokens", r"found tokens.weight \[20, 8\] in Embedding"),
+        ("layers.1", "the one layer that is the output head, found 2: layers.1.up.weight, layers.1.down.weight"),
+        (
+            nn.ModuleDict,
+            "the one layer that is the output head, found 5: layers.0.up.weight, layers.0.down.weight, lay",
+        ),
+    ],
+)
+def test_a_layer_that_is_not_the_head_is_refused_with_the_one_that_may_be(head, message):
+    model = deep(lm_head=linear(20, 8))
+    with pytest.raises(ArgumentError, match=rf"{message}.*Write head='lm_head'"):
+        sort_parameters(model, head=model if head is nn.ModuleDict else head)
+    several = deep(heads=nn.ModuleList(linear(20, 8) for _ in range(3)))
+    with pytest.raises(ArgumentError, match=r"Write head=\['heads.0', 'heads.1', 'heads.2'\]"):
+        sort_parameters(several, head="layers.0.down")
+    assert [d.names[0] for d in sort_parameters(several, head="heads") if d.kind == "head"] == [
+        f"heads.{number}.weight" for number in range(3)
+    ]
+    tied = deep(lm_head=linear(20, 8))
+    tied["lm_head"].weight = tied["tokens"].weight
+    with pytest.raises(ArgumentError, match="Write head='lm_head'"):
+        sort_parameters(tied, head="layers.0.down")
+
+
+def test_the_head_of_a_classifier_has_rows_of_its_own():
+    model = deep(classes=nn.ModuleDict({"dense": linear(8, 8), "out": linear(3, 8)}))
+    found = kinds(sort_parameters(model, head="classes.out"))
+    assert found["classes.out.weight"] == "head" and found["classes.dense.weight"] == "matrix"
+    with pytest.raises(ArgumentError, match=r"found 2: .*Write head='classes.out', or all in a list"):
+        sort_parameters(model, head="classes")
+    listed = kinds(sort_parameters(model, head=["classes.dense", "classes.out"]))
+    assert listed["classes.out.weight"] == listed["classes.dense.weight"] == "head"
 
 
 def test_a_model_without_an_embedding_of_such_rows_needs_no_word_about_a_head():
