@@ -20,13 +20,20 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 import muonckpt
@@ -173,6 +180,13 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "once": lambda optimizer: OneCycleLR(
         optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=30, cycle_momentum=False
     ),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, 1e-5, 1e-2, step_size_up=3, cycle_momentum=False),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4, 2),
+    "multiplied": lambda optimizer: MultiplicativeLR(optimizer, lambda step: 0.93),
+    "steps": lambda optimizer: StepLR(optimizer, 3, 0.3),
+    "milestones": lambda optimizer: MultiStepLR(optimizer, [2, 5, 8], 0.37),
+    "constant": lambda optimizer: ConstantLR(optimizer, 0.3, 8),
+    "polynomial": lambda optimizer: PolynomialLR(optimizer, 25, 1.3),
     "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer), ExponentialLR(optimizer, 0.9)]),
     "in turn": lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ExponentialLR(optimizer, 0.9)], [4]),
 }
@@ -193,6 +207,35 @@ def test_rates_are_those_of_a_run_without_an_interruption(schedule, tmp_path, ca
     )
     train(model, optimizer, scheduler, first, STEPS + 3)
     assert [group["lr"] for group in optimizer.param_groups] == rates(SCHEDULES[schedule], optimizer, STEPS + 3)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "chained", "in turn"])
+def test_several_schedules_go_on_at_their_own_step_which_is_not_that_of_the_optimizers(schedule, tmp_path):
+    make = SCHEDULES[schedule]
+    model = net()
+    two = [torch.optim.AdamW(each.parameters(), lr=3e-4) for each in model]
+    schedulers = [make(optimizer) for optimizer in two]
+    for step in range(STEPS):
+        model(torch.arange(12)).square().mean().backward()
+        for optimizer, scheduler in zip(two, schedulers, strict=True):
+            optimizer.step()
+            if step % 2:
+                scheduler.step()
+    weights, state = get_state_dict(model, two)
+
+    def begun(path: Path) -> list[float]:
+        schedules = [scheduler.state_dict() for scheduler in schedulers]
+        dcp.save({"model": weights, "optimizer": state, "rates": schedules}, checkpoint_id=path)
+        other = net()
+        optimizer = muon(other)
+        series = muonckpt.Series(tmp_path / "run", other, optimizer, scheduler=make(optimizer))
+        assert series.resume(begin_from=path, strict=True) == STEPS
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert begun(tmp_path / "two") == rates(make, Muon([nn.Parameter(torch.ones(2, 2))]), STEPS // 2)
+    schedulers[0].step()
+    with pytest.raises(muonckpt.ArgumentError, match=r"expected schedulers at one step .*, found 3 and 4\. Make"):
+        begun(tmp_path / "apart")
 
 
 def test_schedules_that_depend_on_more_than_steps_are_refused_by_name(tmp_path):

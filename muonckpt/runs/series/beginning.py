@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...checkpoint.all_ranks import broadcast_from_first, decide_on_first
 from ...checkpoint.loading import LoadCall, run_load
 from ...checkpoint.refusal import RESUME
-from ...checkpoint.training import MODEL, OPTIMIZER, SCHEDULER, Training
+from ...checkpoint.training import MODEL, OPTIMIZER, Training
 from ...converters.engine.container import container_of
 from ...converters.engine.job import make_job
 from ...converters.engine.workers import joined_ranks
@@ -34,7 +34,7 @@ from ...names.errors import (
 )
 from ...names.resumption import Choices, as_initialised, in_short
 from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
-from ...names.wording import counted
+from ...names.wording import counted, enumerated
 from ...store.io import publish
 from ...store.io.limits import LimitError
 from ...store.io.location import Location, is_there, location
@@ -43,6 +43,9 @@ from ..step_folder import DESCRIPTIONS
 
 COPY = ".begin-from"
 """The folder beside the steps of a run that has the other checkpoint with our keys, until it has been loaded."""
+
+_COUNTER = ".last_epoch"
+"""The end of the key under which a scheduler of torch saves its step."""
 
 _METHODS_OF_TORCH: Mapping[type[torch.optim.Optimizer], tuple[str, frozenset[str]]] = {
     torch.optim.AdamW: ("adamw", frozenset({EXP_AVG, EXP_AVG_SQ, STEP})),
@@ -109,14 +112,14 @@ class _Source:
         slots: by parameter, the shape of each slot of its state.
         methods: by parameter, the algorithm of its group.
         updates: the most updates that a parameter counts; None if none does.
-        epochs: the step at which a scheduler was; None if there is none.
+        epochs: the steps at which schedulers were, each once.
     """
 
     weights: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, Mapping[str, tuple[int, ...]]]
     methods: Mapping[str, str]
     updates: int | None
-    epochs: int | None
+    epochs: frozenset[int]
 
 
 def begin(
@@ -136,7 +139,8 @@ def begin(
         step: the one to go on with; None means the one behind the checkpoint's.
 
     Raises:
-        ArgumentError: a scheduler needs metrics, or has been stepped; or the checkpoint does not say its step.
+        ArgumentError: a scheduler needs metrics, or has been stepped; or the checkpoint does not say its step, or
+            that of its schedulers.
         SourceError, TargetError, DestinationError: the checkpoint cannot be converted, or lacks weights.
     """
     _refuse_schedules(training.schedulers)
@@ -149,6 +153,11 @@ def begin(
         raise ArgumentError(
             f"{source} does not say how many steps it took. Write run.resume(begin_from={source!r}, begin_step=N), "
             "where N is the step to go on with"
+        )
+    if len(found.epochs) > 1 and training.schedulers:
+        raise ArgumentError(
+            f"expected schedulers at one step in {source}, found {enumerated([*map(str, sorted(found.epochs))])}. Make "
+            "the series without scheduler, call resume, then make the scheduler and step it as often as it was"
         )
     # 2. The tensors that go on, by parameter and slot.  A fresh weight of another shape is as the code makes it.
     state_dict = training.state_dict()
@@ -173,7 +182,7 @@ def begin(
         raise type(error)(str(error).replace(str(copy), source)) from error
     training.load_model_and_optimizers(weights | template[MODEL], state)
     # 3. Schedulers go on with the rates of the code's groups.
-    schedule_steps = found.epochs if found.epochs is not None else first
+    schedule_steps = max(found.epochs, default=first)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first
         for scheduler in training.schedulers:
@@ -262,9 +271,14 @@ def _read(copy: Location) -> _Source:
             for name in options[PARAMS]:
                 slots_of_group = frozenset(slots.get(name, ()))
                 methods[name] = str(options.get(ALGORITHM) or _METHOD_BY_SLOTS.get(slots_of_group, ""))
-        epochs = opened.items.get(f"{SCHEDULER}.last_epoch")
-        is_count = isinstance(epochs, int) and not isinstance(epochs, bool)
-        return _Source(weights, slots, methods, max(updates) or None, epochs if is_count else None)
+        # A scheduler of several counts for its parts, unless it has no step, as a chained one.
+        counters = [key for key in opened.items if key.endswith(_COUNTER)]
+        schedulers = {key.removesuffix(_COUNTER): key for key in counters}
+        epochs = set[int]()
+        for prefix, key in schedulers.items():
+            if not any(prefix.startswith(f"{other}.") for other in schedulers) and type(opened.items[key]) is int:
+                epochs.add(opened.items[key])
+        return _Source(weights, slots, methods, max(updates) or None, frozenset(epochs))
 
 
 def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str]:
