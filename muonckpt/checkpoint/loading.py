@@ -189,7 +189,7 @@ class _Asked:
     """A rank's state dict, matched with the open checkpoint.
 
     Attributes:
-        live: tensors that have grown are their first rows, as the checkpoint has them.
+        live: tensors that have grown are their first ``rows``, as the checkpoint has them.
         boxes: where the tensors are that it asks for.
     """
 
@@ -198,6 +198,7 @@ class _Asked:
     stored: Stored
     live: LiveState
     matching: Matching
+    rows: Mapping[str, int]
     boxes: RankState
 
     def refusal(self, matching: Matching) -> str:
@@ -359,7 +360,7 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
         num_read = decide_on_first(call.group, SourceError, lambda: _seen(call, finish), partial(_judge, asked))
     if call.attest:
         with unusable():
-            attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.matching.rows, call.group)
+            attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.rows, call.group)
     checkpoint.close()
     traffic = LoadTraffic(num_read, prepared.plan.bytes_sent, 2 if call.check == "before" else 1)
     return Loaded(asked, known or _Known(), replace(agreement.report, traffic=traffic))
@@ -385,14 +386,15 @@ def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tup
     stored = Stored.of(checkpoint, place_in(call.group))
     matching = match(live, stored, choices)
     # From here on tensors that have grown are their first rows, as the checkpoint has them.
-    live = live.cut_to(matching.rows)
+    rows = {key: checkpoint.tensors[matching.sources[key]].shape[0] for key in matching.grown}
+    live = live.cut_to(rows)
     boxes = RankState.of((), (), ())
     if matching.fits:
         boxes = live.described.boxes({*matching.sources, *matching.zeros})
         _refuse_overwriting(call, checkpoint, tied_origins(live, matching.sources, matching.zeros))
     memory = max(call.memory, _MIN_BYTES)
     question = _Question(call.arguments, matching, boxes, memory, live.devices, outline_digest, machine_name())
-    return question, _Asked(call, checkpoint, stored, live, matching, boxes)
+    return question, _Asked(call, checkpoint, stored, live, matching, rows, boxes)
 
 
 def machine_name() -> str:
@@ -425,7 +427,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
         and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
     )
     sources = _joint_sources([(question.boxes, question.matching) for question in ranks])
-    known = _Known(sources, unloaded_keys, sorted(matching.rows))
+    known = _Known(sources, unloaded_keys, sorted(matching.grown))
     # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
     request = JointRequest.of([(question.boxes, question.matching.sources) for question in ranks])

@@ -28,7 +28,7 @@ from .bits import dtype_name
 from .live_state import LiveState
 from .optimizer_matching import CODE_OPTIONS, match_optimizer
 from .shared_memory import tied_keys
-from .stored import Matching, MissingTensor, OptimizerParameter, Stored, misfits, saved_rows
+from .stored import Matching, MissingTensor, OptimizerParameter, Stored, has_grown, misfits
 
 # --- One rank ---------------------------------------------------------------------------------------------------------
 
@@ -122,8 +122,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
     """
     prefixes = _prefixes(live.optimizers)
     sources, kept_weights, differing_values = dict[str, str](), dict[str, str](), dict[str, str]()
-    grown, rows = dict[str, str](), dict[str, int]()
-    missing_keys, keys_of_other_ranks = list[str](), list[str]()
+    grown, missing_keys, keys_of_other_ranks = dict[str, str](), list[str](), list[str]()
     # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.  Where ranks
     # saved values of their own under a key, this rank's is its origin; it is a fault if only other ranks have one.
     for key in sorted(key for key in live.flat if not key.startswith(prefixes)):
@@ -134,10 +133,9 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
                 keys_of_other_ranks.append(key)
                 continue
             sources[key], entry = origin, stored.entries[origin]
-            num_rows = saved_rows(live.flat[key], entry)
             name = _growing_name(path)
-            if num_rows is not None and name is not None and choices.grow.match(name):
-                grown[key], rows[key] = name, num_rows
+            if has_grown(live.flat[key], entry) and name is not None and choices.grow.match(name):
+                grown[key] = name
             if faults := misfits(live, key, entry, key in grown):
                 differing_values[key] = " and ".join(faults)
         elif isinstance(live.flat[key], torch.Tensor) and choices.fresh.match(str(path[-1])):
@@ -167,7 +165,6 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
         sources,
         frozenset(covered_keys),
         grown=grown,
-        rows=rows,
         loaded=frozenset(_parameters_with_numbers(live, sources)),
         kept_weights=kept_weights,
         optimizers=live.optimizers,

@@ -27,7 +27,7 @@ from ..names.resumption import (
 from ..names.vocabulary import FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
 from ..names.wording import listed
 from .live_state import LiveState
-from .stored import Matching, OptimizerParameter, OptionGroup, Stored, misfits, option_groups, saved_rows
+from .stored import Matching, OptimizerParameter, OptionGroup, Stored, has_grown, misfits, option_groups
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -51,7 +51,7 @@ def match_optimizer(optimizer: NamedOptimizer, live: LiveState, stored: Stored, 
 
     def slot_fault(key: str, saved_key: str) -> str | None:
         entry = stored.entries[saved_key]
-        grows = saved_rows(live.flat[key], entry) is not None and choices.grow.match(names[key])
+        grows = has_grown(live.flat[key], entry) and choices.grow.match(names[key])
         return next(iter(misfits(live, key, entry, grows)), None)
 
     def is_zeroed(state: ParameterState, slot: str) -> bool:
@@ -72,13 +72,12 @@ def match_optimizer(optimizer: NamedOptimizer, live: LiveState, stored: Stored, 
             "(flatten_optimizer_state_dict=False)",
         )
     # 2. Loaded tensors may have more rows, if it is known how these begin.
-    loaded_keys, unknown_rows = list[str](), list[str]()
-    grown, rows = dict[str, str](), dict[str, int]()
+    loaded_keys, unknown_rows, grown = list[str](), list[str](), dict[str, str]()
     for name in report.loaded:
         for slot, key in live_states[name].slots.items():
             loaded_keys.append(key)
-            if (num_rows := saved_rows(live.flat[key], stored.entries[key])) is not None:
-                grown[key], rows[key] = name, num_rows
+            if has_grown(live.flat[key], stored.entries[key]):
+                grown[key] = name
                 if not is_zeroed(live_states[name], slot):
                     unknown_rows.append(f"{name!r} cannot grow: it is not known how new rows of its {slot} begin")
     fresh_keys = chain.from_iterable(live_states[name].slots.values() for name in report.fresh)
@@ -87,7 +86,6 @@ def match_optimizer(optimizer: NamedOptimizer, live: LiveState, stored: Stored, 
         dict(zip(loaded_keys, loaded_keys, strict=True)),
         zeros=tuple(fresh_keys),
         grown=grown,
-        rows=rows,
         loaded=match.parameters(report.loaded),
         fresh=match.parameters(report.fresh),
         discarded=frozenset(report.discarded),

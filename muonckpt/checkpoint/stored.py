@@ -27,13 +27,11 @@ OptimizerParameter = tuple[str, str]
 """The key of an optimizer's state dict, and the name of one of its parameters."""
 
 
-def saved_rows(value: object, entry: StateRecord | Blob) -> int | None:
-    """Return how many rows an entry has, if a value is a tensor of its shape but for more rows."""
-    if not isinstance(value, torch.Tensor) or not isinstance(entry, StateRecord) or not entry.shape:
-        return None
-    rows, *others = entry.shape
-    is_longer = value.ndim > 0 and tuple(value.shape[1:]) == tuple(others) and rows < value.shape[0]
-    return rows if is_longer else None
+def has_grown(value: object, entry: StateRecord | Blob) -> bool:
+    """Return whether a value is a tensor of the shape of an entry but for more rows."""
+    if not isinstance(value, torch.Tensor) or not isinstance(entry, StateRecord) or not (value.ndim and entry.shape):
+        return False
+    return tuple(value.shape[1:]) == tuple(entry.shape[1:]) and value.shape[0] > entry.shape[0]
 
 
 def misfits(live: LiveState, key: str, entry: StateRecord | Blob, grows: bool = False) -> list[str]:
@@ -200,7 +198,6 @@ class Matching:
         covered_keys: keys of the checkpoint that are not extra although no key of the template is read from them.
         zeros: keys of the template, of state that starts fresh.
         grown: names of parameters that have more rows here, by key of the template.
-        rows: how many of their rows the checkpoint has, by key.
         loaded, fresh, discarded, own_options: as in a `LoadReport`.
         ungrouped: parameters that were loaded and are in no group of the checkpoint.
         kept_weights: names of weights that keep their values, by key.
@@ -219,7 +216,6 @@ class Matching:
     covered_keys: frozenset[str] = frozenset()
     zeros: tuple[str, ...] = ()
     grown: Mapping[str, str] = field(default_factory=dict)
-    rows: Mapping[str, int] = field(default_factory=dict)
     loaded: frozenset[OptimizerParameter] = frozenset()
     fresh: frozenset[OptimizerParameter] = frozenset()
     discarded: frozenset[str] = frozenset()
