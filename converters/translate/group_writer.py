@@ -16,7 +16,7 @@ from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, STEP, 
 from ...names.wording import listed
 from ...programs.dialect import Dialect
 from ...programs.model_view import ParameterGroup
-from ...record.record import StateRecord
+from ...record.record import Blob, StateRecord
 from ...store.formats.torch_save.plain_item import plain_item
 from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, Topic
 from .groups import (
@@ -67,10 +67,10 @@ class GroupWriter:
     def outputs(self) -> tuple[list[OutputTensor], list[OutputItem]]:
         """Return the groups, and state that follows from their options."""
         source, target = self.source, self.target
-        # Megatron's groups are in one item, which is copied whole or written whole.
-        if any(target.holds_groups(item.path) for item in source.items):
-            if target.chains:
-                raise SourceError(f"the groups in {target.common} cannot be rewritten for {target.name}")
+        # Megatron's groups are in one item, which is copied whole where no group changes its words or its optimizer.
+        if self._common_items and (self.state.is_same_dialect or not source.groups):
+            if target.chains and not self.state.is_same_dialect:
+                raise self._fixed_common_state("it does not say which parameters are in which group")
             self.findings.add("the common state is copied unchanged, with its groups")
             self.members = source.renamed_members()
             self._report_matrices()
@@ -90,7 +90,7 @@ class GroupWriter:
         if self.like is not None:
             groups = self.like.arrange(groups, target, self.findings)
         if target.common is not None:
-            return [], [_item(target.common, [self._common_state(groups, source.listed)])]
+            return [], [_item(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
         self._number(groups)
         if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
             self._report_schedules(groups)
@@ -420,6 +420,34 @@ class GroupWriter:
 
     def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
         return [int(self.state.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
+
+    @property
+    def _common_items(self) -> list[Blob]:
+        """The source's items in which the target would have its groups."""
+        return [item for item in self.source.items if self.target.holds_groups(item.path)]
+
+    def _fixed_common_state(self, reason: str) -> SourceError:
+        return SourceError(
+            f"the common state cannot be rewritten for {self.target.name}: {reason}; convert the source to muonckpt, "
+            "which has no use for it, and then the result"
+        )
+
+    def _rest_of_common(self) -> dict[Any, object]:
+        """Return what the source's common state has beside optimizers, whose groups and steps are written again.
+
+        Raises:
+            SourceError: it is more than plain data.
+        """
+        rest: dict[Any, object] = {}
+        for item in self._common_items:
+            try:
+                state = self.source.values.item(item)
+            except SourceError as error:
+                raise self._fixed_common_state(str(error)) from error
+            match state:
+                case [{**content}] | {**content}:
+                    rest |= {key: value for key, value in content.items() if key != "optimizer"}
+        return rest
 
     def _common_state(
         self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]

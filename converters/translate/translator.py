@@ -144,7 +144,10 @@ def _outputs(state: StateWriter, groups: GroupWriter) -> tuple[list[OutputTensor
     derived = list(groups.own_derived())
     tensors += [entry for entry in derived if isinstance(entry, OutputTensor)]
     items = [entry for entry in derived if isinstance(entry, OutputItem)]
+    is_rewritten = any(target.holds_groups(item.path) for item in group_items)
     for blob in source.items:
+        if is_rewritten and target.holds_groups(blob.path):
+            continue
         key = blob.key if state.is_same_dialect else target.item(blob.key)
         items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
     items += [counter for counter in counters if isinstance(counter, OutputItem)]

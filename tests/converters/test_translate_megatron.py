@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -222,7 +224,7 @@ def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype
 
 
 LION = "upstream/torch_dist_muon_lion/ckpt"
-NORM = "decoder.final_layernorm.weight"
+NORM, MATRIX = "decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc2.weight"
 
 
 class Normalized(torch.nn.Module):
@@ -297,3 +299,38 @@ def test_two_methods_do_not_become_one_optimizer_of_megatron(tmp_path):
     chosen = ["model.*", "optimizer.state.adamw.*", "optimizer.param_groups.0.*"]
     muonckpt.convert(tmp_path / "ours", tmp_path / "chosen", **grouped(select=chosen))
     muonckpt.convert(tmp_path / "chosen", tmp_path / "out", **options)
+
+
+def test_groups_in_the_common_state_are_written_for_another_form_and_all_else_in_it_stays(tmp_path):
+    """A copied item kept the groups of two optimizers where the keys of state were of one."""
+    plain, at = tmp_path / "plain", tmp_path / "source"
+    rates = {MATRIX: 0.02, NORM: 3e-4}
+    muonckpt.convert(golden(LION), at, **grouped(to_dialect="torch_dist_chained", convention="ema", weights="model"))
+    for step, program in enumerate(("fsdp_dtensor", "torch_dist_chained", "fsdp_dtensor", "torch_dist")):
+        out, ours = tmp_path / f"{step}", tmp_path / f"{step}-ours"
+        muonckpt.convert(at, out, **grouped(to_dialect=program))
+        with muonckpt.open(out) as opened:
+            (common,) = [opened.values.item(blob)[0] for blob in opened.outline.blobs if blob.key == COMMON_STATE]
+        assert common["iteration"] == 5
+        muonckpt.convert(out, ours, **grouped(to_dialect="muonckpt"))
+        assert rates.items() <= rates_of(ours).items()
+        at = out
+
+    # An item with more than plain data is not written again, and the cure keeps groups and state.
+    shutil.copytree(golden(LION), plain)
+    common = torch.load(plain / "common.pt", weights_only=True)
+    torch.save({**common, "size": torch.Size([3])}, plain / "common.pt")
+    options = {"convention": "ema", "weights": "model"}
+    fsdp, ours, chained = tmp_path / "fsdp", tmp_path / "ours", grouped(to_dialect="torch_dist_chained")
+    muonckpt.convert(plain, fsdp, **grouped(to_dialect="fsdp_dtensor", **options))
+    with pytest.raises(SourceError, match=r"cannot be rewritten for torch_dist_chained: .*the source to muonckpt"):
+        muonckpt.convert(fsdp, tmp_path / "out", **chained)
+    muonckpt.convert(fsdp, ours, to_dialect="muonckpt")
+    muonckpt.convert(ours, tmp_path / "out", **chained)
+    assert rates.items() <= rates_of(ours).items()
+
+
+def rates_of(path) -> dict[str, float]:
+    """The rate of each parameter's group."""
+    with muonckpt.open(path) as opened:
+        return {name: group["lr"] for group in opened.groups.values() for name in group["params"]}
