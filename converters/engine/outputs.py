@@ -23,7 +23,7 @@ from ...names.vocabulary import MASTER
 from ...names.wording import counted
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
-from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, entry_keys, match_keys, names_of
+from ...record.record import Blob, Chunk, Manifest, StateRecord, entry_keys, match_keys, names_of
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.blocks import slices_within
@@ -235,7 +235,9 @@ class OutputTensor:
     def _copy_from(self, payloads: Payloads, place: Place, shape: Index, out: Words, reads: Reads) -> None:
         """Copy the elements of a box of this shape; read nothing before the first or after the last of them."""
         source, number = self.locate(place.buffer)
-        payload, name = self._payload(source, number), self.stored_dtype
+        payload, name = source.payload(number), self.stored_dtype
+        if payload is None or payload.length != source.boxes.numel[number] * itemsize(name):
+            payload = payload_of(dataclasses.replace(self.record, dtype=name), source[number])  # raises
         payloads.gather_into(
             out, payload, name, place, shape, lambda offset, raw: reads(source, number, offset - payload.offset, raw)
         )
@@ -251,12 +253,6 @@ class OutputTensor:
             for chunk in source:
                 if chunk.box.numel:
                     check_chunk(payloads, record, chunk)
-
-    def _payload(self, chunks: Chunks, number: int) -> Extent:
-        payload, name = chunks.payload(number), self.stored_dtype
-        if payload is None or payload.length != chunks.boxes.numel[number] * itemsize(name):
-            return payload_of(dataclasses.replace(self.record, dtype=name), chunks[number])  # says what is wrong
-        return payload
 
 
 def constant(payloads: Payloads, name: str, element: bytes = b"") -> StateRecord:

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...layouts.buffers.parameters import Parameter, newton_schulz
@@ -101,10 +100,7 @@ def balance_of(shares: Mapping[int, int]) -> Balance | None:
 
 def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
     """Return the bytes of elements in the files of each rank; empty if names of files do not tell ranks."""
-    columns = manifest.columns
-    by_file = np.zeros(len(columns.names), np.int64)
-    np.add.at(by_file, columns.file, chunk_bytes(manifest))
-    by_rank = _by_rank(dict(zip(columns.names, by_file.tolist(), strict=True)))
+    by_rank = _by_rank(dict(zip(manifest.columns.names, bytes_by_file(manifest), strict=True)))
     return dict(sorted(by_rank.items())) if by_rank else {}
 
 
@@ -119,10 +115,13 @@ def _by_rank(by_file: Mapping[str, int]) -> Counter[int] | None:
     return by_rank
 
 
-def chunk_bytes(manifest: Manifest) -> NDArray[np.int64]:
-    """Return the bytes of elements of each chunk, in the order of the manifest's columns."""
-    sizes = [itemsize(tensor.dtype) for tensor in manifest.tensors]
-    return manifest.elements * np.repeat(np.array(sizes, np.int64), [len(tensor.chunks) for tensor in manifest.tensors])
+def bytes_by_file(manifest: Manifest) -> list[int]:
+    """Return the bytes of elements in each file, in the order of the manifest's names of files."""
+    sizes = np.array([itemsize(tensor.dtype) for tensor in manifest.tensors], np.int64)
+    chunk_bytes = manifest.elements * np.repeat(sizes, [len(tensor.chunks) for tensor in manifest.tensors])
+    by_file = np.zeros(len(manifest.columns.names), np.int64)
+    np.add.at(by_file, manifest.columns.file, chunk_bytes)
+    return [*by_file.tolist()]
 
 
 def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, int] | None:

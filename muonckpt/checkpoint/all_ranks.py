@@ -48,7 +48,7 @@ class _Outcome:
             is_alone = rank >= 0 and dist.is_initialized() and len(self.failures) == 1
             suffix = f" (rank {rank})" if is_alone and not failure.text.startswith(f"rank {rank} ") else ""
             if type(cause) is failure.kind and str(cause) == f"{failure.text}{suffix}":
-                raise cause  # told once
+                raise cause  # without itself as its cause
             raise failure.kind(f"{failure.text}{suffix}") from cause
 
 

@@ -176,10 +176,11 @@ class ChunkReader:
         self._kept = torch.empty(max(kept, default=0), dtype=torch.uint8, pin_memory=is_pinned)
         """Memory for the elements that are sent, until they are."""
 
-    def _reads_of(self, of_all: ReadingRound) -> list[_Read]:
+    def _reads_of(self, reading_round: ReadingRound) -> list[_Read]:
         """Open the items of this rank's chunks, and no others, and list its reads in the order of files."""
-        readings = [pair for pair in of_all.readings if self._place in pair[1].numbers_by_reader]
+        readings = [pair for pair in reading_round.readings if self._place in pair[1].numbers_by_reader]
         located: Sequence[StateRecord] = [tensor for tensor, _ in readings]
+        # Chunks have no place yet where the metadata name only their items: those that this rank reads are looked up.
         has_closed_items = bool((self._checkpoint.outline.columns.payload_length() == UNKNOWN).any())
         chunks: Sequence[Sequence[int]] = ()
         if has_closed_items:
@@ -190,10 +191,10 @@ class ChunkReader:
         ranges_by_columns = defaultdict(list)
         for number, tensor in enumerate(located):
             reading = readings[number][1]
-            for of_range in reading.numbers_by_reader[self._place]:
-                part = reading.ranges[of_range]
+            for range_number in reading.numbers_by_reader[self._place]:
+                part = reading.ranges[range_number]
                 index = bisect_left(chunks[number], part.chunk) if has_closed_items else part.chunk
-                ranges_by_columns[id(tensor.chunks.columns)].append((tensor, index, part, reading.boxes[of_range]))
+                ranges_by_columns[id(tensor.chunks.columns)].append((tensor, index, part, reading.boxes[range_number]))
         reads = chain.from_iterable(_located_reads(self._payloads, ranges) for ranges in ranges_by_columns.values())
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 

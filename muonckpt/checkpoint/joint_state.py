@@ -153,8 +153,7 @@ def other_options(option: str, first: int, other_rank: int) -> LayoutError:
         f"{option}: ranks {first} and {other_rank} have different values for the same parameters, and only one "
         "can be kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as "
         "stages of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place "
-        "of optimizer or "
-        "optimizer.state_dict()"
+        "of optimizer or optimizer.state_dict()"
     )
 
 

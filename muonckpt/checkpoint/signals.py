@@ -151,19 +151,23 @@ class Signals:
         loader.worker_init_fn = partial(_ignore_signals, [*map(int, self._handlers)], loader.worker_init_fn)
 
     def _handler(self, bit: int, former: Any) -> Handler:
-        chained = former if callable(former) and former not in _defaults else None
+        """Return a handler that notes a request, and then calls the user's handler that was there before."""
+        users_handler = former if callable(former) and former not in _defaults else None
         process = os.getpid()
 
         # A flag is all that a handler may set: it runs between any two instructions.
         def handle(number: int, frame: FrameType | None) -> None:
-            if number in self._handlers and (number != signal.SIGTERM or os.getpid() == process):
+            is_fork = os.getpid() != process
+            if number in self._handlers and not (is_fork and number == signal.SIGTERM):
                 _pending.add(bit)
-            elif signal.getsignal(number) is handle:  # closed behind another, or in a fork that its parent ends
+            # These signals were closed while another handler stood above ours, or a parent ends its fork: the signal
+            # does what it did before.
+            elif signal.getsignal(number) is handle:
                 signal.signal(number, former)
                 signal.raise_signal(number)
                 return
-            if chained is not None:
-                chained(number, frame)
+            if users_handler is not None:
+                users_handler(number, frame)
 
         return handle
 

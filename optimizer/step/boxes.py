@@ -182,7 +182,8 @@ def equal_boxes(
     row_kind, kind_list = np.array(unit_kind, np.int64)[row_unit], list(kinds)
     copies = replace(copies, source=params[copies.source])
 
-    # A box that is all of its tensor needs no view of it, and keeps the tensor's own dims.
+    # Copies have the dims of the widest tensor: others have dims of 1 in front.  A box that is all of its tensor needs
+    # no view of it, and keeps the tensor's own dims.
     width, dense = copies.sizes.shape[1], dense_strides(copies.sizes)
     numbers, row_param = np.unique(copies.source, return_inverse=True)
     shapes = [tuple(shape_of(param)) for param in numbers.tolist()]
@@ -191,7 +192,7 @@ def equal_boxes(
     is_tensor = ((wide_shapes[row_param] == copies.sizes) & is_dense).all(axis=1) & (copies.source_offset == 0)
     ndim = np.where(is_tensor, np.array([len(shape) for shape in shapes], np.int64)[row_param], width)
 
-    # Rows that agree in all of this are done together.
+    # Rows that agree in all of this become blocks of limited size; places on the wire that are evenly apart, a view.
     keys = np.column_stack((row_kind, ndim, is_tensor, copies.sizes, copies.source_strides, copies.target_strides))
     blocks = []
     for rows in _equal_rows(keys, copies):

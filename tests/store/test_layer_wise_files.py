@@ -18,7 +18,7 @@ import muonckpt
 from muonckpt import DamageError, SourceError
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.layouts.buffers.records import GroupBuffer
-from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, deal
+from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, distribute
 from muonckpt.store.formats.registry import LAYER_WISE, format_of
 
 GOLDEN = {"ws4_padded": "padded-numel", "ws4_pingpong": "legacy-pingpong"}
@@ -131,7 +131,7 @@ def test_parameters_are_dealt_as_megatron_does(algorithm):
             continue  # upstream's groups list parameters in forward order
         description = Description(algorithm, tuple(members), bucket_size=case["bucket_size"], experts=experts,
                            busbw=case.get("busbw", False))  # fmt: skip
-        assert deal(description, description.members, dp).names == walked(
+        assert distribute(description, description.members, dp).names == walked(
             algorithm, members, dp, experts, owners, places
         )
         used += 1
@@ -168,7 +168,7 @@ def test_experts_of_two_expert_parallel_ranks(tmp_path):
     """Four data-parallel ranks in two folders, as Megatron names them: ranks 0 and 2 have the experts of part 0."""
     dense = [ListedParameter(Parameter(f"dense.{n}", (4, 2))) for n in range(3)]
     experts = [ListedParameter(Parameter(f"expert.{n}", (3, 2), expert=True), 1, n // 3) for n in range(6)]
-    shares = deal(Description("padded-numel", (*dense, *experts), experts=2), (*dense, *experts), 4).names
+    shares = distribute(Description("padded-numel", (*dense, *experts), experts=2), (*dense, *experts), 4).names
     shapes = {each.parameter.name: each.parameter.shape for each in (*dense, *experts)}
     assert {rank for (rank, _), names in shares.items() if {"expert.0", "expert.1", "expert.2"} & {*names}} == {0, 2}
     files = [f"mp_rank_00_00{rank % 2}/layer_wise_optimizer_{rank}.pt" for rank in range(4)]

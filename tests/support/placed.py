@@ -1,4 +1,4 @@
-"""Parts of tensors as placements deal them out, index by index, on meshes of any ranks."""
+"""Parts of tensors as placements distribute them, index by index, on meshes of any ranks."""
 
 from __future__ import annotations
 

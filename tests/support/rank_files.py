@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, deal
+from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, distribute
 
 
 def described(folder, **description):
@@ -89,7 +89,7 @@ def _write(folder: Path, algorithm: str, ranks: int, part: int, parts: int) -> N
     managed = [(name, tuple(value(name, "").shape)) for name, shape in MODEL if adam or len(shape) == 2]
     members = [ListedParameter(Parameter(name, shape), int(len(shape) != 2)) for name, shape in managed]
     buffer_description = Description(algorithm, tuple(members), bucket_size=40)
-    shares = deal(buffer_description, buffer_description.members, ranks).names
+    shares = distribute(buffer_description, buffer_description.members, ranks).names
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
         children = [child(value, shares.get((rank, 0), ()), {"momentum_buffer"}, None, {"lr": 0.1, "momentum": 0.9})]

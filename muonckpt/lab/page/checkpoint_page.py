@@ -24,7 +24,7 @@ from ...converters.compare.stats import (
     stats_of,
 )
 from ...converters.look.contents import FirstLook
-from ...converters.look.holders import chunk_bytes, cut_text, newton_schulz_by_rank
+from ...converters.look.holders import bytes_by_file, cut_text, newton_schulz_by_rank
 from ...converters.look.inspection import Inspection, description, inspection_of
 from ...names.errors import DamageError, SourceError
 from ...names.version import VERSION
@@ -326,8 +326,6 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     for (_, boxes), text in zip(cuts, texts, strict=True):
         cut_rows.append({"words": text, "lo": boxes.lo.tolist(), "hi": boxes.hi.tolist()})
     columns = manifest.columns
-    file_bytes = np.zeros(len(columns.names), np.int64)
-    np.add.at(file_bytes, columns.file, chunk_bytes(manifest))
     return {
         "tensors": {
             "key": entry_keys(manifest.tensors),
@@ -347,7 +345,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
         "files": {
             "name": list(columns.names),
             "rank": list(map(rank_in_name, columns.names)),
-            "bytes": file_bytes.tolist(),
+            "bytes": bytes_by_file(manifest),
         },
     }
 

@@ -1,7 +1,7 @@
 """Algorithms that place parameters in flat buffers; but for DeepSpeed's all in the reverse of the forward order.
 
 Megatron's *padded* buffers hold whole parameters in equal shards (layer-wise optimizer), or cut them anywhere (all
-others).  Its *compact* ones lay parameters end to end without padding, and deal them, sorted by elements, to ranks
+others).  Its *compact* ones lay parameters end to end without padding, and give them, sorted by elements, to ranks
 0 … n-1, n-1 … 0, and so on; two versions break ties in different orders.  Gradients are all-reduced there; an owner
 steps its whole parameters.
 

@@ -34,7 +34,7 @@ from .layer_wise_names import (
     RankFile,
     RankShares,
     TensorParallelism,
-    deal,
+    distribute,
     read_description,
     read_rank_file,
 )
@@ -116,7 +116,7 @@ def _part(path: Location, description: Description, folder: str) -> _Part:
     model = read_weights(path, f"{folder}{description.model}") if description.model else None
     weights = model.weights if model else {}
     members = description.selected([(name, weight.shape, weight.dtype) for name, weight in weights.items()])
-    shares = deal(description, members, len(files))
+    shares = distribute(description, members, len(files))
 
     # The files' own descriptions must not contradict it.
     for group, expert in {(member.group, member.parameter.expert) for member in members}:

@@ -450,8 +450,8 @@ class RankShares:
     names: Mapping[tuple[int, int], tuple[str, ...]]
 
 
-def deal(description: Description, members: Sequence[ListedParameter], ranks: int) -> RankShares:
-    """Deal the parameters to ``ranks`` data-parallel ranks, by the description's algorithm.
+def distribute(description: Description, members: Sequence[ListedParameter], ranks: int) -> RankShares:
+    """Distribute the parameters over ``ranks`` data-parallel ranks, by the description's algorithm.
 
     Raises:
         SourceError: the ranks do not divide into expert-parallel parts.
