@@ -123,8 +123,8 @@ class WholePlan:
         Objects that differ from rank to rank are stored for each rank, below `BY_RANK`, and the first one by its key.
 
         Raises:
-            LayoutError: a tensor has a hole or an overlap, or ranks hold different values under one key that must have
-                can be one only, such as an option of an optimizer.
+            LayoutError: a tensor has a hole or an overlap, or ranks hold different values under a key that can have one
+                alone, such as an option of an optimizer.
         """
         return _Planning(ranks, digests).plan()
 

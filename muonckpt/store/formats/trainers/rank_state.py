@@ -19,7 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 from ....algebra.box import Index, row_major
@@ -70,25 +70,17 @@ class _RankFile:
     world: int | None
 
 
-def reader(path: Location) -> Reader:
+def reader(path: Location, is_partial: bool = False) -> Reader:
     """Read a folder of such files, but no elements.
+
+    Args:
+        is_partial: files that cannot be opened count as missing.  Where no replica has what a missing rank held,
+            tensors have holes.
 
     Raises:
         SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
             tensors and plain data; nothing in it is run.
     """
-    return _read(path, is_partial=False)
-
-
-def remains(path: Location) -> Reader:
-    """Read the remains of such a folder, as if the files that cannot be opened were missing.
-
-    Where no replica has what a missing rank held, tensors have holes.
-    """
-    return _read(path, is_partial=True)
-
-
-def _read(path: Location, is_partial: bool) -> Reader:
     listed = names_in(path)
     files = _rank_files(listed)
     # The remaining files that can be read.
@@ -133,6 +125,9 @@ def _read(path: Location, is_partial: bool) -> Reader:
     }
     checksums = checksums_inside(torch_files, contents.tensors)
     return trainer_reader(path, contents.tensors, contents.items, checksums, provenance, contents.faults)
+
+
+remains = partial(reader, is_partial=True)
 
 
 def _opens(path: Location, name: str) -> bool:

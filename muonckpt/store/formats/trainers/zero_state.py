@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -69,26 +70,16 @@ _NOT_OF_THE_RUN = frozenset(
 """Keys of model states that are read otherwise, or that say how the run was spread over ranks."""
 
 
-def reader(path: Location) -> Reader:
+def reader(path: Location, is_partial: bool = False) -> Reader:
     """Read the folder of a tag, but no elements.  Where the file of a rank is missing, tensors have holes.
+
+    Args:
+        is_partial: files that cannot be opened count as missing.
 
     Raises:
         SourceError: the file of a rank is damaged, ranks contradict each other, or tensor, pipeline or expert
-            parallelism cuts the model; nothing in a file is run.
+            parallelism cuts the model; nothing in a file is run.  Or no file names the parameters.
     """
-    return _read(path, is_partial=False)
-
-
-def remains(path: Location) -> Reader:
-    """Read the remains of such a folder without the files that cannot be opened.
-
-    Raises:
-        SourceError: as `reader`, but for damaged files; or no file names the parameters.
-    """
-    return _read(path, is_partial=True)
-
-
-def _read(path: Location, is_partial: bool) -> Reader:
     listed = names_in(path)
     with about(path):
         # Model states say what the run was; those of ZeRO 3 are of a rank each.
@@ -120,6 +111,9 @@ def _read(path: Location, is_partial: bool) -> Reader:
     in_memory = {**contents.items.in_memory, _STEPS: bytes(contents.steps)}
     faults = tuple(LostFileError(f"{path / name} is missing") for name in missing)
     return Reader(manifest, _ZeroPayloads(path, in_memory, checksums, contents.copies), faults)
+
+
+remains = partial(reader, is_partial=True)
 
 
 def _open_files(
