@@ -99,7 +99,7 @@ class TensorLayout:
         buffers: dict[Buffer, int] = {}
         box = [boxes.setdefault(fragment.box, len(boxes)) for fragment in fragments]
         buffer = [buffers.setdefault(fragment.place.buffer, len(buffers)) for fragment in fragments]
-        starts, stops = _corners(shape, list(boxes))
+        starts, stops = corners_of(shape, list(boxes))
         offset = [fragment.place.offset for fragment in fragments]
         strides = np.array([fragment.place.strides for fragment in fragments], np.int64)
         numbers, holders, offsets = (np.array(column, np.int64) for column in (box, buffer, offset))
@@ -254,7 +254,7 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
     for piece in pieces:
         if piece.box not in Box.of(layout.shape):
             raise LayoutError(f"piece {piece.box} reaches outside the parameter of shape {layout.shape}")
-    lo, hi = _corners(layout.shape, [piece.box for piece in pieces])
+    lo, hi = corners_of(layout.shape, [piece.box for piece in pieces])
     # The part of each fragment in each piece moves to the piece's origin in the matrix.
     fragments = []
     for i, j in zip(*overlaps(lo, hi, layout.starts, layout.stops), strict=True):
@@ -276,7 +276,7 @@ def dense(box: Box, buffer: Buffer, offset: int = 0) -> Fragment:
     return Fragment(box, Place(buffer, offset, row_major(box.shape)))
 
 
-def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[IntArray, IntArray]:
+def corners_of(shape: Index, boxes: Sequence[Box]) -> tuple[IntArray, IntArray]:
     """Return boxes as two read-only arrays ``[n, max(ndim, 1)]``; a 0-d tensor counts as one element of one dim."""
     for box in boxes:
         if box.ndim != len(shape):

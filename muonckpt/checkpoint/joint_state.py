@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..algebra.box import Box, Index
-from ..algebra.layout import Buffer, Fragment, TensorLayout, dense, holes_in
+from ..algebra.layout import Buffer, Fragment, TensorLayout, corners_of, dense, holes_in
 from ..algebra.overlap import IntArray, overlaps
 from ..layouts.mesh import MeshPlacement
 from ..names.errors import LayoutError
@@ -231,7 +231,7 @@ def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[Te
     Raises:
         LayoutError: the boxes of one rank overlap, or reach outside the tensor.
     """
-    return tuple(filled_layout(shape, ranks) for ranks in _group_disjoint(rank_boxes))
+    return tuple(filled_layout(shape, ranks) for ranks in _group_disjoint(shape, rank_boxes))
 
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
@@ -241,15 +241,14 @@ def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
     return TensorLayout.of(shape, [*fragments, *_dense_fragments([(NO_RANK, holes)])])
 
 
-def _group_disjoint(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
+def _group_disjoint(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     """Distribute ranks to few lists; within each, boxes are equal or disjoint."""
     # Equal boxes have one number, as replicas do not stand against each other.
     numbers: dict[Box, int] = {}
     for _, boxes in rank_boxes:
         for box in boxes:
             numbers.setdefault(box, len(numbers))
-    lo = np.array([box.lo or (0,) for box in numbers], np.int64)
-    hi = np.array([box.hi or (1,) for box in numbers], np.int64)
+    lo, hi = corners_of(shape, list(numbers))
     # Boxes that overlap in part can be in no list together.
     overlapping: defaultdict[int, set[int]] = defaultdict(set)
     for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):

@@ -12,16 +12,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index, flat_boxes
-from ..algebra.layout import TensorLayout
+from ..algebra.layout import TensorLayout, corners_of
 from ..algebra.overlap import overlaps
-from ..record.chunks import Boxes
 from ..record.columns import UNKNOWN
 from ..record.record import Extent, Manifest, StateRecord
 from ..store.open_checkpoint import OpenCheckpoint
@@ -310,7 +309,7 @@ class _Planner:
             bytes_in_turn += tensor.boxes.elements * itemsize(tensor.dtype)
             if bytes_in_turn >= MIN_SHARED_BYTES:
                 num_turns, bytes_in_turn = num_turns + 1, 0
-            needs, readings = geometries.get(geometry) or (_needs_by_chunk(tensor.boxes, requests), ())
+            needs, readings = geometries.get(geometry) or (_needs_by_chunk(tensor, requests), ())
             if not readings or any(reading.kept_elements.any() for reading in readings):
                 key = geometry, turn
                 if key not in geometries:
@@ -415,18 +414,11 @@ class _Planner:
             yield TensorReading(tuple(part_ranges), sent_boxes, copies, dict(numbers), kept)
 
 
-def _needs_by_chunk(chunks: Boxes, requests: Sequence[AskedTensor]) -> _Needs:
-    boxes = [*chunks]
-    boxes_asked = [(box, of_rank.rank) for request in requests for of_rank in request.ranks for box in of_rank.boxes]
-    corners = (
-        np.array([corner or (side,) for corner in side_corners], np.int64)
-        for side, side_corners in (
-            (0, [box.lo for box in boxes]),
-            (1, [box.hi for box in boxes]),
-            (0, [box.lo for box, _ in boxes_asked]),
-            (1, [box.hi for box, _ in boxes_asked]),
-        )
-    )
+def _needs_by_chunk(tensor: StateRecord, requests: Sequence[AskedTensor]) -> _Needs:
+    boxes, boxes_asked = [*tensor.boxes], list[tuple[Box, int]]()
+    for of_rank in chain.from_iterable(request.ranks for request in requests):
+        boxes_asked += [(box, of_rank.rank) for box in of_rank.boxes]
+    corners = (*corners_of(tensor.shape, boxes), *corners_of(tensor.shape, [box for box, _ in boxes_asked]))
     needs: defaultdict[int, list[_Need]] = defaultdict(list)
     for chunk, number in zip(*overlaps(*corners), strict=True):
         box, place = boxes_asked[int(number)]

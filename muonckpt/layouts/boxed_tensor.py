@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from ..algebra.box import Box, Index, flat_boxes
+from ..algebra.layout import corners_of
 from ..algebra.overlap import overlaps
 from ..names.errors import LayoutError
 from .tensors import declares_boxes, fragments_here, local_of
@@ -189,7 +190,7 @@ def _check_parts(shape: Index, dtype: torch.dtype, parts: Parts) -> None:
             raise LayoutError(f"box {box} is {part.dtype}, the tensor is {dtype}")
     # No two boxes overlap.
     if len(boxes) > 1:
-        lo, hi = np.array([box.lo for box in boxes], np.int64), np.array([box.hi for box in boxes], np.int64)
+        lo, hi = corners_of(shape, boxes)
         for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
             if i != j:
                 raise LayoutError(f"boxes {boxes[i]} and {boxes[j]} of one rank overlap")
