@@ -237,9 +237,9 @@ class ReadingPlan:
 
         for tensor, reading in planner.readings(outline.tensors, request):
             added = reading.kept_elements * itemsize(tensor.dtype)
+            is_full = filled.any() and int((filled + added).max()) > memory
             # Chunks of one item are read at once.
-            must_follow = units.shared_items(tensor) and readings and readings[-1][0] is not tensor
-            if filled.any() and int((filled + added).max()) > memory and not must_follow:
+            if is_full and not (units.shared_items(tensor) and readings[-1][0] is not tensor):
                 finish_round()
                 readings, filled = [], np.zeros(num_ranks, np.int64)
             readings.append((tensor, reading))
