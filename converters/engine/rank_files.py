@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...algebra.box import Index
 from ...algebra.layout import Buffer, TensorLayout
 from ...layouts.flat import owned_layout
-from ...layouts.mesh import AxisPlacement, Mesh, MeshPlacement, Replicate, Shard, mesh_layout
+from ...layouts.mesh import MeshPlacement, mesh_layout
 from ...names.errors import TargetError, did_you_mean
 from ...programs.signs import COMMON_FILE
 from ...record.record import Manifest, StateRecord, entry_keys
@@ -173,23 +173,16 @@ def lay_out(
     # Tensors that are cut alike share a mesh and its placements.
     layouts: dict[str, TensorLayout] = {}
     recorded: dict[str, Mapping[str, Any] | None] = {}
-    grids: dict[tuple[AxisCut, ...], tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]] = {}
+    placements: dict[tuple[AxisCut, ...], tuple[MeshPlacement, Mapping[str, Any]]] = {}
     all_axes = tuple((axis, 0) for axis in target.mesh)
     for tensor in tensors:
         if not tensor.shape:
             layouts[tensor.key], recorded[tensor.key] = owned_layout((), 0), None
             continue
         cuts = target.cuts(tensor, all_axes)
-        if cuts not in grids:
-            grids[cuts] = _grid(target, cuts)
-        mesh, placements, recorded[tensor.key] = grids[cuts]
-        layouts[tensor.key] = mesh_layout(tensor.shape, mesh, placements)
+        if cuts not in placements:
+            placement = target.placement(cuts)
+            placements[cuts] = placement, placement.to_json()
+        placement, recorded[tensor.key] = placements[cuts]
+        layouts[tensor.key] = mesh_layout(tensor.shape, placement.mesh, placement.placements)
     return TargetLayouts(layouts, recorded)
-
-
-def _grid(target: Target, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]:
-    """Return the mesh and the placements of tensors with these cuts, and both as JSON data."""
-    mesh, axes = target.grid(cuts)
-    placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
-    placements += [Replicate()] * (len(axes) - len(cuts))
-    return mesh, tuple(placements), MeshPlacement(mesh, tuple(axes), tuple(placements)).to_json()

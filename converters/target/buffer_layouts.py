@@ -49,7 +49,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     buffers: list[GroupBuffer] = []
     recorded: dict[str, Mapping[str, Any] | None] = dict.fromkeys(cuts)
     for (slot, axes), members in groups.items():
-        mesh, _ = target.grid([(axis, 0) for axis in axes])
+        mesh = target.placement([(axis, 0) for axis in axes]).mesh
         sizes = mesh.shape[: len(axes)]
         parts = math.prod(sizes)
         num_ranks = len(mesh.ranks) // parts

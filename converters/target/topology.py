@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...algebra.box import row_major
 from ...algebra.layout import TensorLayout
 from ...layouts.buffers.placements import PLACEMENTS
-from ...layouts.mesh import Mesh
+from ...layouts.mesh import Mesh, MeshPlacement, Replicate, Shard
 from ...names.errors import TargetError, did_you_mean
 from ...record.record import StateRecord
 
@@ -108,14 +108,16 @@ class Target:
             )
         return cuts if tensor.shape else ()
 
-    def grid(self, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[str, ...]]:
-        """Return a mesh of the same ranks whose first axes are those of the cuts, and the names of its axes."""
+    def placement(self, cuts: Sequence[AxisCut]) -> MeshPlacement:
+        """Return a placement by these cuts on a mesh of the same ranks, whose first axes are those of the cuts."""
         # The cut axes first: the ranks that hold replicas of a part then follow one another.
         axes = [axis for axis, _ in cuts]
         axes += [axis for axis in self.mesh if axis not in axes]
         steps = dict(zip(self.mesh, row_major(tuple(self.mesh.values())), strict=True))
         places = product(*(range(0, self.mesh[axis] * steps[axis], steps[axis]) for axis in axes))
-        return Mesh(tuple(self.mesh[axis] for axis in axes), tuple(map(sum, places))), tuple(axes)
+        mesh = Mesh(tuple(self.mesh[axis] for axis in axes), tuple(map(sum, places)))
+        shards, replicas = (Shard(dim) for _, dim in cuts), (Replicate() for _ in axes[len(cuts) :])
+        return MeshPlacement(mesh, tuple(axes), (*shards, *replicas))
 
 
 @dataclass(frozen=True, slots=True)

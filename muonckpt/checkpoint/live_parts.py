@@ -28,7 +28,7 @@ from .live_state import LiveState, refuse_no_state_dict
 from .parameter_keys import GroupLabel, ParameterKeys, has_names, nested_by_parameter
 from .resume_proof import ABSENT, Dispute, LoadedState, ResumeDifference
 from .schedules import check_schedules
-from .training import Training, foreign_parameters
+from .training import Training, foreign_parameters, refuse_other_objects
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,12 @@ class LiveParts:
         Raises:
             ArgumentError: one of them is something else, or the template has no such state, or in several places.
         """
-        _refuse_others(model, optimizers, scheduler)
+        refuse_other_objects(model, optimizers, "restored.check(model, optimizer, scheduler=scheduler)")
+        if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
+            raise ArgumentError(
+                f"expected one scheduler with a state_dict, found {type(scheduler).__name__}: to compare several, take "
+                "the state dict of restore again, with each at its key: restored.compare(state_dict)"
+            )
         # Torch knows no names for parameters of another model, so their state is not requested.
         foreign = [
             ResumeDifference(name, ABSENT, Dispute(fault)) for name, fault in foreign_parameters(model, optimizers)
@@ -170,20 +175,6 @@ def _thawed_parameters(model: nn.Module, saved: Collection[str] | None) -> Itera
     live = {*frozen_parameters(model)}
     for name in sorted(names & (live ^ {*saved})):
         yield ResumeDifference(f"{name}.requires_grad", name not in saved, name not in live)
-
-
-def _refuse_others(model: object, optimizers: Sequence[object], scheduler: object) -> None:
-    call = "restored.check(model, optimizer, scheduler=scheduler)"
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"expected a model, found {type(model).__name__}. Write {call}")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ArgumentError(f"expected an optimizer, found {type(optimizer).__name__}. Write {call}")
-    if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
-        raise ArgumentError(
-            f"expected one scheduler with a state_dict, found {type(scheduler).__name__}: to compare several, take the "
-            "state dict of restore again, with each at its key: restored.compare(state_dict)"
-        )
 
 
 def _optimizer_places(

@@ -34,7 +34,7 @@ class Training:
     extra: Mapping[str, Stateful]
 
     @classmethod
-    def of(cls, model: object, optimizer: object, scheduler: object, extra: Mapping[str, Any] | None) -> Training:
+    def of(cls, model: Any, optimizer: object, scheduler: object, extra: Mapping[str, Any] | None) -> Training:
         """Check what a user gives: one optimizer and scheduler, or several.
 
         Raises:
@@ -42,11 +42,7 @@ class Training:
         """
         call = "Series(folder, model, optimizer, scheduler=scheduler, extra={'loader': loader})"
         optimizers, schedulers = _several(optimizer), _several(scheduler)
-        if not isinstance(model, nn.Module):
-            raise ArgumentError(f"expected a model, found {type(model).__name__}. Write {call}")
-        for each in optimizers:
-            if not isinstance(each, Optimizer):
-                raise ArgumentError(f"expected an optimizer, found {type(each).__name__}. Write {call}")
+        refuse_other_objects(model, optimizers, call)
         if not optimizers:
             raise ArgumentError(f"expected an optimizer for the model, found none. Write {call}")
         objects = {**{f"scheduler {number}": each for number, each in enumerate(schedulers)}, **(extra or {})}
@@ -111,3 +107,12 @@ def _several(objects: Any) -> tuple[Any, ...]:
     if objects is None:
         return ()
     return tuple(objects) if isinstance(objects, Iterable) and not isinstance(objects, Mapping) else (objects,)
+
+
+def refuse_other_objects(model: object, optimizers: Sequence[object], call: str) -> None:
+    """Raise `ArgumentError` for a model or an optimizer that is something else; it ends with the call to write."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"expected a model, found {type(model).__name__}. Write {call}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(f"expected an optimizer, found {type(optimizer).__name__}. Write {call}")

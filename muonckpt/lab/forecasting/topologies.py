@@ -21,7 +21,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PlacementRequest
 from ...layouts.flat import owned_layout
-from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
+from ...layouts.mesh import mesh_layout
 from ...names.collector import gc_paused
 from ...names.vocabulary import MUON, ParamGroup
 from ...optimizer.methods.form import MatrixMethod, dtype_named
@@ -132,10 +132,8 @@ def _layouts_on(target: Target) -> _LayoutOf:
 
     @cache
     def lay_out(shape: Index, cuts: tuple[AxisCut, ...]) -> TensorLayout:
-        mesh, axes = target.grid(cuts)
-        placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
-        placements += [Replicate()] * (len(axes) - len(cuts))
-        return mesh_layout(shape, mesh, tuple(placements))
+        placement = target.placement(cuts)
+        return mesh_layout(shape, placement.mesh, placement.placements)
 
     def layout_of(parameter: ModelParameter, shape: Index) -> TensorLayout:
         if not shape:
@@ -406,7 +404,7 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
         elements = padding = 0
         for axes, members in members_by_axes.items():
             # The leading axes of this mesh cut; a part of it is the ranks with one place on these.
-            mesh, _ = target.grid([(axis, 0) for axis in axes])
+            mesh = target.placement([(axis, 0) for axis in axes]).mesh
             sizes = mesh.shape[: len(axes)]
             num_parts = math.prod(sizes)
             kinds: list[_Kind] = list(dict.fromkeys((parameter.shape, cuts) for parameter, cuts in members))
