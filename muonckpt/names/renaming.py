@@ -109,16 +109,19 @@ def _rule(old: str, new: str, extra_parts: int, has_numbers: bool) -> Rule:
         has_numbers: whether it contains literal numbers, for other layers have other rules.
     """
     old_parts, new_parts = old.split("."), new.split(".")
-    common = 0
-    while common < min(len(old_parts), len(new_parts)) and old_parts[-1 - common] == new_parts[-1 - common]:
-        common += 1
-    kept = max(common - extra_parts, 0)
+    kept = max(common_tail(old_parts, new_parts) - extra_parts, 0)
     heads = [parts[: len(parts) - kept] for parts in (old_parts, new_parts)]
     numbers = [[part for part in head if part.isdecimal()] for head in heads]
     if not has_numbers and numbers[0] == numbers[1] and len(numbers[0]) <= len(ascii_lowercase):
         heads = [_with_placeholders(head) for head in heads]
     tail = ["{tail*}"] if kept else []
     return ".".join([*heads[0], *tail]), ".".join([*heads[1], *tail])
+
+
+def common_tail(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return how many parts two names or paths have in common at their ends."""
+    pairs = zip(reversed(a), reversed(b), strict=False)
+    return next((number for number, (part, other) in enumerate(pairs) if part != other), min(len(a), len(b)))
 
 
 def _with_placeholders(parts: Sequence[str]) -> list[str]:

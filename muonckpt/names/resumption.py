@@ -14,6 +14,7 @@ from glob import escape
 from typing import Any, NamedTuple
 
 from .errors import ArgumentError
+from .renaming import common_tail
 from .vocabulary import ALGORITHM, CONVENTION, EIGHT_BIT_SLOTS, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
 from .wording import counted, listed, unnumbered
 
@@ -284,7 +285,10 @@ def match_subtrees(
         path = min(unmatched, key=str)
         root = path[0]
         # A path and a saved one with the same end suggest prefixes; the shortest go with the largest subtrees.
-        candidates = {_prefixes(path, saved_path) for saved_path in saved_by_leaf[path[-1]]}
+        candidates = set[tuple[tuple[Any, ...], tuple[Any, ...]]]()
+        for saved_path in saved_by_leaf[path[-1]]:
+            common = common_tail(path, saved_path)
+            candidates.add((path[: len(path) - common], saved_path[: len(saved_path) - common]))
         for live_prefix, saved_prefix in sorted(candidates, key=lambda pair: (len(pair[0]) + len(pair[1]), str(pair))):
             depth = len(live_prefix)
             subtree = {path for path in unmatched if path[:depth] == live_prefix}
@@ -296,14 +300,6 @@ def match_subtrees(
         else:  # nothing under this root was only moved
             unmatched = {path for path in unmatched if path[0] != root}
     return prefixes
-
-
-def _prefixes(live_path: tuple[Any, ...], saved_path: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the beginnings of two paths before their longest common end."""
-    common = 0
-    while common < min(len(live_path), len(saved_path)) and live_path[-1 - common] == saved_path[-1 - common]:
-        common += 1
-    return live_path[: len(live_path) - common], saved_path[: len(saved_path) - common]
 
 
 def option_difference(option: str, saved: Any, live: Any) -> str:
