@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..layouts.tensors import local_of, rows_of
-from ..names.errors import ArgumentError, LayoutError, called_like
+from ..names.errors import ArgumentError, called_like, constructed_like
 from .ground.tensors import rounded_once
 from .planning.matrices import Split
 from .rules import WHOLE
@@ -150,20 +150,28 @@ def largest_logits(
     return torch.stack(blocks).amax(dim=0).reshape(-1, heads).amax(dim=0).float()
 
 
+@constructed_like("Projection(qkv_proj.weight, stacked_qkv(heads, kv_heads, head_dim), piece=1)")
 @dataclass(frozen=True, slots=True)
 class Projection:
     """The rows of one piece of a parameter that make queries or keys, head after head.
 
-    Attributes:
+    Args:
         weight: ``[rows, columns]``, as of an nn.Linear, or a bias ``[rows]``; plain, or a DTensor on any mesh.
         split: the pieces that are fused in it, as `groups.stacked_qkv` and `groups.grouped_qkv` make them; by default
             all rows are one piece.
         piece: the number of the piece.
+
+    Raises:
+        ArgumentError: an argument is of another kind, or ``split`` has no such piece.
+        LayoutError: the pieces do not add up to the rows.
     """
 
     weight: Tensor
     split: Split = WHOLE
     piece: int = 0
+
+    def __post_init__(self) -> None:
+        self._range()
 
     def rows(self) -> int:
         """Return the number of rows of the piece."""
@@ -189,7 +197,7 @@ class Projection:
         height = self.weight.shape[0]
         pieces = list(self.split.of((height, 1)).rows_of(height))
         if not 0 <= self.piece < len(pieces):
-            raise LayoutError(f"piece {self.piece} of {self.split}, which has {len(pieces)}")
+            raise ArgumentError(f"piece={self.piece}: expected one of the {len(pieces)} pieces of {self.split}, from 0")
         return pieces[self.piece][0]
 
 
@@ -236,8 +244,8 @@ def qk_clip(
         raise ArgumentError(f"threshold={threshold!r}: expected a positive number")
     if not 0 <= alpha <= 1:
         raise ArgumentError(f"alpha={alpha!r}: expected a number in [0, 1]")
-    queries = query if isinstance(query, Projection) else Projection(query)
-    keys = key if isinstance(key, Projection) else Projection(key)
+    queries = Projection(query) if isinstance(query, Tensor) else query
+    keys = Projection(key) if isinstance(key, Tensor) else key
     # The largest logits of all ranks.
     largest = gather_tensor(max_logit).double()
     if isinstance(queries.weight, DTensor) and not isinstance(max_logit, DTensor):

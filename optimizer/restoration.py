@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from ..layouts.tensors import local_of
-from ..names.errors import warn_on_rank
+from ..names.errors import ArgumentError, called_like, warn_on_rank
 from ..names.resumption import (
     Globs,
     LoadReport,
@@ -72,11 +72,11 @@ def fit_state_dict(
         lasting_slots: slots that these keep.
 
     Raises:
-        ValueError: lists every parameter whose state does not fit, and why; or a glob matches nothing.
+        ArgumentError: lists every parameter whose state does not fit, and why; or a glob matches nothing.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         roots = ", ".join(map(repr, islice(state_dict, 8))) or "nothing"
-        raise ValueError(
+        raise ArgumentError(
             f"expected the state dict of an optimizer, which has 'state' and 'param_groups', found one with {roots}: "
             "give what optimizer.state_dict() returned, which may be a part of it"
         )
@@ -116,11 +116,11 @@ def fit_state_dict(
         else:
             step = advise_on_state(differences, all_names, _CALL)
         differing = describe_differences(differences, all_names)
-        raise ValueError(f"the state does not fit, training would go on wrongly: {differing}. {step}")
+        raise ArgumentError(f"the state does not fit, training would go on wrongly: {differing}. {step}")
     if unmatched := globs.unmatched(all_names):
-        raise ValueError(f"fresh={unmatched!r} match no parameter of the optimizer or of the state")
+        raise ArgumentError(f"fresh={unmatched!r} match no parameter of the optimizer or of the state")
     if faults:
-        raise ValueError("; ".join(faults))
+        raise ArgumentError("; ".join(faults))
     # Leave out dropped state, and put zeros in place of fresh state.
     keys: dict[str, Any] = {name: ("fresh", name) for name in live} | {name: key for name, (key, _) in sources.items()}
     for name in report.dropped:
@@ -149,7 +149,7 @@ def _pair_parameters(
         labels, saved_labels = names, saved_names
     elif not are_unique and are_numbered and len(sides) == 2 and names != saved_names:
         shown, saved_shown = (", ".join([*map(repr, side[:8]), "…"]) for side in sides)
-        raise ValueError(
+        raise ArgumentError(
             f"names repeat and have changed, so they tell no parameters apart: the state has {saved_shown}, this "
             f"optimizer {shown}, and {_BY_NUMBER}"
         )
@@ -173,13 +173,13 @@ def _number_labels(
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
-        raise ValueError(
+        raise ArgumentError(
             f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}, and {_BY_NUMBER}"
         )
     if not _has_numbers(saved_groups):
         return [[*group["params"]] for group in saved_groups]
     if names is None and globs.patterns:
-        raise ValueError(
+        raise ArgumentError(
             f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names, or share them, as those "
             "of two modules do; make it of named_parameters() of the whole model, or use muonckpt.load(..., fresh=...)"
         )
@@ -241,7 +241,7 @@ def _restore_options(
     rates = [as_numbers(group.get("initial_lr")) for group in restored]
     if misfit := scheduler_misfit(saved_rates, rates):
         if any("initial_lr" in group for group in groups):
-            raise ValueError(f"the state does not fit, training would go on wrongly: {misfit}")
+            raise ArgumentError(f"the state does not fit, training would go on wrongly: {misfit}")
         warn_on_rank(misfit)
     return restored
 
@@ -314,9 +314,10 @@ class FreshStart:
         fresh: globs of parameters' names, as for `Muon.load_state_dict`.
 
     Raises:
-        TypeError: ``fresh`` is no list of strings.
+        ArgumentError: ``fresh`` is no list of strings.
     """
 
+    @called_like("optimizer.register_load_state_dict_pre_hook(FreshStart(['lm_head.*']))")
     def __init__(self, fresh: Sequence[str]) -> None:
         self.globs = Globs.of(fresh)
 

@@ -9,7 +9,7 @@ from typing import Union
 
 from torch import Tensor, nn
 
-from ..names.errors import ArgumentError
+from ..names.errors import ArgumentError, called_like, constructed_like
 from .planning.matrices import Split
 
 
@@ -72,6 +72,7 @@ class Use:
     parameter: Tensor
 
 
+@constructed_like("Rule('matrix', '*.proj.weight')")
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
     """A kind, and selectors of the parameters that have it: all that are given must match, and one must be given.
@@ -181,15 +182,17 @@ def layers_of(rules: Rules) -> list[tuple[Rule, ...]]:
     return layers
 
 
+@called_like("stacked_qkv(heads=32, kv_heads=8, head_dim=128)")
 def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
     """Return the split of a projection of all queries, then all keys, then all values."""
     return Split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
 
 
+@called_like("grouped_qkv(heads=32, kv_heads=8, head_dim=128)")
 def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
     """Return the split of a projection with a block of rows for each key head: its queries, its key, its value, as in
     Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
     """
-    if heads % kv_heads:
-        raise ArgumentError(f"{heads} heads of queries are not {kv_heads} equal groups")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ArgumentError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
     return Split((heads // kv_heads * head_dim, head_dim, head_dim), interleaved=kv_heads)

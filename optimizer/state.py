@@ -22,7 +22,7 @@ from ..algebra.box import Box, Index, row_major
 from ..algebra.layout import TensorLayout
 from ..layouts.boxed_tensor import BoxedTensor, parts_of
 from ..layouts.tensors import declares_boxes, local_of, zeros_sharded_like
-from ..names.errors import LayoutError
+from ..names.errors import ArgumentError, LayoutError
 from ..names.vocabulary import AVERAGES, FLATTEN, MOMENTUM, MOMENTUM_DTYPE, STATE_DTYPE
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
@@ -33,15 +33,15 @@ from .planning.matrices import matrices_of
 def fresh_state(
     param: Tensor, layout: TensorLayout, group: dict[str, Any], method: MatrixMethod | None
 ) -> dict[str, Tensor]:
-    """Return the state beside a parameter that has not been stepped; raise ValueError if it never could be.
+    """Return the state beside a parameter that has not been stepped; raise ArgumentError if it never could be.
 
     Args:
         method: None for element-wise algorithms.
     """
     if not param.is_floating_point():
-        raise ValueError(f"expected a real floating-point parameter, got {param.dtype} of shape {tuple(param.shape)}")
+        raise ArgumentError(f"expected a real floating-point parameter, got {param.dtype}, shape {tuple(param.shape)}")
     if param.dtype.itemsize < 2:
-        raise ValueError(
+        raise ArgumentError(
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
             "train parameters of 16 bits or more, and make the 8-bit ones of them"
         )
@@ -114,7 +114,7 @@ def check_state(
     state: Mapping[str, Tensor],
     method: MatrixMethod | None,
 ) -> None:
-    """Raise ValueError for options that need state of another shape or dtype than a parameter has."""
+    """Raise ArgumentError for options that need state of another shape or dtype than a parameter has."""
     expected = {slot: (param.shape, average_dtype(param, group)) for slot in AVERAGES if slot in state}
     options = [MOMENTUM_DTYPE, STATE_DTYPE]
     if method is not None:
@@ -127,7 +127,7 @@ def check_state(
         if tensor is None or (tensor.shape, tensor.dtype) != kind:
             given = ", ".join(f"{option}={group[option]!r}" for option in options if option in group)
             found = "missing" if tensor is None else f"{tuple(tensor.shape)}, {tensor.dtype}"
-            raise ValueError(
+            raise ArgumentError(
                 f"a parameter of shape {tuple(param.shape)}: the options of its group ({given}) need a {name} of shape "
                 f"{tuple(kind[0])}, {kind[1]}, and it is {found}: they cannot change once there is state; build a new "
                 "optimizer, and load the state into it"
@@ -232,10 +232,10 @@ def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[st
     Replaced ones are matched by their order.
 
     Raises:
-        ValueError: there are other groups than there were, or a group has another number of parameters.
+        ArgumentError: there are other groups than there were, or a group has another number of parameters.
     """
     if len(snapshots) != len(groups):
-        raise ValueError(
+        raise ArgumentError(
             f"the optimizer had {len(snapshots)} parameter groups, and now it has {len(groups)}: {_KEEP_GROUPS}"
         )
     for number, (snapshot, group) in enumerate(zip(snapshots, groups, strict=True)):
@@ -246,9 +246,9 @@ def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[st
         members = set(map(id, params))
         for former_number, former_group in enumerate(snapshots):
             if former_number != number and not members.isdisjoint(map(id, former_group.params)):
-                raise ValueError(f"group {number} has parameters that were in group {former_number}: {_KEEP_GROUPS}")
+                raise ArgumentError(f"group {number} has parameters that were in group {former_number}: {_KEEP_GROUPS}")
         if len(snapshot.params) != len(params):
-            raise ValueError(
+            raise ArgumentError(
                 f"group {number} had {len(snapshot.params)} parameters, and now it has {len(params)}: add parameters "
                 "with add_param_group(), and keep those that are not to be trained, with requires_grad_(False)"
             )
@@ -307,10 +307,10 @@ def find_cleared(
     """Yield the parameters that have no state any more, with the numbers of their groups.
 
     Raises:
-        ValueError: a parameter has only a part of its state, or a slot is of another kind than it was.
+        ArgumentError: a parameter has only a part of its state, or a slot is of another kind than it was.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(
+        raise ArgumentError(
             f"optimizer.state is a {type(state).__name__}, expected a dict. To let all state begin from zero write "
             "optimizer.state = {}"
         )
@@ -319,14 +319,14 @@ def find_cleared(
         for index, param in enumerate(snapshot.params):
             name, current = _name_of(group, number, index), state.get(param, {})
             if not isinstance(current, Mapping):
-                raise ValueError(
+                raise ArgumentError(
                     f"the state of {name} is a {type(current).__name__}, expected a dict. To let it begin from zero "
                     "write optimizer.state.pop(parameter)"
                 )
             # All slots, or none.
             slots = {slot for slot in snapshot.slots & current.keys() if isinstance(current[slot], Tensor)}
             if slots and slots != snapshot.slots:
-                raise ValueError(
+                raise ArgumentError(
                     f"{name} has lost {sorted(snapshot.slots - slots)} of its state and kept {sorted(slots)}: expected "
                     "all or none. To let it begin from zero write optimizer.state.pop(parameter)"
                 )
@@ -337,7 +337,7 @@ def find_cleared(
             for slot in sorted(slots & former.keys()) if former is not current else ():
                 kind, former_kind = _kind_of(current[slot]), _kind_of(former[slot])
                 if kind != former_kind:
-                    raise ValueError(
+                    raise ArgumentError(
                         f"{slot} of {name} was replaced by one of {_describe_kind(kind)}, expected "
                         f"{_describe_kind(former_kind)}: cast it, or to let it begin from zero write "
                         "optimizer.state.pop(parameter)"
@@ -350,13 +350,13 @@ def _describe_kind(kind: TensorKind) -> str:
 
 
 def carry_over(change: ParameterChange, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    """Copy a parameter's former state to its new state; raise ValueError if this rank does not hold all of it."""
+    """Copy a parameter's former state to its new state; raise LayoutError if this rank does not hold all of it."""
     for slot, target in current.items():
         source = former[slot]
         if source.is_meta:
             continue  # it never had values
         if source.shape != target.shape or not _copy_local(source, target):
-            raise ValueError(
+            raise LayoutError(
                 f"{change.name} was replaced after it had been stepped: its {slot} is {describe_layout(source)} and "
                 f"belongs {describe_layout(target)} now, which this rank cannot make from what it holds. Save a "
                 "checkpoint before the change and load it afterwards, or build the optimizer when the model is sharded"

@@ -14,8 +14,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 
 import muonckpt
-from muonckpt.optimizer import LayerWise, Muon, clip_grad_norm_, qk_clip
-from muonckpt.optimizer.groups import MODULE_TYPES, Rule, UnsortedError, sort_parameters
+from muonckpt.optimizer import (
+    FreshStart,
+    LayerWise,
+    MatrixMethod,
+    Muon,
+    Projection,
+    StepExecution,
+    clip_grad_norm_,
+    orthogonalize,
+    qk_clip,
+)
+from muonckpt.optimizer.groups import MODULE_TYPES, Rule, Split, UnsortedError, grouped_qkv, sort_parameters
 from muonckpt.optimizer.megatron_fsdp import attach
 
 RULES = [[Rule("head", "head.weight")], MODULE_TYPES]
@@ -34,8 +44,11 @@ class Net(nn.Module):
         return self.head(self.down(self.norm(self.up(self.words(words)).relu())))
 
 
-CALLS = (LayerWise, attach, clip_grad_norm_, qk_clip)
-NAMES = {thing.__name__: thing for thing in (torch, nn, muonckpt, Muon, Net, Rule, sort_parameters, *CALLS)} | {
+CALLS = (LayerWise, attach, clip_grad_norm_, grouped_qkv, orthogonalize, qk_clip)
+VALUES = (FreshStart, MatrixMethod, Projection, Split, StepExecution)
+NAMES = {
+    thing.__name__: thing for thing in (torch, nn, muonckpt, Muon, Net, Rule, sort_parameters, *CALLS, *VALUES)
+} | {
     "MODULE_TYPES": MODULE_TYPES,
     "RULES": RULES,
     "RATES": {"lr": 0.02, "adamw_lr": 3e-4},
@@ -97,6 +110,20 @@ MADE = {
     "clip_grad_norm_(model.parameters(), '1')": "clip_grad_norm_: max_norm='1': expected float. Write clip_grad_norm_(",
     "clip_grad_norm_(['up'], 1.0)": "clip_grad_norm_: parameters=a list: expected Tensor | Iterable[Tensor]. Write ",
     "qk_clip(model.up.weight, 3, torch.ones(2), 1.0)": "qk_clip: key=3: expected Projection | Tensor. Write qk_clip(",
+    "Projection(model.up)": "ArgumentError: Projection: weight=a Linear: expected Tensor. Write Projection(qkv_proj.w",
+    "Projection(model.up.weight, 2)": "ArgumentError: Projection: split=2: expected Split. Write Projection(",
+    "Projection(model.up.weight, piece=1)": "ArgumentError: piece=1: expected one of the 1 pieces of Split(",
+    "Projection(model.up.weight, heads=2)": "argument 'heads'. Write Projection(qkv_proj.weight",
+    "Split((8, '8'))": "ArgumentError: Split: pieces=a tuple: expected int | tuple[int, ...]. Write Split(",
+    "Rule('matrix', ['up.weight'])": "ArgumentError: Rule: names=a list: expected str | tuple[str, ...] | None. Write",
+    "Rule('matrix', module='Linear')": "ArgumentError: Rule: module='Linear': expected type[Module] | None. Write ",
+    "grouped_qkv('8', 2, 4)": "ArgumentError: grouped_qkv: heads='8': expected int. Write grouped_qkv(heads=32, ",
+    "grouped_qkv(8, 0, 4)": "ArgumentError: kv_heads=0: expected a divisor of heads=8",
+    "FreshStart(3)": "ArgumentError: FreshStart: fresh=3: expected Sequence[str]. Write optimizer.register",
+    "StepExecution(cost=3)": "ArgumentError: StepExecution: cost=3: expected Callable[",
+    "MatrixMethod('signed', 3)": "ArgumentError: MatrixMethod: update=3: expected Callable[",
+    "orthogonalize(model)": "ArgumentError: orthogonalize: matrix=a Net: expected Tensor. Write orthogonalize(matrix)",
+    "orthogonalize(model.up.bias)": "ArgumentError: matrix: expected one of floats, or a stack, found (24,) of torch.",
     "LayerWise(3, [])": "ArgumentError: LayerWise: model=3: expected Module. Write LayerWise(model, groups",
     "attach(3, model)": "ArgumentError: attach: optimizer=3: expected Muon. Write attach(optimizer, model)",
     "sort_parameters(model)": "UnsortedError: the parameters cannot be sorted:",

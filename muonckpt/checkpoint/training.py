@@ -11,11 +11,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ..names.errors import ArgumentError
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 """The keys of the objects in the state dict."""
+
+LOADER = "extra={'loader': StatefulDataLoader(...)}, from torchdata.stateful_dataloader, which saves its place"
+"""The line to write for a loader of torch, which has no state."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Training:
         for name, each in objects.items():
             if not isinstance(each, Stateful):
                 found = type(each).__name__
-                raise ArgumentError(f"{name}: expected state_dict and load_state_dict, found {found}. Write {call}")
+                line = LOADER if isinstance(each, DataLoader) else call
+                raise ArgumentError(f"{name}: expected state_dict and load_state_dict, found {found}. Write {line}")
         if taken := {MODEL, OPTIMIZER, SCHEDULER} & {*(extra or {})}:
             raise ArgumentError(f"extra: the key {min(taken)!r} is that of another object. Give it another name")
         return cls(model, optimizers, schedulers, dict(extra or {}))

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..algebra.box import Index
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import IntArray
-from ..names.errors import LayoutError
+from ..names.errors import ArgumentError, LayoutError
 from .flat import Cuts, FlatShard, flat_layout, uneven_layout
 from .mesh import Mesh
 from .tensors import local_of
@@ -147,7 +147,7 @@ class IndexedModel:
 
     def declare_weights(self, declare: WeightHook) -> tuple[RemovableHandle, ...]:
         if self._flat.use_decoupled_grad:
-            raise ValueError("this model puts gradients into decoupled_grad; build it with use_decoupled_grad=False")
+            raise ArgumentError("this model puts gradients into decoupled_grad; build it with use_decoupled_grad=False")
         return ()  # the package's own state_dict() declares boxes
 
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from itertools import chain
 from numbers import Integral, Real
 from types import UnionType
@@ -21,6 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class MuonckptError(Exception):
@@ -267,8 +268,27 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
     return decorate
 
 
+def constructed_like(line: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass with an example of its construction, with which values of another kind are refused."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        initialise = kind.__init__
+        hints = cache(lambda: get_type_hints(initialise))
+
+        @wraps(initialise)
+        def initialise_checked(self: T, *args: Any, **kwargs: Any) -> None:
+            initialise(self, *args, **kwargs)
+            if not all(_fits(getattr(self, name), hint) for name, hint in hints().items() if name != "return"):
+                raise TypeError  # `called_like` says which
+
+        kind.__init__ = called_like(line)(initialise_checked)  # type: ignore[method-assign, arg-type]
+        return kind
+
+    return decorate
+
+
 def _fits(value: object, hint: Any) -> bool:
-    """Return whether a value is of the kind that an annotation says, and the members of a list as well."""
+    """Return whether a value is of the kind that an annotation says, and the members of a list or tuple as well."""
     kind, choices = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, choice) for choice in choices)
@@ -278,7 +298,8 @@ def _fits(value: object, hint: Any) -> bool:
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if hint is Any or not isinstance(kind, type):
         return True
-    members = value if isinstance(value, list) and len(choices) == 1 else []
+    is_uniform = len(choices) == 1 or choices[1:] == (...,)
+    members = value if isinstance(value, list | tuple) and is_uniform else []
     return isinstance(value, kind) and all(_fits(member, choices[0]) for member in members)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.box import Index
-from ...names.errors import ArgumentError
+from ...names.errors import ArgumentError, constructed_like
 from ...names.vocabulary import FLATTEN, FUSION, GROUP_OPTIONS, MOMENTUM, OF_EVERY_GROUP, ParamGroup
 from ..ground.tensors import align_matrices
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced
@@ -104,6 +104,7 @@ def of_each(reduce: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
     return reduced if reduced.ndim == 3 else reduced.view(-1, 1, 1)
 
 
+@constructed_like("MatrixMethod('signed', update=lambda each: each.matrix.sign())")
 @dataclass(frozen=True, slots=True)
 class MatrixMethod:
     """An algorithm for matrices.  Give it to a group as ``{"params": ..., "algorithm": method}``.

@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 
+from ...names.errors import ArgumentError
 from ..ground.devices import time_replays
 from .iterations import orthogonalize
 from .products import Form, has_kernels
@@ -33,7 +34,7 @@ class CostTable:
         nanoseconds: of one of a stack of matrices, by short and long side, and form.
 
     Raises:
-        ValueError: an empty table, a time that is not positive, or the Gram form without restarts.
+        ArgumentError: an empty table, a time that is not positive, or the Gram form without restarts.
     """
 
     nanoseconds: Mapping[tuple[int, int], Mapping[Form, int]]
@@ -43,9 +44,9 @@ class CostTable:
 
     def __post_init__(self) -> None:
         if not self.nanoseconds or not all(times and min(times.values()) > 0 for times in self.nanoseconds.values()):
-            raise ValueError("a cost table needs at least one shape, and positive times")
+            raise ArgumentError("nanoseconds: expected at least one shape, and positive times")
         if self.gram is None and any(form.gram for form in chain.from_iterable(self.nanoseconds.values())):
-            raise ValueError("a cost table has times of the Gram form, and does not say after which steps it restarts")
+            raise ArgumentError("gram=None: expected the restarts of the Gram form, as the table has its times")
 
     def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None) -> int:
         # The fastest form of the nearest shape that the group's options allow, scaled by FLOPs.
@@ -59,10 +60,10 @@ class CostTable:
         """Return the fastest form that was measured, however many copies there are.
 
         Raises:
-            ValueError: another dtype was measured.
+            ArgumentError: another dtype was measured.
         """
         if dtype != self.dtype:
-            raise ValueError(f"this cost table was measured in {self.dtype}, not in {dtype}: measure that, too")
+            raise ArgumentError(f"this cost table was measured in {self.dtype}, not in {dtype}: measure that, too")
         times = self.nanoseconds[self._nearest(rows, columns)]
         return min(times, key=times.__getitem__)
 
@@ -79,7 +80,7 @@ class CostTable:
         """Return a table that :meth:`as_json` wrote.
 
         Raises:
-            ValueError: as the class does.
+            ArgumentError: as the class does.
         """
         data = json.loads(text)
         times: dict[tuple[int, int], dict[Form, int]] = {}

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor
 
 from ...names.coefficients import Coefficients, Triple, coefficient_set
+from ...names.errors import ArgumentError, called_like
 from ..ground.tensors import Places
 from .products import Form, M, Products, choose_products, prefer_kernels
 from .recipe import EPS, Recipe
 
 
+@called_like("orthogonalize(matrix)")
 def orthogonalize(
     matrix: Tensor,
     *,
@@ -71,11 +73,13 @@ def orthogonalize(
         in fp32 or the wider of the two dtypes: a diverged momentum is not hidden.
 
     Raises:
-        ValueError: neither a matrix nor a stack of floats, an unknown name, what :class:`Recipe` refuses, or a form
+        ArgumentError: neither a matrix nor a stack of floats, an unknown name, what :class:`Recipe` refuses, or a form
             that this device does not have.
     """
     if matrix.ndim not in (2, 3) or not matrix.is_floating_point():
-        raise ValueError(f"expected a matrix of floats or a stack, got shape {tuple(matrix.shape)} of {matrix.dtype}")
+        raise ArgumentError(
+            f"matrix: expected one of floats, or a stack, found {tuple(matrix.shape)} of {matrix.dtype}"
+        )
     recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, None if gram is None else tuple(gram))
     if matrix.ndim == 2:
         [iteration] = _iterations(recipe, form, matrix.device, ((1, *matrix.shape),))

@@ -13,7 +13,7 @@ import torch
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Piece, TensorLayout, stacked
-from ...names.errors import ArgumentError, LayoutError
+from ...names.errors import ArgumentError, LayoutError, constructed_like
 from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import gram_is_cheaper
 
@@ -85,6 +85,7 @@ class Fused:
             yield Box((left,), (right,))
 
 
+@constructed_like("Split(pieces=(4096, 1024, 1024))")
 @dataclass(frozen=True, slots=True)
 class Split:
     """How several matrices are fused in one parameter; Muon orthogonalises each by itself.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...names.collector import gc_paused
-from ...names.errors import ArgumentError
+from ...names.errors import ArgumentError, constructed_like
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
@@ -27,6 +27,7 @@ from .rank_sets import RankSet, group_of, groups_of_mesh
 from .step import Step
 
 
+@constructed_like("StepExecution(stages=4)")
 @dataclass(frozen=True, slots=True)
 class StepExecution:
     """How the work of a step is shared out, computed and sent; the same on every rank.

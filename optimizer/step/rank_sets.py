@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ...names.errors import ArgumentError
 from ...names.vocabulary import EXP_AVG, MOMENTUM, ParamGroup
 from ...ranks.new_group import new_group, time_out
 from ..methods.matrix import is_matrix_method
@@ -84,10 +85,10 @@ def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessG
     Collective over ``ranks`` if it has to be made.
 
     Raises:
-        ValueError: this rank is not among them.
+        ArgumentError: this rank is not among them.
     """
     if ranks and dist.get_rank() not in ranks:
-        raise ValueError(
+        raise ArgumentError(
             f"rank {dist.get_rank()} is not on the mesh of a parameter (ranks {ranks}); give each rank parameters that "
             "it holds, and no others"
         )

@@ -95,7 +95,7 @@ def test_a_part_of_a_parameters_state_is_refused_before_anything_moves(algorithm
     before = everything(opt)
     message = rf"parameter 'up' has lost \['{lost}'\] of its state .* write optimizer.state.pop\(parameter\)"
     for refused in (partial(stepped, opt, range(2, 3)), opt.state_dict):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(muonckpt.ArgumentError, match=message):
             refused()
     assert same(before, everything(opt))
     opt.state.pop(params[0])  # as the message has it
@@ -110,13 +110,13 @@ def test_state_that_is_no_dict_is_refused_before_anything_moves(algorithm):
     stepped(opt, range(2))
     weights = [param.detach().clone() for param in params]
     opt.state = None
-    with pytest.raises(ValueError, match=r"optimizer.state is a NoneType, .* write optimizer.state = \{\}"):
+    with pytest.raises(muonckpt.ArgumentError, match=r"optimizer.state is a NoneType, .* write optimizer.state = \{\}"):
         stepped(opt, range(2, 3))
     opt.state = {}  # as the message has it
     opt.state_dict()
     opt.state[params[0]] = None
     message = r"the state of parameter 'up' is a NoneType, .* write optimizer.state.pop\(parameter\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(muonckpt.ArgumentError, match=message):
         opt.state_dict()
     opt.state.pop(params[0])
     opt.state[params[1]] = dict.fromkeys(opt.state[params[1]])  # slots without tensors are cleared

@@ -247,7 +247,7 @@ def unsharded_later(rank: int, world: int) -> list[str]:
 def test_state_that_other_ranks_hold_is_not_dropped():
     for before, after in run(2, unsharded_later):
         assert before == "no error"
-        assert after.startswith("ValueError: parameter 'up' was replaced after it had been stepped"), after
+        assert after.startswith("LayoutError: parameter 'up' was replaced after it had been stepped"), after
         assert "Save a checkpoint before the change" in after
 
 
@@ -264,7 +264,7 @@ def gathered_row(rank: int, world: int) -> str:
 
 def test_a_rank_that_holds_nothing_does_not_take_its_state_for_new():
     holder, other = run(2, gathered_row)
-    assert holder == "no error" and other.startswith("ValueError: parameter 'row' was replaced after"), other
+    assert holder == "no error" and other.startswith("LayoutError: parameter 'row' was replaced after"), other
 
 
 def replicated_later(rank: int, world: int) -> list[Tensor]:
@@ -303,8 +303,8 @@ def replaced_wrongly_on_one_rank(rank: int, world: int, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["fewer", "another"])
 def test_what_cannot_follow_on_one_rank_is_told_to_all(how):
     told, own = run(2, replaced_wrongly_on_one_rank, how)
-    assert own[0].startswith("ValueError: ") and told[0].startswith("RuntimeError: "), (own, told)
-    assert own[0].removeprefix("ValueError: ")[:40] in told[0]
+    assert own[0].startswith(("ArgumentError: ", "LayoutError: ")) and told[0].startswith("RuntimeError: "), (own, told)
+    assert own[0].partition(": ")[2][:40] in told[0]
     assert own[1] == told[1] == "no error"
 
 

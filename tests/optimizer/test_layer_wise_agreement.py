@@ -112,7 +112,7 @@ def test_an_error_on_one_rank_reaches_all(layout: str) -> None:
         assert found.pop("before") == found.pop("order of options") == found.pop("after") == "no error"
         assert f"rank {ODD}: lr of group 0 is 0.5, on rank 0 0.25" in found.pop("rate")
         assert f"rank {ODD}: ns_steps of group 0 is 4, on rank 0 5" in found.pop("steps")
-        errors = {"owner": "MemoryError: out of memory", "state": "ValueError: the state does not fit"}
+        errors = {"owner": "MemoryError: out of memory", "state": "ArgumentError: the state does not fit"}
         for what, message in found.items():
             error = errors.get(what, "KeyError: 'no such batch'")
             assert message.startswith(error if rank == ODD else "RuntimeError: ") and error in message, (what, message)

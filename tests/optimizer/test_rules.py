@@ -101,7 +101,7 @@ def test_all_selectors_of_a_rule_must_hold(rule):
         (lambda: Split(columns=(3, 0)), "at least 1"),
         (lambda: Split(2, interleaved=0), "at least 1"),
         (lambda: Split(interleaved=4), "which pieces"),
-        (lambda: grouped_qkv(6, 4, 8), "not 4 equal groups"),
+        (lambda: grouped_qkv(6, 4, 8), "kv_heads=4: expected a divisor of heads=6"),
     ],
 )
 def test_impossible_rules_are_refused(make, message):

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.utils.data import DataLoader
 
 import muonckpt
 from muonckpt.optimizer import LayerWise, Muon
@@ -255,6 +256,8 @@ def test_objects_that_a_run_has_no_longer_stay_in_its_checkpoint(tmp_path):
     with pytest.raises(muonckpt.SourceError, match="To load it, give it to Series; to leave it there: ") as refused:
         series.resume()
     [globs] = re.findall(r"allow_extra=(\[.*\])\)", str(refused.value))
+    with pytest.raises(muonckpt.AttestError, match="a scheduler that the series does not have, so that no checkpoint"):
+        series.resume(allow_extra=eval(globs), strict=True)
     with pytest.warns(
         UserWarning, match="a scheduler that the series does not have, so that no checkpoint has its state"
     ):
@@ -333,6 +336,26 @@ def test_arguments_that_are_something_else_are_refused_with_the_line_to_write(tm
         plain.save(1)
     with pytest.raises(muonckpt.ArgumentError, match=r"Write Series\(folder, model, optimizer\)"):
         plain.resume()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_without_state_is_refused_with_the_one_that_keeps_its_place(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    job = Job(tmp_path)
+    with pytest.raises(muonckpt.ArgumentError, match=r"loader: expected state_dict .*, found DataLoader") as told:
+        muonckpt.Series(tmp_path, job.model, job.optimizers, extra={"loader": DataLoader(range(8))})
+    [line] = re.findall(r"Write (extra=.*), from torchdata.stateful_dataloader, which", str(told.value))
+    names = {"StatefulDataLoader": stateful, "job": job, "Series": muonckpt.Series}
+    place, batches = 0, []
+    for _ in range(2):
+        code = line.replace("...", "range(8), batch_size=2")
+        extra = eval(f"dict({code})", names)["extra"]
+        series = muonckpt.Series(tmp_path, job.model, job.optimizers, scheduler=job.schedulers, extra=extra)
+        place = series.resume()
+        loader = iter(extra["loader"])
+        batches += [next(loader).tolist(), next(loader).tolist()]
+        series.save(place)
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 SCRIPT = """

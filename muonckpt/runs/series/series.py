@@ -72,6 +72,11 @@ Face's libraries and inference engines load them beside a ``config.json``."""
 _SHARD_BYTES = 5 * 10**9
 """The most bytes of weights in a file, unless one weight is larger: the usual size of shards of weights."""
 
+_UNSEEN_SCHEDULER = (
+    "the optimizer has a scheduler that the series does not have, so that no checkpoint has its state. Write "
+    "Series(folder, model, optimizer, scheduler=scheduler), or make the scheduler after resume"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
@@ -292,8 +297,8 @@ class Series:
         in ``optimizer.param_groups`` afterwards.
 
         Args:
-            strict: a difference from the saved state is an error.  The code's own rates are none, as those of the
-                checkpoint take their place.
+            strict: a difference from the saved state is an error, and so is a scheduler that the series does not have.
+                The code's own rates are none, as those of the checkpoint take their place.
             required: an empty folder is an error.
             allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
@@ -305,7 +310,7 @@ class Series:
             The step to go on with; 0 if no checkpoint has been saved yet.
 
         Raises:
-            AttestError: ``strict``, and something is not as it was saved.
+            AttestError: ``strict``, and something is not as it was saved, or cannot be compared.
             ArgumentError: the series was made without objects; or ``begin_step`` is no step, or without ``begin_from``.
             DamageError, SourceError, LayoutError, LostRankError, DestinationError: as in `restore`.
         """
@@ -316,14 +321,13 @@ class Series:
                 f"begin_step={value_in_short(begin_step)}: expected an integer, 0 or more, beside begin_from. Write "
                 "run.resume(begin_from='other-run/step-40', begin_step=41)"
             )
+        if strict and self._training.lacks_scheduler:
+            raise AttestError(_UNSEEN_SCHEDULER)
         state_dict = self._training.state_dict()
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
         restored = self._restored(RESUME, state_dict, choices, required)
         if is_coordinator(self._group) and self._training.lacks_scheduler:
-            warn_on_rank(
-                "the optimizer has a scheduler that the series does not have, so that no checkpoint has its state. "
-                "Write Series(folder, model, optimizer, scheduler=scheduler), or make the scheduler after resume"
-            )
+            warn_on_rank(_UNSEEN_SCHEDULER)
         if restored is None:
             if begin_from is None:
                 if is_coordinator(self._group):
