@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 import warnings
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from functools import partial
 from io import BytesIO, StringIO
 from multiprocessing import active_children
@@ -21,7 +21,7 @@ import torch
 from support import sweep
 from support.accelerated import accelerated
 from support.failing import raised, told_by
-from support.pages import distance, script, uninterrupted_runs, whole
+from support.pages import distance, recipe, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
@@ -401,50 +401,38 @@ def test_a_save_that_was_killed_before_all_ranks_had_written_is_passed_over(unin
         assert last_whole(tmp_path) == str(tmp_path / "checkpoint-3")
 
 
-class Begin(transformers.TrainerCallback):
-    """The page's callback."""
-
-    def __init__(self, folder: str, begin_from: str) -> None:
-        self.folder, self.begin_from = folder, begin_from
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
-    ) -> None:
-        if state.global_step == 0:
-            run = muonckpt.Series(self.folder, model, optimizer.optimizer, scheduler=lr_scheduler)
-            state.global_step = run.resume(begin_from=self.begin_from)
-
-
-def begin(rank: int, world: int, folder: str, begin_from: str | None) -> tuple[str, list[float]]:
+def begin(rank: int, world: int, folder: str, is_first: bool) -> tuple[str, list[float]]:
     """The script, with the Trainer's AdamW, or begun from that: what is told, and the rates of the first step."""
     rates: list[list[float]] = []
-    with accelerated(rank, world, fsdp=False), redirect_stdout(StringIO()) as told:
+    with accelerated(rank, world, fsdp=False), chdir(folder), redirect_stdout(StringIO()) as told:
         names = script("huggingface.md")
-        if begin_from is None:
+        if is_first:
             names["Trainer"] = lambda *given, optimizer_cls_and_kwargs, **others: transformers.Trainer(*given, **others)
-        trainer = names["build"](folder, BATCH // world, disable_tqdm=True)
-        if begin_from is not None:
-            trainer.add_callback(Begin(f"{folder}/begin", begin_from))
+        trainer = names["build"]("adamw-run" if is_first else "muon-run", BATCH // world, disable_tqdm=True)
+        if not is_first:
+            names |= {"muonckpt": muonckpt, "TrainerCallback": transformers.TrainerCallback}
+            recipe("huggingface.md", "class Begin(TrainerCallback):", names)
+            trainer.add_callback(names["Begin"])
             step = partial(lambda *_: rates.append(sorted(g["lr"] for g in trainer.optimizer.param_groups)))
             trainer.create_optimizer().register_step_pre_hook(step)
         trainer.train()
-        if begin_from is None and rank == 0:  # the names, which the Trainer does not write
+        if is_first and rank == 0:  # the names, which the Trainer does not write
             name_of = {parameter: name for name, parameter in trainer.model.named_parameters()}
             order = [name_of[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
-            Path(folder, "checkpoint-3", "parameter_names.json").write_text(json.dumps(order))
+            Path("adamw-run", "checkpoint-3", "parameter_names.json").write_text(json.dumps(order))
         assert trainer.state.global_step == 6
         return told.getvalue(), rates[0] if rates else []
 
 
 def test_a_run_begins_from_one_of_adamw_as_the_page_says(tmp_path):
-    run(2, begin, str(tmp_path / "adamw"), None)
-    other = str(tmp_path / "adamw" / "checkpoint-3")
-    told, rates = run(1, begin, str(tmp_path / "muon"), other)[0]
+    run(2, begin, str(tmp_path), True)
+    (tmp_path / "adamw-run" / "checkpoint-3").rename(tmp_path / "adamw-run" / "checkpoint-40")
+    told, rates = run(1, begin, str(tmp_path), False)[0]
     counts = "the state of 7 parameters goes on, that of 14 begins at zero; schedules are at their step 3"
-    assert f"begun from {other}: 21 weights loaded; {counts}" in told, told
+    assert f"begun from adamw-run/checkpoint-40: 21 weights loaded; {counts}" in told, told
     factor = 0.5 * (1 + math.cos(math.pi * 0.25))  # one of four steps after two of warm-up
     assert rates == pytest.approx([factor * 3e-3, factor * 0.02])
-    assert [path.name for path in (tmp_path / "muon").glob("checkpoint-*")] == ["checkpoint-6"], "as of one run"
+    assert [path.name for path in (tmp_path / "muon-run").glob("checkpoint-*")] == ["checkpoint-6"], "as of one run"
 
 
 def with_own_buffers(rank: int, world: int, folder: str, resume: str | None = None) -> list[str]:

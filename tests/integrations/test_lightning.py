@@ -6,7 +6,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import sweep
 from support.failing import raised
-from support.pages import as_launched, distance, script, uninterrupted_runs, whole
+from support.pages import as_launched, distance, recipe, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -313,32 +313,26 @@ def test_a_checkpoint_that_lightning_writes_over_is_replaced_by_a_whole_one(name
     assert {2, 4} <= {*result["steps"]} <= {2, 4, 6}
 
 
-def begin(rank: int, world: int, folder: str, begin_from: str | None) -> tuple[str, list[float]]:
-    """The script, with AdamW, or begun from that by the page's method: what is told, and the rates at the end."""
-    with as_launched(rank, world), redirect_stdout(StringIO()) as told:
+def begin(rank: int, world: int, folder: str, is_first: bool) -> tuple[str, list[float]]:
+    """The script in a folder, with AdamW, or begun from that by the page's method: what is told, and the last rates."""
+    with as_launched(rank, world), chdir(folder), redirect_stdout(StringIO()) as told:
         names = script("lightning.md")
-
-        class Net(names["Net"]):
-            def on_train_start(self) -> None:
-                if self.global_step == 0 and begin_from is not None:
-                    optimizer, schedule = self.optimizers().optimizer, self.lr_schedulers()
-                    run = muonckpt.Series(f"{folder}/begin", self, optimizer, scheduler=schedule)
-                    run.resume(begin_from=begin_from, begin_step=1)
-
-        if begin_from is None:
+        if is_first:
             make = lambda model, *_, **__: torch.optim.AdamW(model.parameters(), lr=0.5)  # noqa: E731
             names["Muon"] = SimpleNamespace(for_model=make)
-        names["Net"] = Net
-        model = names["train"](folder, world, "fsdp2")
+        else:
+            methods = {"muonckpt": muonckpt}
+            recipe("lightning.md", "def on_train_start(self):", methods)
+            names["Net"].on_train_start = methods["on_train_start"]
+        model = names["train"]("adamw-run" if is_first else "muon-run", world, "fsdp2")
         return told.getvalue(), sorted(group["lr"] for group in model.trainer.optimizers[0].param_groups)
 
 
 def test_a_run_begins_from_one_of_adamw_as_the_page_says(tmp_path):
-    run(2, begin, str(tmp_path / "adamw"), None)
-    other = str(tmp_path / "adamw" / "epoch=0.ckpt")
-    told, rates = run(1, begin, str(tmp_path / "muon"), other)[0]
+    run(2, begin, str(tmp_path), True)
+    told, rates = run(1, begin, str(tmp_path), False)[0]
     counts = "the state of 10 parameters goes on, that of 4 begins at zero; schedules are at their step 1"
-    assert told.startswith(f"begun from {other}: 14 weights loaded; {counts}"), told
+    assert told.startswith(f"begun from adamw-run/epoch=0.ckpt: 14 weights loaded; {counts}"), told
     assert rates == pytest.approx([0.7**3 * 3e-3, 0.7**3 * 0.02])
 
 

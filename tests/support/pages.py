@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ def script(page: str, room: str = "integrations") -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(block, page, "exec"), names)
     return names
+
+
+def recipe(page: str, first_line: str, names: dict[str, Any]) -> None:
+    """Run the indented code of a page of docs/integrations that begins with a line, so that names has what it makes."""
+    text = (DOCS / "integrations" / page).read_text()
+    [(code, _)] = re.findall(rf"^(( +){re.escape(first_line)}\n(?:\2.*\n)+)", text, re.MULTILINE)
+    exec(compile(dedent(code), page, "exec"), names)
 
 
 @contextmanager
