@@ -189,7 +189,7 @@ class _Asked:
     """A rank's state dict, matched with the open checkpoint.
 
     Attributes:
-        live: tensors that have grown are their first ``rows``, as the checkpoint has them.
+        live: tensors that have grown are their first rows, as the checkpoint has them.
         boxes: where the tensors are that it asks for.
     """
 
@@ -198,7 +198,6 @@ class _Asked:
     stored: Stored
     live: LiveState
     matching: Matching
-    rows: Mapping[str, int]
     boxes: RankState
 
     def refusal(self, matching: Matching) -> str:
@@ -360,7 +359,7 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
         num_read = decide_on_first(call.group, SourceError, lambda: _seen(call, finish), partial(_judge, asked))
     if call.attest:
         with unusable():
-            attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.rows, call.group)
+            attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.live.rows, call.group)
     checkpoint.close()
     traffic = LoadTraffic(num_read, prepared.plan.bytes_sent, 2 if call.check == "before" else 1)
     return Loaded(asked, known or _Known(), replace(agreement.report, traffic=traffic))
@@ -386,15 +385,14 @@ def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tup
     stored = Stored.of(checkpoint, place_in(call.group))
     matching = match(live, stored, choices)
     # From here on tensors that have grown are their first rows, as the checkpoint has them.
-    rows = {key: checkpoint.tensors[matching.sources[key]].shape[0] for key in matching.grown}
-    live = live.cut_to(rows)
+    live = live.cut_to({key: checkpoint.tensors[matching.sources[key]].shape[0] for key in matching.grown})
     boxes = RankState.of((), (), ())
     if matching.fits:
         boxes = live.described.boxes({*matching.sources, *matching.zeros})
         _refuse_overwriting(call, checkpoint, tied_origins(live, matching.sources, matching.zeros))
     memory = max(call.memory, _MIN_BYTES)
     question = _Question(call.arguments, matching, boxes, memory, live.devices, outline_digest, machine_name())
-    return question, _Asked(call, checkpoint, stored, live, matching, rows, boxes)
+    return question, _Asked(call, checkpoint, stored, live, matching, boxes)
 
 
 def machine_name() -> str:
