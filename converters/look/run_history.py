@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from ...record.record import StateRecord, by_key, no_chunks
 from ...runs.resumes import Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.verify.run import NumberedName, Run, RunStep, Visit, look_at_folder, run_of
+from ...store.verify.run import NumberedName, Run, RunStep, look_at_folder, viewed_run_of
 from .contents import first_look, option_value
 from .holders import writing_ranks
 
@@ -250,29 +250,17 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
         UnavailableError: the folder cannot be looked at.
     """
     place = location(path, SourceError)
-    history = _history(place, look_at_folder)
-    if history is None or not history.steps:
+    run, views = look_at_folder(place, StepView.of)
+    if not run.steps:
         raise SourceError(f"expected checkpoints in folders that end with the number of a step in {place}, found none")
-    return history
+    return RunHistory(run, views, *resumes_of(place))
 
 
 def history_of(path: Location) -> RunHistory | None:
     """Look at a run as `look_at_run` does; None if the path is not the folder of one."""
-    return _history(path, run_of)
-
-
-def _history(path: Location, find_run: Callable[[Location, Visit], Run | None]) -> RunHistory | None:
-    views: dict[str, StepView] = {}
-
-    def visit(name: str, opened: OpenCheckpoint) -> None:
-        views[name] = StepView.of(opened)
-
-    run = find_run(path, visit)
-    if run is None:
+    if (viewed := viewed_run_of(path, StepView.of)) is None:
         return None
-    for step in run.steps:
-        if step.state == "incomplete":  # it was removed after it had been opened
-            views.pop(step.name, None)
+    run, views = viewed
     return RunHistory(run, views, *resumes_of(path))
 
 

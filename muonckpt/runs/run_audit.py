@@ -133,7 +133,7 @@ def verify_run(
         SourceError: there is no such folder.
         UnavailableError: it cannot be read.
     """
-    run = look_at_folder(location(path, SourceError).absolute())
+    run, _ = look_at_folder(location(path, SourceError).absolute(), lambda opened: None)
     return verdicts_of(run, partial(verify, jobs=jobs, progress=progress, pace=pace), every)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
@@ -165,29 +165,24 @@ class Run:
         return self.whole[-1] if self.whole and not self.unread else None
 
 
-Visit = Callable[[str, OpenCheckpoint], None]
-"""Called with the name of a step and its checkpoint, while that is open."""
-
-
-def _ignore(name: str, opened: OpenCheckpoint) -> None:
-    """Visit a step and do nothing with it."""
-
-
-def run_of(path: Location, visit: Visit = _ignore) -> Run | None:
+def run_of(path: Location) -> Run | None:
     """Look at the folder of a run; None if it is a checkpoint itself, or holds none in folders that end with a number.
 
     Reads the metadata of each checkpoint, and no elements.
 
-    Args:
-        visit: called with each checkpoint whose metadata can be read; in a store from several threads.
-
     Raises:
         UnavailableError: the folder cannot be read.
     """
+    viewed = viewed_run_of(path, lambda opened: None)
+    return viewed and viewed[0]
+
+
+def viewed_run_of(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple[Run, Mapping[str, T]] | None:
+    """Look at a run as `run_of` does, and return besides what ``view`` makes of steps, as `look_at_folder` does."""
     if not is_folder(path) or _is_checkpoint(path):
         return None
-    run = look_at_folder(path, visit)
-    return None if all(step.state == "incomplete" for step in run.steps) else run
+    run, views = look_at_folder(path, view)
+    return None if all(step.state == "incomplete" for step in run.steps) else (run, views)
 
 
 def _is_checkpoint(path: Location) -> bool:
@@ -205,30 +200,38 @@ def _is_checkpoint(path: Location) -> bool:
     return any(len(siblings) > 1 for siblings in stems.values())
 
 
-def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
-    """Look at the folder of a run, which may have other files; raises as `run_of`."""
+def look_at_folder(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple[Run, Mapping[str, T]]:
+    """Look at the folder of a run, which may have other files; raises as `run_of`.
+
+    Args:
+        view: called with each checkpoint whose metadata can be read; in a store from several threads.
+
+    Returns:
+        The run, and the values of ``view`` by the names of steps.
+    """
     with source_errors(path):
         entries = entries_of(path)
     entries.sort(key=lambda entry: entry.name)
 
-    def look(entry: Location) -> tuple[str, RunStep] | None:
+    def look(entry: Location) -> tuple[str, RunStep, T | None] | None:
         name = NumberedName.parsed(entry.name)
         if name is None:
             return None
         try:
             kind = kind_of(entry)
             if kind == "folder" or (kind == "file" and entry.name.endswith(".ckpt")):
-                return name.stem, look_at_step(entry, name.step, partial(visit, entry.name))[0]
+                return name.stem, *look_at_step(entry, name.step, view)
         except UnavailableError as error:
-            return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), 0, None)
+            return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), 0, None), None
         return None
 
     looks = [result for result in map_each(path, look, entries) if result is not None]
     # Other folders may end with a number, too: the run's are named as what holds checkpoints.
-    stems = {stem for stem, step in looks if step.state != "incomplete"}
-    steps = [step for stem, step in looks if not stems or stem in stems]
+    stems = {stem for stem, step, _ in looks if step.state != "incomplete"}
+    steps = [step for stem, step, _ in looks if not stems or stem in stems]
     steps.sort(key=lambda step: (step.step, step.attempt, step.name))
-    return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps))
+    views = {step.name: value for _, step, value in looks if value is not None}
+    return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps)), views
 
 
 def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer | None:
@@ -305,25 +308,25 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         # Look at the best ones first, and no further than to one that is whole.
         for name, step in sorted(_siblings(checkpoint), key=preference):
             if name not in (checkpoint.name, *besides):
-                candidate, _ = look_at_step(run / name, step, partial(_ignore, name))
+                candidate, _ = look_at_step(run / name, step, lambda opened: None)
                 if not candidate.has_loss:
                     return candidate
     return None
 
 
-def look_at_step(place: Location, name: StepName, visit: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T | None]:
+def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T | None]:
     """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
 
     Args:
         place: its folder or file in that of the run.
-        visit: called with the open checkpoint; its value is returned, or None if the metadata cannot be read.
+        view: called with the open checkpoint; its value is returned, or None if the metadata cannot be read.
 
     Raises:
         UnavailableError: it cannot be looked at, so it is not known whether it is whole.
     """
     files_before = look_at_files(place)
     try:
-        step, value = _examine_step(place, files_before, name, visit)
+        step, value = _examine_step(place, files_before, name, view)
     except OSError as error:  # a file was gone that had been listed
         step, value = RunStep(place.name, place, *name, "faulty", str(error), files_before.bytes, None), None
     # Files that come or go meanwhile are of a save or a removal.
@@ -333,7 +336,7 @@ def look_at_step(place: Location, name: StepName, visit: Callable[[OpenCheckpoin
 
 
 def _examine_step(
-    place: Location, files: FilesState, name: StepName, visit: Callable[[OpenCheckpoint], T]
+    place: Location, files: FilesState, name: StepName, view: Callable[[OpenCheckpoint], T]
 ) -> tuple[RunStep, T | None]:
     """Return a step with its state, as `look_at_step` does; raises FileNotFoundError where it is being removed."""
     # The last verification counts only if the files are the same as then.
@@ -351,7 +354,7 @@ def _examine_step(
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
             damage = damage_by_files(opened)
-            value = visit(opened)
+            value = view(opened)
     except DamageError:
         with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
         return replace(step, fault=f"{damage_at(step.path).sentence}{with_stock}"), None
