@@ -297,6 +297,26 @@ def test_a_parameter_that_changed_its_family_keeps_its_state_in_the_groups_of_th
     equal(state, saved)
 
 
+def test_state_that_a_wrapper_of_the_optimizer_makes_in_its_first_step_is_loaded_after_one(here):
+    def step_of_wrapper(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        for param in model.parameters():
+            optimizer.state[param]["z"] = param.detach() + 1
+
+    model, optimizer = model_and_state(ours)
+    step_of_wrapper(model, optimizer)
+    saved = as_dict(model, optimizer)
+    muonckpt.save(saved, "wrapped")
+    model, optimizer = model_and_state(ours)
+    told = refusal(zeroed(as_dict(model, optimizer)), "wrapped")
+    assert "2 parameters differ: with z in the checkpoint, not here: weight, bias" in told
+    assert "To keep their state, use the optimizer of the saved run, after a step if it makes state there" in told
+    step_of_wrapper(model, optimizer)
+    state = zeroed(as_dict(model, optimizer))
+    muonckpt.load(state, "wrapped")
+    equal(state, saved)
+
+
 @pytest.mark.parametrize("kind", [ours, stock])
 def test_state_under_numbers_is_loaded_into_what_has_them(kind, here):
     model, optimizer = model_and_state(kind)

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 
 from .errors import ArgumentError
 from .renaming import common_tail
-from .vocabulary import ALGORITHM, CONVENTION, EIGHT_BIT_SLOTS, FLATTEN, FUSION, FUSION_FREE_SLOTS, PARAMS, ZERO_SLOTS
+from .vocabulary import (
+    ALGORITHM,
+    CONVENTION,
+    EIGHT_BIT_SLOTS,
+    FLATTEN,
+    FUSION,
+    FUSION_FREE_SLOTS,
+    MASTER,
+    PARAMS,
+    ZERO_SLOTS,
+)
 from .wording import counted, listed, unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -29,6 +39,9 @@ OTHER_CONVENTION = "of momentum convention"
 
 OTHER_OPTIONS = "from a group with other options than their other groups"
 """The same where parameters of one group come from several that differ."""
+
+ELSEWHERE = "not here"
+"""The end of the reason where the checkpoint has slots that no method of ours keeps, as wrappers of optimizers do."""
 
 _MEANING = (ALGORITHM, CONVENTION)
 _FUSED_MEANING = (*_MEANING, *FUSION)
@@ -253,7 +266,10 @@ def advise_on_state(differences: Mapping[str, str], names: Collection[str], call
         return f"They have no state to lose; to begin it: {arguments}"
     if reasons == {GONE}:
         return f"If an optimizer steps them, give it too; to lose their state: {arguments}"
-    return f"To keep their state, group them as in the saved run; to discard it: {arguments}"
+    keep = "group them as in the saved run"
+    if any(reason.endswith(ELSEWHERE) for reason in reasons):
+        keep = "use the optimizer of the saved run, after a step if it makes state there"
+    return f"To keep their state, {keep}; to discard it: {arguments}"
 
 
 def two_lists(live_names: Sequence[str], saved_names: Sequence[str]) -> str:
@@ -435,6 +451,8 @@ class ParameterMatcher:
             return f"with {eight_bit_slots[0]} in the checkpoint: state in 8 bits, which is not read"
         live_slots, saved_slots = live.slots.keys(), saved.slots.keys()
         if live_slots != saved_slots and not (self.partial and live_slots <= saved_slots):
+            if others := sorted(saved_slots - live_slots - ZERO_SLOTS - {MASTER}):
+                return f"with {listed(others, 2)} in the checkpoint, {ELSEWHERE}"
             expected = ", ".join(sorted(live_slots)) or "nothing"
             return f"with {', '.join(sorted(saved_slots))} in the checkpoint, expected {expected}"
         for slot in live_slots:

@@ -211,7 +211,7 @@ def test_state_that_nothing_takes_is_refused():
     before = leaves(copy.deepcopy(opt.state_dict()))
     state = stock.state_dict()["state"]
     given = opt.state_dict() | {"state": state}
-    with pytest.raises(ArgumentError, match=r"with exp_avg, exp_avg_sq, max_exp_avg_sq, step in the checkpoint"):
+    with pytest.raises(ArgumentError, match="with max_exp_avg_sq in the checkpoint, not here"):
         opt.load_state_dict(given)
     assert leaves(opt.state_dict()) == before
     del state[0]["max_exp_avg_sq"]
