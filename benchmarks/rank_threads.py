@@ -50,7 +50,7 @@ class Traffic:
         named = {name: getattr(dist, name) for name in dir(dist) if name.startswith(COLLECTIVES)}
         self._plain = {name: function for name, function in named.items() if type(function) is FunctionType}
 
-        def dealt(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
+        def scattered(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
             return sum(len(pickle.dumps(item)) for item in scatter_object_input_list or ())
 
         def told(tensor, **_) -> int:
@@ -58,7 +58,7 @@ class Traffic:
 
         sizes = {
             "gather": lambda tensor, *_, **__: tensor.nbytes,
-            "scatter_object_list": dealt,
+            "scatter_object_list": scattered,
             "broadcast": told,
         }
         for name, function in self._plain.items():

@@ -211,7 +211,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self.defaults.update(cycled_defaults(self.param_groups))
         for param, slots in fresh.items():
             self.state.setdefault(param, {}).update(slots)
-        self._steps.plan_anew()
+        self._steps.plan_again()
         self._planned_options.append(plan_options(group))
         self.code_options.append(options_in_code(group))
         self._group_snapshots.append(GroupSnapshot.of(group["params"], self.state))
@@ -276,8 +276,8 @@ class Muon(ForModel, CollectiveOptimizer):
             "_planned_options _group_snapshots _has_history _rateless_algorithm code_options"
         )
         attributes = {name: getattr(self, name) for name in copied.split()}
-        made_anew = {"_steps": Steps(), "_slot_snapshot": SlotSnapshot(), "_restarted": {}}
-        return {**super().__getstate__(), **attributes, **made_anew}
+        cleared = {"_steps": Steps(), "_slot_snapshot": SlotSnapshot(), "_restarted": {}}
+        return {**super().__getstate__(), **attributes, **cleared}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
         """Copy the optimizer, but not its process group."""
@@ -314,7 +314,7 @@ class Muon(ForModel, CollectiveOptimizer):
         restore, report = plan_restore(self, state_dict, tensor_misfit, Globs.of(fresh))
         restore()
         self._has_history, self._slot_snapshot, self._restarted = True, SlotSnapshot.of(self.state), {}
-        self._steps.plan_anew()
+        self._steps.plan_again()
         return report
 
     @torch.no_grad()
@@ -378,7 +378,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 self._restarted[change.current] = fresh[change.current]
         self.state.update(fresh)
         self._take_snapshots()
-        self._steps.plan_anew()
+        self._steps.plan_again()
 
     def _follow_state(self) -> None:
         """Let parameters whose state was cleared begin from zero, as a step of torch's optimizers does."""
@@ -393,9 +393,9 @@ class Muon(ForModel, CollectiveOptimizer):
         self._restarted = {**unreplaced, **{param: self.state[param] for param in fresh}}
         self._slot_snapshot = SlotSnapshot.of(self.state)
         if fresh:
-            self._steps.plan_anew()
+            self._steps.plan_again()
         else:
-            self._steps.look_anew()
+            self._steps.refresh_state()
 
     def _reset_state(self) -> None:
         """Replace all state by new state for the groups' present parameters."""
@@ -403,7 +403,7 @@ class Muon(ForModel, CollectiveOptimizer):
         for group in self.param_groups:
             self.state.update({param: self._fresh_state(param, group) for param in group["params"]})
         self._take_snapshots()
-        self._steps.plan_anew()
+        self._steps.plan_again()
 
     def _take_snapshots(self) -> None:
         self._group_snapshots = [GroupSnapshot.of(group["params"], self.state) for group in self.param_groups]
@@ -425,7 +425,7 @@ class Muon(ForModel, CollectiveOptimizer):
             method = self._method_of(group)
             for param in group["params"]:
                 check_state(param, self._layout_of(param, (0,)), group, self.state[param], method)
-        self._steps.plan_anew()
+        self._steps.plan_again()
         self._planned_options = [*map(plan_options, self.param_groups)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # also called by a step that has failed

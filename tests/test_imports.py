@@ -1,4 +1,4 @@
-"""The import rules of the house, read from the source, and what starts without torch."""
+"""The rules of imports between packages, read from the source, and what starts without torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FOLDERS = {
     "cli": "muonckpt.cli",
 }
 
-# Which rooms a room imports from, besides itself, the lowest room first.  A room is a package with what is in it;
-# `store`, `layouts`, `runs`, `lab`, `optimizer` and `converters` have rooms in them.  "" is the public door.
+# The packages that a package imports from, besides itself, the lowest first.  "store" has the files of the folder
+# `store` itself, "store/io" those of the folder in it; "" is `muonckpt/__init__`.
 RULES = {
     "names": "",
     "algebra": "names",
@@ -95,8 +95,8 @@ TORCH = (
     "optimizer/",
     "converters/engine/workers",
 )
-DOORS = {"lab", "optimizer"}
-"""Packages whose ``__init__`` is a room of its own, above all of theirs: it re-exports what lies in several floors."""
+PUBLIC = {"lab", "optimizer"}
+"""Packages whose ``__init__`` is above all of their folders, because it re-exports what is in several of them."""
 
 TRITON = ("optimizer/triton/",)
 NUMPY_FREE = ("algebra/box", "names/errors")
@@ -130,21 +130,21 @@ MAY_COMMUNICATE = {
 
 @dataclass(frozen=True)
 class Module:
-    """A source file: its path in the house, such as "store/io/new_file" (a package is its folder), and what it imports.
+    """A source file: its path in the project, as "store/io/new_file" (a package is its folder), and its imports.
 
     Attributes:
-        house: the modules of the house that it imports, also inside functions and for typing only.
+        inside: the modules of the project that it imports, also inside functions and for typing only.
         outside: the first names of everything else that it imports when it runs.
     """
 
     path: str
     file: Path
-    house: frozenset[str]
+    inside: frozenset[str]
     outside: frozenset[str]
 
     @property
-    def room(self) -> str:
-        if self.file.stem == "__init__" and self.path in DOORS:
+    def package(self) -> str:
+        if self.file.stem == "__init__" and self.path in PUBLIC:
             return f"{self.path}/__init__"
         package = self.path if self.file.stem == "__init__" else self.path.rpartition("/")[0]
         return "/".join(package.split("/")[:2]) or self.path
@@ -164,11 +164,11 @@ def modules() -> dict[str, Module]:
         texts = [file.read_text(), *([stub.read_text()] if stub.exists() else [])]
         imported = [found for text in texts for found in imports(ast.parse(text), name, file.stem == "__init__")]
         # `from . import x` and `from .x import y` both mean the module x.
-        house = {found if found in files else found[:-1] for found in imported if found[0] == "muonckpt"}
+        inside = {found if found in files else found[:-1] for found in imported if found[0] == "muonckpt"}
         modules["/".join(name[1:])] = Module(
             "/".join(name[1:]),
             file,
-            frozenset("/".join(found[1:]) for found in house if found in files and found != name),
+            frozenset("/".join(found[1:]) for found in inside if found in files and found != name),
             frozenset(found[0] for found in imported if found[0] != "muonckpt"),
         )
     return modules
@@ -186,16 +186,16 @@ def imports(tree: ast.Module, name: tuple[str, ...], package: bool):
             yield from ((*above, *module, alias.name) for alias in node.names)
 
 
-def permitted(room: str) -> set[str]:
-    return set(RULES[room].split())
+def permitted(package: str) -> set[str]:
+    return set(RULES[package].split())
 
 
-def test_rooms_import_only_what_the_house_allows(modules):
+def test_packages_import_only_what_the_rules_allow(modules):
     wrong = [
         f"{module.path} imports {found}"
         for module in modules.values()
-        for found in module.house
-        if modules[found].room != module.room and modules[found].room not in permitted(module.room)
+        for found in module.inside
+        if modules[found].package != module.package and modules[found].package not in permitted(module.package)
     ]
     assert not wrong
 
@@ -203,28 +203,49 @@ def test_rooms_import_only_what_the_house_allows(modules):
 def test_every_permission_is_used(modules):
     used = defaultdict(set)
     for module in modules.values():
-        used[module.room] |= {modules[found].room for found in module.house} - {module.room}
-    assert {room: set(rule.split()) for room, rule in RULES.items()} == {room: used[room] for room in RULES}
+        used[module.package] |= {modules[found].package for found in module.inside} - {module.package}
+    assert {package: set(rule.split()) for package, rule in RULES.items()} == {
+        package: used[package] for package in RULES
+    }
 
 
 def test_no_module_imports_itself_through_others(modules):
     """A CycleError names the modules."""
-    TopologicalSorter({module.path: module.house for module in modules.values()}).prepare()
+    TopologicalSorter({module.path: module.inside for module in modules.values()}).prepare()
 
 
-def test_no_room_imports_itself_through_others():
-    """Else rooms have no order in which they can be read, and moving one moves all."""
-    needs = {room: permitted(room) for room in RULES}
+def test_no_package_imports_itself_through_others():
+    """Else packages have no order in which they can be read, and moving one moves all."""
+    needs = {package: permitted(package) for package in RULES}
     for middle in RULES:  # Warshall's closure
-        for room in RULES:
-            if middle in needs[room]:
-                needs[room] |= needs[middle]
-    assert not [room for room in RULES if room in needs[room]]
+        for package in RULES:
+            if middle in needs[package]:
+                needs[package] |= needs[middle]
+    assert not [package for package in RULES if package in needs[package]]
 
 
-def test_nobody_needs_the_lab():
-    """What observes and advises: commands and the public door import it, and nothing else of the house."""
-    visitors = {room for room in RULES if any(needed.startswith("lab") for needed in permitted(room))}
+def test_the_picture_of_the_architecture_is_that_of_the_rules():
+    """A package is drawn with the folders in it: "store" stands for "store/io", too."""
+    picture = re.search(r"```text\n(.*?)```", (ROOT / "docs/design/architecture.md").read_text(), re.DOTALL)
+    assert picture is not None
+    rows = re.findall(r"^(\S+) +-> ([\w/]+(?:, [\w/]+)*)", picture[1], re.MULTILINE)
+    arrows = {package: set(below.split(", ")) for package, below in rows}
+
+    def drawn(package: str) -> str:
+        return package if package in arrows else package.partition("/")[0] or "muonckpt"
+
+    def reached(package: str) -> set[str]:
+        return {package}.union(*map(reached, arrows.get(package, ())))
+
+    packages = RULES.keys() - {"__main__"}
+    needed = {(drawn(package), drawn(below)) for package in packages for below in permitted(package)}
+    assert not {(package, below) for package, below in needed if below not in reached(package)}
+    assert not {(package, below) for package in arrows for below in arrows[package]} - needed
+
+
+def test_no_package_needs_the_lab():
+    """What observes and advises: commands and `muonckpt` import it, and no other package does."""
+    visitors = {package for package in RULES if any(needed.startswith("lab") for needed in permitted(package))}
     assert visitors <= {
         "",
         "cli",
@@ -237,7 +258,7 @@ def test_nobody_needs_the_lab():
 
 
 @pytest.mark.parametrize(("package", "where"), [("torch", TORCH), ("triton", TRITON)])
-def test_a_heavy_package_is_imported_in_its_rooms_only(package, where, modules):
+def test_a_heavy_package_is_imported_in_its_packages_only(package, where, modules):
     assert not [m.path for m in modules.values() if package in m.outside and not m.path.startswith(where)]
 
 
@@ -245,7 +266,7 @@ def test_the_first_files_of_the_algebra_need_no_numpy(modules):
     assert not [name for name in NUMPY_FREE if "numpy" in modules[name].outside]
 
 
-def test_collectives_are_in_one_file_of_a_room(modules):
+def test_collectives_are_in_one_file_of_a_package(modules):
     calling = {
         module.path
         for module in modules.values()

@@ -20,7 +20,7 @@ import pytest
 from support import sweep
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"muonckpt": "", "optimizer": "optimizer/", "converters": "converters/", "cli": "cli/"}
+FOLDERS = {"muonckpt": "", "optimizer": "optimizer/", "converters": "converters/", "cli": "cli/"}
 LINKED = "src"
 """The folder that has the package and nothing else, by a link."""
 DIST = os.environ.get("MUONCKPT_DIST", "")
@@ -39,7 +39,7 @@ CHECK = (
 def source(tmp_path_factory):
     """A copy of what is tracked, so that building leaves nothing in the tree."""
     copy = tmp_path_factory.mktemp("source")
-    for name in (*ROOMS, LINKED):
+    for name in (*FOLDERS, LINKED):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -140,9 +140,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         held = {name: archive.read(name) for name in archive.namelist()}
     metadata = email.message_from_bytes(held["muonckpt-0.1.0.dist-info/METADATA"])
     expected = {
-        f"muonckpt/{place}{file.relative_to(ROOT / room)}": file.read_bytes()
-        for room, place in ROOMS.items()
-        for file in (ROOT / room).rglob("*.*")
+        f"muonckpt/{place}{file.relative_to(ROOT / folder)}": file.read_bytes()
+        for folder, place in FOLDERS.items()
+        for file in (ROOT / folder).rglob("*.*")
         if file.is_file() and file.suffix != ".pyc"
     }
     assert {"muonckpt/py.typed", "muonckpt/lab/page/assets/map.js"} <= expected.keys()

@@ -17,7 +17,7 @@ PATTERN = re.compile(rf"\b({'|'.join(REPLACED)})(s|ed|ing)?\b", re.IGNORECASE)
 
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield comments and strings of several words of a module, or the paragraphs of a page, with their lines."""
+    """Yield names, comments and strings of several words of a module, or the paragraphs of a page, with their lines."""
     text = path.read_text()
     if path.suffix == ".md":
         pages = re.sub(r"```.*?```|`[^`\n]+`", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
@@ -26,6 +26,8 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
             yield from enumerate(token.string.splitlines(), token.start[0])
+        elif token.type == tokenize.NAME:
+            yield token.start[0], token.string.replace("_", " ")
 
 
 def replaced_in(path: Path) -> list[str]:
@@ -40,7 +42,9 @@ def test_words_of_our_own_are_written_as_the_field_does():
 
 
 def test_a_word_is_found_in_every_kind_of_prose(tmp_path):
-    (tmp_path / "a.py").write_text('"""Built anew."""\n# nobody waits\nx = "nobody"\ny = f"the rest is mended"\n')
+    (tmp_path / "a.py").write_text(
+        '"""Built anew."""\n# nobody waits\nx = "nobody"\ny = f"the rest is mended"\nplan_anew = 1\n'
+    )
     (tmp_path / "b.md").write_text("`dealt` is a key.\n\n```\nanew\n```\nIt is told by\nSick.\n")
-    assert replaced_in(tmp_path / "a.py") == ["a.py:1: anew", "a.py:2: nobody", "a.py:4: mended"]
+    assert replaced_in(tmp_path / "a.py") == ["a.py:1: anew", "a.py:2: nobody", "a.py:4: mended", "a.py:5: anew"]
     assert replaced_in(tmp_path / "b.md") == ["b.md:6: is told", "b.md:7: Sick"]

@@ -115,16 +115,16 @@ def figures_of(
     for matrix in _matrices(record.shape):
         # The first pass measures, and keeps the rows that fit in memory for the passes of the sketch.
         rows_in_memory: list[Values64] = []
-        has_room = matrix.numel <= max_elements
+        is_kept = matrix.numel <= max_elements
         figures, columns = ElementFigures(), 0
         for rows in _rows(stored, matrix, max_elements):
             figures, columns = figures + _figures_of_each(rows)[0], rows.shape[-1]
             passed(rows.size * itemsize(record.dtype))
-            if has_room:
+            if is_kept:
                 rows_in_memory.append(rows)
         total += figures
         if sketch and len(record.shape) >= 2 and figures.finite == figures.elements:
-            read_rows = partial(iter, rows_in_memory) if has_room else partial(_rows, stored, matrix, max_elements)
+            read_rows = partial(iter, rows_in_memory) if is_kept else partial(_rows, stored, matrix, max_elements)
             spectra += spectra_of(columns, read_rows, [figures])
     return TensorFigures(record.key, name, role, record.shape, record.dtype, total, tuple(spectra))
 

@@ -119,7 +119,7 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
         return
     weights = {p.name for p in parameters if p.weight}
     grouped = set[str]()
-    # Parameters of groups without state; where half of a group or more has some, that has another cause.
+    # Parameters of groups without state. Half of a group or more, but not all: one rank's state was saved.
     stateless, left_by_others = list[str](), list[str]()
     for group in groups.groups:
         grouped.update(group.parameters)

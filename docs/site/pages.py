@@ -30,7 +30,7 @@ FROM_ROOT = {"readme.md": "README.md", "changelog.md": "CHANGELOG.md", "contribu
              "security.md": "SECURITY.md"}  # fmt: skip
 """Pages of the site that are files above docs/."""
 
-ROOMS = {"muonckpt": "muonckpt", "muonckpt.optimizer": "optimizer", "muonckpt.converters": "converters",
+FOLDERS = {"muonckpt": "muonckpt", "muonckpt.optimizer": "optimizer", "muonckpt.converters": "converters",
          "muonckpt.cli": "cli"}  # fmt: skip
 """Packages, and where they lie."""
 
@@ -96,7 +96,7 @@ def on_startup(command: str, dirty: bool) -> None:
     """Lay out the packages as one tree, in which docstrings are looked for: before anything looks for that."""
     tree = ROOT / "build" / "api"
     shutil.rmtree(tree, ignore_errors=True)
-    for package, place in ROOMS.items():
+    for package, place in FOLDERS.items():
         copy = tree.joinpath(*package.split("."))
         shutil.copytree(ROOT / place, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -249,6 +249,6 @@ def public_names(module: str) -> list[str]:
 
 
 def _file_of(module: str) -> Path:
-    room = max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
-    path = ROOT.joinpath(ROOMS[room], *module.removeprefix(room).strip(".").split("."))
+    package = max((package for package in FOLDERS if f"{module}.".startswith(f"{package}.")), key=len)
+    path = ROOT.joinpath(FOLDERS[package], *module.removeprefix(package).strip(".").split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

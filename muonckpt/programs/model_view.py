@@ -44,7 +44,7 @@ _NOUNS: Mapping[Role, str] = MappingProxyType(
 )
 """Plural nouns for the tensors of a role, where its value is none."""
 
-BEGIN_ANEW = frozenset({Role.MOMENTUM, Role.MOMENTS, Role.STEPS})
+BEGIN_AT_ZERO = frozenset({Role.MOMENTUM, Role.MOMENTS, Role.STEPS})
 """Roles of state that is zeros when training begins, and so can begin from zero."""
 
 _ROLES: Mapping[str, Role] = MappingProxyType(

@@ -236,7 +236,11 @@ def _equal_rows(keys: IntArray, copies: Copies) -> Iterator[IntArray]:
 
 
 def _even_runs(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield runs of places ``[n, k]``, equally far apart and none before the last: first, end, how far."""
+    """Yield (start, stop, steps) of runs of rows of ``places`` ``[n, k]`` that are equally far apart, in steps >= 0.
+
+    ``[[0], [4], [8], [9]]`` has the runs (0, 3, [4]) and (3, 4, [0]).
+    """
+    # Step i leads from row i to row i + 1. Where step i + 1 is another than step i, a run ends before row i + 2.
     steps = np.diff(places, axis=0)
     changes = [*(np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 2).tolist(), len(places)]
     start = 0

@@ -72,7 +72,7 @@ class Planner:
         resting: the layout of a parameter on these ranks.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
         methods: by the names that groups hold.
-        begun_anew: parameters whose state was cleared since the last step.
+        cleared: parameters whose state was cleared since the last step.
     """
 
     replicas: dist.ProcessGroup | None
@@ -80,7 +80,7 @@ class Planner:
     resting: Callable[[Tensor, Ranks], TensorLayout]
     scale: Callable[[ParamGroup, int, int], float]
     methods: Methods
-    begun_anew: Collection[Tensor]
+    cleared: Collection[Tensor]
 
     def plan(self, rank_set: RankSet, groups: Sequence[ParamGroup], failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them; or tell them of a failure.  Collective over these.
@@ -134,7 +134,7 @@ class Planner:
         """Return everything that has to be the same on all ranks for their schedules to be parts of one."""
         facts = {"exchange": self.execution.exchange}
         members = list(zip(rank_set.members, rank_set.labels, strict=True))
-        facts[CLEARED] = ", ".join(label for member, label in members if member.param in self.begun_anew) or "none"
+        facts[CLEARED] = ", ".join(label for member, label in members if member.param in self.cleared) or "none"
         for index, (member, label) in enumerate(members):
             about = f"{tuple(member.param.shape)} {member.param.dtype} in group {rank_set.group_numbers[member.group]}"
             facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"

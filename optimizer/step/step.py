@@ -351,7 +351,7 @@ class Steps:
     """One `Step` for each `RankSet` of an optimizer.
 
     Attributes:
-        planned: by ranks; made by the first update, and again after `plan_anew`.
+        planned: by ranks; made by the first update, and again after `plan_again`.
     """
 
     def __init__(self) -> None:
@@ -359,13 +359,13 @@ class Steps:
         self._outdated: dict[Ranks, Step] = {}
         self._sets: list[RankSet] | None = None
 
-    def plan_anew(self) -> None:
+    def plan_again(self) -> None:
         """Let the next update make new plans, once ranks have seen that all of them do."""
         self._outdated |= self.planned
         self.planned, self._sets = {}, None
 
-    def look_anew(self) -> None:
-        """Let the next update take what parameters have as state from where it is now."""
+    def refresh_state(self) -> None:
+        """Let the next update find the state of parameters again: its tensors have been replaced."""
         self._sets = None
 
     def update(

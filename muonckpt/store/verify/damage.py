@@ -119,11 +119,11 @@ class Damage:
         return view_by_keys(self.manifest)
 
     @property
-    def begins_anew(self) -> bool:
+    def begins_at_zero(self) -> bool:
         """Whether all tensors that have lost elements are zeros when training begins."""
-        from ...programs.model_view import BEGIN_ANEW
+        from ...programs.model_view import BEGIN_AT_ZERO
 
-        return {*map(self.view.role, self.tensors)} <= BEGIN_ANEW
+        return {*map(self.view.role, self.tensors)} <= BEGIN_AT_ZERO
 
     @cached_property
     def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -208,7 +208,7 @@ def _remedies(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collect
     if has_loss or "several_saves" in kinds:
         yield _COPY
     # State of the optimizer begins as zeros, where no weight is lost.
-    is_state_alone = bool(damage.tensors) and not damage.items and "unlisted" not in kinds and damage.begins_anew
+    is_state_alone = bool(damage.tensors) and not damage.items and "unlisted" not in kinds and damage.begins_at_zero
     names = sorted({tensor.name or "" for tensor in damage.tensors})
     are_names = len(names) <= _MAX_NAMES and all(name and not name.isdecimal() for name in names)
     if is_state_alone and are_names and checkpoint.format is OWN and not damage.mixed_up:

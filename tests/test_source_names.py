@@ -1,4 +1,4 @@
-"""Rules of names and of the tests' own house, read from the source."""
+"""Conventions of names and of the tests, read from the source."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
-ROOMS = ("muonckpt", "optimizer", "converters", "cli")
-PRODUCT = [file for room in ROOMS for file in sorted((TESTS.parent / room).rglob("*.py"))]
+FOLDERS = ("muonckpt", "optimizer", "converters", "cli")
+PRODUCT = [file for folder in FOLDERS for file in sorted((TESTS.parent / folder).rglob("*.py"))]
 
 INTERFACES = {"Muon"}
 """Classes that several modules define on purpose: the optimizer and its stand-ins for others."""
@@ -40,7 +40,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "source", ["import test_x", "from test_x import y", "from room.test_x import y", "from room import test_x"]
+    "source", ["import test_x", "from test_x import y", "from folder.test_x import y", "from folder import test_x"]
 )
 def test_every_way_to_import_a_test_file_is_seen(source):
     [statement] = ast.parse(source).body
@@ -56,7 +56,7 @@ def test_names_of_test_files_differ():
 def test_a_class_name_occurs_once():
     """Who reads a class name in one file and meets it in another can trust that it is the same thing.
 
-    Functions and files may share a name where each says what its room makes obvious, such as ``parse``.
+    Functions and files may share a name where each says what its folder makes obvious, such as ``parse``.
     """
     homes = defaultdict(set)
     for file in PRODUCT:
