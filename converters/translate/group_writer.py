@@ -382,7 +382,7 @@ class GroupWriter:
                 chain_name = group.chain if template.chained else ""
                 number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
                 counts[chain_name] = number + 1
-                places = [{"group": str(number), **({"chain": chain_name} if template.chained else {})}]
+                places = [{"group": str(number), "chain": chain_name}]
                 options |= {} if PARAMS in group.entries else {PARAMS: self._listing(group.parameters)}
             # Changed options are written again; all else is copied, for each name where it is by name.
             for option in {**group.entries, **options}:
@@ -400,11 +400,10 @@ class GroupWriter:
         """Yield the fields of keys that have the options of a group by name, in the optimizer of each parameter."""
         names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
         for name in group.parameters:
-            chain_field = {} if self.is_copied else self.state.chain(self.source.listed[name])
-            names_by_chain[chain_field.get("chain", group.chain)].append(name)
+            chain_name = group.chain if self.is_copied else self.state.chain(self.source.listed[name])
+            names_by_chain[chain_name].append(name)
         for chain_name, names in names_by_chain.items():
-            chain_field = {"chain": chain_name} if self.target.chained else {}
-            yield from ({"name": name, **chain_field} for name in self._listed_names(names))
+            yield from ({"name": name, "chain": chain_name} for name in self._listed_names(names))
 
     def _listed_names(self, members: Sequence[str]) -> list[str]:
         """Return the names under which the target may look up the options of a group's members; it reads them all."""
@@ -461,7 +460,7 @@ class GroupWriter:
         methods_by_chain: defaultdict[str, set[str]] = defaultdict(set)
         for group in groups:
             members = [parameters[name] for name in group.parameters if name in parameters]
-            chain_prefix = self.state.chain(members[0])["chain"]
+            chain_prefix = self.state.chain(members[0])
             optimizer = optimizers[tuple(map(int, re.findall("[0-9]+", chain_prefix)))]
             methods_by_chain[chain_prefix] |= {self.state.method(member).name for member in members}
             optimizer.setdefault(PARAM_GROUPS, []).append(dict(group.options))

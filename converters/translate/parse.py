@@ -112,9 +112,9 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     for entry in entries:
         match fields := template.read(entry.path) or {}:
             case {"group": number, "option": option}:
-                listed_entries[fields.get("chain", ""), int(number)][option] = entry
+                listed_entries[fields["chain"], int(number)][option] = entry
             case {"name": name, "option": option}:
-                named_entries[fields.get("chain", ""), name][option] = entry
+                named_entries[fields["chain"], name][option] = entry
     groups: list[ParameterGroup] = []
     for (chain, position), options in sorted(listed_entries.items()):
         if PARAMS not in options:

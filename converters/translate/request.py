@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ...names.errors import SourceError
 from ...names.keys import key_of
 from ...programs.detection import detect, locate_dialect, target_of
-from ...programs.dialect import AnyTemplate, Dialect
+from ...programs.dialect import Dialect, Template
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import Outputs, OutputTensor, unchanged
 from .conventions import Overrides
@@ -69,7 +69,7 @@ class Request:
         """
         # The target names weights, and decides no more.
         outputs = replace(self, target=None, model_only=False).outputs(source)
-        model: AnyTemplate | None = None
+        model: Template | None = None
         target_model = self.target.model if self.target else None
         try:
             manifest = source.manifest
@@ -84,8 +84,7 @@ class Request:
         for tensor in outputs.tensors:
             fields = model.read(tensor.record.path) if model else {}
             if tensor.record.slot is None and fields is not None:
-                kept_fields = fields if target_model and target_model.chained else {"name": fields.get("name", "")}
-                path = target_model.write(**kept_fields) if target_model else tensor.record.path
+                path = target_model.write(**fields) if target_model else tensor.record.path
                 tensors.append(replace(tensor, record=replace(tensor.record, key=key_of(path), path=path)))
                 del left_keys[tensor.key]
         if not tensors:

@@ -54,16 +54,16 @@ class StateWriter:
 
     # Keys.
 
-    def chain(self, parameter: TranslatedParameter) -> dict[str, str]:
-        """Return the chain of a parameter, as a field of the target's keys if they have that field."""
+    def chain(self, parameter: TranslatedParameter) -> str:
+        """Return the chain of a parameter in the target's keys; empty if they have none."""
         if not self.target.chained:
-            return {}
+            return ""
         if len(parameter.chains) > 1:
             chains = sorted(parameter.chains)
             raise SourceError(f"parameter {parameter.name!r} is made of state of more than one optimizer: {chains}")
         has_same_keys = self.target.state == self.source.dialect.state
         source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
-        return {"chain": source_chain or self.target.chains.get(self.method(parameter).name, "")}
+        return source_chain or self.target.chains.get(self.method(parameter).name, "")
 
     def path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
         name = parameter.name
@@ -71,7 +71,7 @@ class StateWriter:
             raise SourceError(
                 f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
             )
-        return self.target.state.write(name=self.numbers.get(name, name), slot=slot, **self.chain(parameter))
+        return self.target.state.write(name=self.numbers.get(name, name), slot=slot, chain=self.chain(parameter))
 
     # Tensors.
 
@@ -79,8 +79,7 @@ class StateWriter:
         """Return the weight of a parameter, which stays in its chunk where the target has the source's."""
         paths = (source.weight.path for source in parameter.sources if source.weight)
         fields = self.source.dialect.model.read(next(paths, ())) or {}
-        chain_field = {"chain": fields["chain"]} if self.target.model.chained else {}
-        return _at(weight, self.target.model.write(name=parameter.name, **chain_field))
+        return _at(weight, self.target.model.write(name=parameter.name, chain=fields.get("chain", "")))
 
     def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
         """Return the tensor of a slot; momentum is in the convention of the target."""

@@ -26,10 +26,8 @@ from .dialect import (
     NUMBERED,
     WRAPPED,
     WRAPPERS,
-    AnyTemplate,
     Dialect,
     Template,
-    Templates,
     option_template,
     refuse_eight_bits,
     state_template,
@@ -86,13 +84,11 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     if dialect.state not in _FORMS:
         return dialect
 
-    def at_places(places: Sequence[KeyPlace], template_at: Callable[[KeyPlace], Template]) -> AnyTemplate:
-        by_place = {str(place): template_at(place) for place in places}
-        return Templates(by_place, keys.qualifiers) if len(by_place) > 1 else template_at(places[0])
+    def at_places(places: Sequence[KeyPlace], template_at: Callable[[KeyPlace], Template]) -> Template:
+        return Template.of_several({str(place): template_at(place) for place in places}, keys.qualifiers)
 
     # Several optimizers, or chunks of a model, have templates each, told apart by their place.
-    state: AnyTemplate = dialect.state
-    option, model = dialect.option, dialect.model
+    state, option, model = dialect.state, dialect.option, dialect.model
     if keys.optimizers:
         wrappers = keys.wrappers
         state = at_places(keys.optimizers, lambda place: state_template(place, place in keys.numbered, wrappers))
@@ -168,8 +164,8 @@ def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
     if dialect.option is None or f"{PARAMETER_OPTIONS}." not in str(dialect.option):
         return {}
     # Chunks of a model have one root, as the names in them differ.
-    state, model = dialect.state.first, dialect.model.first
-    model_root = (_MODEL,) if dialect.model.chained else model.root
+    state, model = dialect.state, dialect.model
+    model_root = (_MODEL,) if model.chained else model.root
     roots = {
         "model": str(KeyPlace(model_root, model.parts[0].removesuffix("{name}"))),
         "parameters": state.parts[1].removesuffix("{name}").removesuffix("."),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from ..algebra.box import Index
 from ..names.errors import SourceError, UnknownOptimizerError
@@ -34,14 +34,43 @@ _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 class Template:
     """A key path with fields, such as ``("model", "module.{name}")``, under a ``root`` without fields.
 
-    ``{group}`` is a list position.
+    ``{group}`` is a list position.  Several optimizers, or chunks of a model, have a template each.
+
+    Attributes:
+        chain: tells them apart; keys of some programs have it in them.
+        prefix: stands before the names that are read.
+        others: the templates of the other ones.
     """
 
     parts: tuple[str, ...]
     root: KeyPath = ()
+    chain: str = ""
+    prefix: str = ""
+    others: tuple[Template, ...] = ()
+
+    @classmethod
+    def of_several(cls, by_chain: Mapping[str, Template], qualifiers: Mapping[str, str] = MappingProxyType({})) -> Self:
+        """Return the template of several optimizers or chunks; itself of one.
+
+        Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.  A
+        name that several chunks have is read with its qualifier.
+        """
+        first, *others = (
+            replace(template, chain=chain, prefix=f"{chain}#" if template.numbered else qualifiers.get(chain, ""))
+            for chain, template in by_chain.items()
+        )
+        return replace(first, others=tuple(others)) if others else next(iter(by_chain.values()))
 
     def read(self, path: KeyPath) -> dict[str, str] | None:
-        """Return the fields of a path, or None if the path does not match."""
+        """Return the fields of a path and its chain, or None if the path does not match."""
+        for template in (self, *self.others):
+            if (fields := template._fields(path)) is not None:
+                if "name" in fields:
+                    fields["name"] = template.prefix + fields["name"]
+                return {"chain": template.chain, **fields}
+        return None
+
+    def _fields(self, path: KeyPath) -> dict[str, str] | None:
         depth = len(self.root)
         if len(path) != depth + len(self.parts) or path[:depth] != self.root:
             return None
@@ -54,97 +83,46 @@ class Template:
             fields |= match.groupdict()
         return fields
 
-    def write(self, **fields: str) -> KeyPath:
-        """Return the path with these fields.
+    def write(self, chain: str = "", **fields: str) -> KeyPath:
+        """Return the path with these fields, in a chain if there are several.
 
         Raises:
             SourceError: they cannot be read back from it.
         """
-        values = {field: fields.get(name, "") for field, (name, _) in _FIELDS.items()}
-        parts = (int(values["group"]) if part == "{group}" else part.format(**values) for part in self.parts)
-        path = (*self.root, *parts)
-        if self.read(path) not in (fields, {"chain": "", **fields}):
-            raise SourceError(f"{self} cannot hold {fields}")
+        chain, template = (chain, self._of(chain)) if self.chained else ("", self)
+        values = {field: fields.get(name, "").removeprefix(template.prefix) for field, (name, _) in _FIELDS.items()}
+        values["chain"] = chain
+        parts = (int(values["group"]) if part == "{group}" else part.format(**values) for part in template.parts)
+        path = (*template.root, *parts)
+        if template.read(path) != {"chain": chain, **fields}:
+            raise SourceError(f"{template} cannot hold {fields}")
         return path
+
+    def _of(self, chain: str) -> Template:
+        return next((template for template in self.others if template.chain == chain), self)
 
     def full_name(self, name: str, chain: str) -> str:
         """Return the name of a parameter from its name or number in an optimizer."""
-        return name
+        return self._of(chain).prefix + name
 
     @property
     def numbered(self) -> bool:
         """Return whether paths have parameters by their number in the optimizer."""
-        return "{number}" in self.parts
+        return "{number}" in self.parts or any(template.numbered for template in self.others)
 
     @property
     def listed(self) -> bool:
         """Return whether paths have groups by their position in a list."""
-        return "{group}" in self.parts
+        return "{group}" in self.parts and all(template.listed for template in self.others)
 
     @property
     def chained(self) -> bool:
         """Return whether paths say to which of several optimizers they belong."""
-        return "{chain}" in self.parts[0]
-
-    @property
-    def first(self) -> Template:
-        """Return itself, as the only template."""
-        return self
+        return "{chain}" in self.parts[0] or bool(self.others)
 
     def __str__(self) -> str:
-        return key_of((*self.root, *self.parts)).replace("{chain}", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Templates:
-    """The templates of several optimizers, by the value of ``{chain}``.
-
-    Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.  A
-    name that several chunks of a model have is read with what ``qualifiers`` put before it, by chain.
-    """
-
-    by_chain: Mapping[str, Template]
-    qualifiers: Mapping[str, str] = field(default_factory=dict)
-
-    def read(self, path: KeyPath) -> dict[str, str] | None:
-        for chain, template in self.by_chain.items():
-            if fields := template.read(path):
-                if "name" in fields:
-                    fields["name"] = self.full_name(fields["name"], chain)
-                return {**fields, "chain": chain}
-        return None
-
-    def write(self, **fields: str) -> KeyPath:
-        chain = fields.pop("chain")
-        qualifier = self.full_name("", chain)
-        return self.by_chain[chain].write(**{field: value.removeprefix(qualifier) for field, value in fields.items()})
-
-    def full_name(self, name: str, chain: str) -> str:
-        """Return the name of a parameter from its name or number in an optimizer."""
-        return f"{chain}#{name}" if self.by_chain[chain].numbered else f"{self.qualifiers.get(chain, '')}{name}"
-
-    @property
-    def numbered(self) -> bool:
-        return any(template.numbered for template in self.by_chain.values())
-
-    @property
-    def listed(self) -> bool:
-        return all(template.listed for template in self.by_chain.values())
-
-    @property
-    def chained(self) -> bool:
-        return True
-
-    @property
-    def first(self) -> Template:
-        """Return the template of the first optimizer."""
-        return next(iter(self.by_chain.values()))
-
-    def __str__(self) -> str:
-        return " and ".join(map(str, self.by_chain.values()))
-
-
-AnyTemplate = Template | Templates
+        keys = [key_of((*template.root, *template.parts)) for template in (self, *self.others)]
+        return " and ".join(keys).replace("{chain}", "")
 
 
 @lru_cache(maxsize=256)
@@ -440,9 +418,9 @@ class Dialect:
     beside: frozenset[str] = frozenset()
     closed: bool = False
     kinds: Mapping[str, OptionKind] = field(default_factory=dict)
-    model: AnyTemplate = MODEL
-    state: AnyTemplate = NESTED
-    option: AnyTemplate | None = LISTED
+    model: Template = MODEL
+    state: Template = NESTED
+    option: Template | None = LISTED
     option_names: tuple[OptionName, ...] = ()
     marks: tuple[Mark, ...] = ()
     unique_keys: bool = False
@@ -532,16 +510,14 @@ class Dialect:
 
     def with_optimizers_of(self, methods: Iterable[str]) -> Dialect:
         """Return the dialect with an optimizer for each method, if `chains` puts them into several."""
-        chains = sorted({*map(self.chains.get, methods)} - {None}, key=str)
-        if self.chained or len(chains) < 2 or not isinstance(self.state, Template):
+        chains = sorted(map(str, {*map(self.chains.get, methods)} - {None}))
+        if self.chained or len(chains) < 2 or self.option is None:
             return self
-        state, option = self.state, self.option
-        assert isinstance(option, Template)
 
-        def below(template: Template) -> Templates:
-            return Templates({str(chain): replace(template, root=(*template.root, str(chain))) for chain in chains})
+        def below(template: Template) -> Template:
+            return Template.of_several({chain: replace(template, root=(*template.root, chain)) for chain in chains})
 
-        return replace(self, state=below(state), option=below(option))
+        return replace(self, state=below(self.state), option=below(self.option))
 
     def writes(self, method: StoredMethod) -> StoredMethod:
         """Return the method of this dialect for state that another dialect stores as ``method``.
