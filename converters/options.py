@@ -77,7 +77,7 @@ class Translation:
         # Most reshards translate nothing, and start sooner without these.
         from ..programs.detection import with_target_keys
         from ..programs.registry import program
-        from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
+        from .translate.conventions import STATE_DTYPES, WeightsFrom
         from .translate.groups import GroupTemplate
         from .translate.names import NameRules, load_rules
         from .translate.request import Request
@@ -99,19 +99,17 @@ class Translation:
             program(self.from_dialect, "`from_dialect=`"),
             target,
             rules,
-            Overrides(
-                _choice("momentum convention", list(Convention), self.convention),
-                _choice("momentum convention", list(Convention), self.target_convention),
-                self.mu,
-                self.step,
-                self.fill_missing,
-                _choice("source of weights", list(WeightsFrom), self.weights),
-                _choice("dtype of state", STATE_DTYPES, self.state_dtype),
-            ),
+            _choice("momentum convention", list(Convention), self.convention),
+            _choice("momentum convention", list(Convention), self.target_convention),
+            self.mu,
+            self.step,
+            self.fill_missing,
+            _choice("source of weights", list(WeightsFrom), self.weights),
+            _choice("dtype of state", STATE_DTYPES, self.state_dtype),
             frozenset(self.drop),
+            None if self.like is None else GroupTemplate.read(self.like),
             self.tensors_only,
             self.model_only,
-            None if self.like is None else GroupTemplate.read(self.like),
         )
 
 

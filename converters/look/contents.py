@@ -110,8 +110,7 @@ def _merge_options(groups: Sequence[ParameterGroup], dialect: Dialect) -> tuple[
     """Merge groups with equal options, those that matter to the update first."""
     update_options = [dialect.method_option or ""]
     for method in dialect.methods:
-        update_options += method.options.values()
-        update_options += chain.from_iterable(coding.options for coding in method.codings)
+        update_options += chain.from_iterable(coding.options for coding in method.encodings)
     order = dict.fromkeys((*update_options, CONVENTION))
     merged: dict[str, ParameterGroup] = {}
     for group in groups:

@@ -3,5 +3,5 @@
 ``parse`` makes a model view of a checkpoint, whatever is to be written; ``parameters`` gives it the target's names, by
 the rules of ``names`` that ``structure`` applies; ``matrices`` says which matrices are in them.  In the target's words
 ``state_writer`` writes state, momenta by ``conventions``; ``group_writer`` groups, options by ``groups``; ``report``
-says what changed.  ``request`` is what a user asks for.  Open ``translator`` first.
+says what changed.  ``choices`` are the user's, and ``request`` makes outputs by them.  Open ``translator`` first.
 """

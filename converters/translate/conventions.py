@@ -9,7 +9,6 @@ the checkpoint, or given by the user.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from ...names.errors import SourceError
@@ -28,37 +27,10 @@ class WeightsFrom(StrEnum):
     """The model's; the masters are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """The user's statements about state, where the checkpoint has none.
-
-    Attributes:
-        convention: of the source.
-        target: the convention to write, if the target has none of its own (``target_convention`` of `convert`).
-        mu: the momentum coefficient, where a group has none.
-        step: the number of updates, whatever the source says.
-        fill_missing: whether missing state is written as zeros.
-        weights: what weights are made of; None: both stay.
-        state_dtype: the dtype of momentum and moments; None: the source's.
-    """
-
-    convention: Convention | None = None
-    target: Convention | None = None
-    mu: float | None = None
-    step: int | None = None
-    fill_missing: bool = False
-    weights: WeightsFrom | None = None
-    state_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.mu is not None:
-            _check_mu(self.mu, "`mu=`")
-
-
-def _check_mu(mu: float, where: str) -> float:
+def check_mu(mu: float, where: str) -> None:
+    """Raise SourceError if a momentum coefficient is impossible."""
     if not 0 <= mu < 1:
         raise SourceError(f"{where}: expected a momentum coefficient in [0, 1), found {mu!r}")
-    return mu
 
 
 def agreed_convention(about: str, argument: str, sources: Mapping[str, Convention | None]) -> Convention | None:
@@ -93,5 +65,5 @@ def momentum_factor(source: Convention | None, target: Convention | None, mu: fl
     # A sum weighs a new gradient by 1, an average by 1 - mu; that ratio stays while mu does.
     if mu is None:
         raise SourceError(f"{about}: converting {source} to {target} needs the momentum coefficient; give `mu=`")
-    _check_mu(mu, about)
+    check_mu(mu, about)
     return 1 - mu if target is Convention.EMA else 1 / (1 - mu)

@@ -10,28 +10,27 @@ from itertools import chain
 from typing import Any
 
 from ...names.errors import SourceError
-from ...names.keys import PARAM_GROUPS, key_of
+from ...names.keys import PARAM_GROUPS
 from ...names.resumption import as_tuples
-from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, STEP, KeyPath
+from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, STEP
 from ...names.wording import listed
 from ...programs.dialect import Dialect
 from ...programs.model_view import ParameterGroup
-from ...record.record import Blob, StateRecord
-from ...store.formats.torch_save.plain_item import plain_item
-from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, Topic
+from ...record.record import Blob
+from ..engine.outputs import Action, OutputItem, OutputTensor, Topic
 from .groups import (
     GroupTemplate,
     OptionFinding,
+    OptionWriter,
     WrittenOptions,
     common_options,
     common_structure,
     restructured_options,
-    write_options,
 )
 from .matrices import UNKNOWN, Matrices
 from .parameters import TranslatedModel, hides_pieces
 from .parse import NAMES, merge_equal
-from .state_writer import StateWriter, moved
+from .state_writer import StateWriter, written_at
 from .structure import TranslatedParameter
 
 _GONE = object()
@@ -43,67 +42,69 @@ class GroupWriter:
     """Writes the parameter groups of a translated model in the words of a program.
 
     Attributes:
-        like: the groups of the run that the result is for, if they are given.
-        findings: gets every difference from the source.
         state: writes the state of their parameters, and so has its keys.
         other_names: names by which the target may list options, each with its stored names, by the first of them.
         option_findings: what the report says of options, by method, each with the parameters whose they are.
         members: the parameters of groups that Megatron's common state has without names, by optimizer.
         unsaid: options that are written and that the source does not say, by the parameters that groups list.
-        divided: the parameters that have parts of one matrix of the source, by the names of the source's parameters.
     """
 
     source: TranslatedModel
-    target: Dialect
-    like: GroupTemplate | None
-    findings: Findings
     state: StateWriter
     other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
     option_findings: dict[tuple[str, OptionFinding], list[str]] = field(default_factory=lambda: defaultdict(list))
     members: dict[str, list[list[str]]] = field(default_factory=dict)
     unsaid: dict[str, frozenset[str]] = field(default_factory=dict)
-    divided: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
-    def outputs(self) -> tuple[list[OutputTensor], list[OutputItem]]:
+    @property
+    def target(self) -> Dialect:
+        return self.source.target
+
+    @property
+    def like(self) -> GroupTemplate | None:
+        return self.source.choices.like
+
+    def outputs(self) -> list[OutputTensor | OutputItem]:
         """Return the groups, and state that follows from their options."""
         source, target = self.source, self.target
         # Megatron's groups are in one item, which is copied whole where no group changes its words or its optimizer.
-        if self._common_items and (self.state.is_same_dialect or not source.groups):
-            if target.chains and not self.state.is_same_dialect:
+        if self._common_items and (source.is_same_dialect or not source.groups):
+            if target.chains and not source.is_same_dialect:
                 raise self._fixed_common_state("it does not say which parameters are in which group")
-            self.findings.add("the common state is copied unchanged, with its groups")
+            source.findings.add("the common state is copied unchanged, with its groups")
             self.members = source.renamed_members()
             self._report_matrices()
-            return [], []
+            return []
         if not source.groups:
             self._number(())
-            self.findings.add("the source does not say which parameters are in which group; no groups are written")
+            self.source.findings.add(
+                "the source does not say which parameters are in which group; no groups are written"
+            )
             self._report_matrices()
-            return [], []
+            return []
         # A group is split by what is written for each of its parameters.
-        derived, groups = list[OutputItem](), list[ParameterGroup]()
+        derived, groups = list[OutputTensor | OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
             groups += self._renamed(group, members) if self.is_copied else self._translated(group, members, derived)
         if self.is_copied:
-            return self._entries(groups)
+            return list(self._entries(groups))
         groups = merge_equal(groups)
         if self.like is not None:
-            groups = self.like.arrange(groups, target, self.findings)
+            groups = self.like.arrange(groups, target, self.source.findings)
         if target.common is not None:
-            return [], [_item(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
+            return [written_at(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
         self._number(groups)
         if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
             self._report_schedules(groups)
-        tensors, items = self._entries(groups)
-        return tensors, [*items, *derived]
+        return [*self._entries(groups), *derived]
 
     @property
     def is_copied(self) -> bool:
         """Return whether groups are in the same words, and so are copied but for what rules and the user change."""
-        return self.state.is_same_dialect and self.like is None
+        return self.source.is_same_dialect and self.like is None
 
     def _translated(
-        self, group: ParameterGroup, members: Collection[str], derived: list[OutputItem]
+        self, group: ParameterGroup, members: Collection[str], derived: list[OutputTensor | OutputItem]
     ) -> Iterator[ParameterGroup]:
         """Yield the target's groups for a group of the source, one for each set of options.
 
@@ -116,7 +117,7 @@ class GroupWriter:
         steps = _steps(parameters[name] for name in members if name in parameters) or _steps(parameters.values())
         for name in members:
             if name not in parameters:
-                self.findings.add(
+                self.source.findings.add(
                     f"{name} has no state, and no option says by which method; it is in no group of the target"
                 )
                 continue
@@ -129,7 +130,7 @@ class GroupWriter:
             if "step" in method.options and (step is None or parameter.is_stateless):
                 if {"first", "second"} <= method.slots.keys() and not steps:
                     raise self.state.unknown_steps(parameter)
-                step = max(steps, default=self.source.overrides.step or 0)
+                step = max(steps, default=self.source.choices.step or 0)
             # Most parameters of a group are of one kind, for which options are translated once.
             structure = matrices and (repr(matrices.options()), matrices.is_flat)
             unsaid = self.source.unsaid_options(parameter)
@@ -139,13 +140,13 @@ class GroupWriter:
                 options_by_kind[kind] = self._options(group, parameter, step, template_options, matrices)
             options_by_name[name] = self._noted(parameter, options_by_kind[kind])
             # State that follows from options is not copied from the source, unless nothing changes: it is computed.
-            for slot in () if self.state.is_same_dialect else method.derived:
+            for slot in () if self.source.is_same_dialect else method.derived:
                 derived += self._computed_slot(parameter, slot)
-        yield from _by_options(options_by_name, replace(group, entries={}))
+        yield from _by_options(options_by_name, group)
 
     def _renamed(self, group: ParameterGroup, members: Collection[str]) -> Iterator[ParameterGroup]:
-        """Yield a group in the same words, with the options that rules and the user change for its parameters."""
-        step, changes_by_name = self.source.overrides.step, dict[str, dict[str, object]]()
+        """Yield a group with its stored options, but for those that rules and the user change for its parameters."""
+        step, changes_by_name = self.source.choices.step, dict[str, dict[str, object]]()
         stepped = (self.target.options_called("step") | {STEP}) & group.entries.keys()
         for name in members:
             changes_by_name[name] = dict.fromkeys(stepped, step) if step is not None else {}
@@ -161,8 +162,8 @@ class GroupWriter:
             if NAMES in group.entries and self.source.new_names:
                 changes[NAMES] = self._new_names(group, names)
             is_whole = names == group.parameters
-            entries = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS}
-            yield replace(made, options=changes, entries=entries)
+            options = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS} | changes
+            yield replace(made, options={o: value for o, value in options.items() if value is not _GONE})
 
     def _restructured(self, group: ParameterGroup, parameter: TranslatedParameter) -> dict[str, object]:
         """Return the options of a group that say other matrices, as rules have split or joined the parameter."""
@@ -200,13 +201,13 @@ class GroupWriter:
             if reason := next(filter(None, reasons), ""):
                 hint = self.source.dialect.hints.get("pieces", "give pieces where the optimizer is made")
                 reason += f", and no option says how: {hint}"
-                self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
+                self.source.findings.check(
+                    Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS
+                )
                 return UNKNOWN
         if matrices is not None and matrices.options() is None:
             reason = "its parts are cut into matrices in several ways, and no options say that"
-            self.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
-        if matrices is not None and matrices.is_divided:
-            self.divided.setdefault(parameter.aliases, []).append(parameter.name)
+            self.source.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
         return matrices
 
     def _report_matrices(self) -> None:
@@ -217,9 +218,9 @@ class GroupWriter:
             told = {name: value for name, value in common.items() if value not in (None, 1, False)}
             for name, value in told.items() if common["pieces"] or common["columns"] else ():
                 reason = f"rules have joined it, and no groups of {self.target.name} are written that say it"
-                self.findings.check(Action.SET, f"{name} of {parameter.name}", repr(value), reason=reason)
+                self.source.findings.check(Action.SET, f"{name} of {parameter.name}", repr(value), reason=reason)
 
-    def _computed_slot(self, parameter: TranslatedParameter, slot: str) -> Iterator[OutputItem]:
+    def _computed_slot(self, parameter: TranslatedParameter, slot: str) -> Iterator[OutputTensor | OutputItem]:
         """Yield a slot that follows from a parameter's options and its shape, if they tell it."""
         group, matrices, shape = parameter.group, self._matrices(parameter), parameter.shape
         if group is None or (matrices is not None and not matrices.is_known):
@@ -228,23 +229,18 @@ class GroupWriter:
         if matrices is not None:
             common = {**common, **common_structure(matrices, shape)}
         if (value := self.state.method(parameter).derived[slot](common, shape)) is not None:
-            yield _item(self.state.path(parameter, slot), value)
+            yield written_at(self.state.path(parameter, slot), value)
 
     def own_derived(self) -> Iterator[OutputTensor | OutputItem]:
         """Yield the slots that follow from options, for the source's own program; computed where rules change them."""
         for parameter in self.source.parameters.values():
-            for slot in sorted(self.source.derived):
+            for slot in sorted(self.source.dialect.derived - self.source.left_slots):
                 # The first of several parts says it for the whole.
                 entry = next((source.slots[slot] for source in parameter.sources if slot in source.slots), None)
-                if entry is None:
-                    continue
-                path = self.state.path(parameter, slot)
-                if parameter.regrouped:
+                if entry is not None and parameter.regrouped:
                     yield from self._computed_slot(parameter, slot)
-                elif isinstance(entry, StateRecord):
-                    yield moved(entry, path)
-                else:
-                    yield OutputItem(key_of(path), path, entry)
+                elif entry is not None:
+                    yield written_at(self.state.path(parameter, slot), entry)
 
     def _options(
         self,
@@ -258,7 +254,7 @@ class GroupWriter:
         source, target, method, shape = self.source, self.target, self.state.method(parameter), parameter.shape
         # Within one program, options keep their words; only those of another convention go.
         if parameter.method.shares_options_with(method):
-            is_rescaled = source.overrides.target not in (None, source.dialect.convention)
+            is_rescaled = source.choices.target_convention not in (None, source.dialect.convention)
             omitted = target.unwritten_options if is_rescaled else ()
             options = {option: group.options[option] for option in group.options if option not in omitted}
             findings, unsaid = list[OptionFinding](), source.unsaid_options(parameter)
@@ -271,7 +267,7 @@ class GroupWriter:
                     values = ", ".join(f"{option}={value!r}" for option, value in stated.items())
                     reason = f"unknown to {target.name}"
                     findings.append(OptionFinding(Action.SET, values, (), reason))
-            requested_step, step_option = source.overrides.step, method.options.get("step")
+            requested_step, step_option = source.choices.step, method.options.get("step")
             if requested_step is not None and step_option in options:
                 options[step_option] = requested_step
             return WrittenOptions({**template_options, **options}, unsaid & options.keys(), tuple(findings))
@@ -286,8 +282,8 @@ class GroupWriter:
         has_kernel_dims = len(shape) > 3 and FLATTEN not in stored.common and "momentum" in parameter.method.slots
         if parameter.is_flattened or has_kernel_dims:
             common[FLATTEN] = True
-        stored, methods = replace(stored, common=common), (parameter.method, method)
-        written = write_options(stored, source.dialect, target, methods, shape, template_options)
+        stored = replace(stored, common=common)
+        written = OptionWriter(source.dialect, target, parameter.method, method, stored, shape).write(template_options)
         if not (parameter.is_flattened or has_kernel_dims):
             return written
         evidence = (
@@ -304,13 +300,6 @@ class GroupWriter:
         if written.unsaid:
             self.unsaid[parameter.listed] = written.unsaid
         return written.options
-
-    def report_divided(self) -> None:
-        """Report matrices that rules have cut, as their parts are orthogonalised by themselves from now on."""
-        for parts in self.divided.values():
-            names = sorted({*parts})
-            reason = f"the source orthogonalises it as one; each part is a matrix by itself in {self.target.name}"
-            self.findings.check(Action.LEFT, "a matrix that rules cut", *names, reason=reason)
 
     def _number(self, groups: Collection[ParameterGroup]) -> None:
         """Number the parameters of the target's groups, if the target has numbers and the source has not.
@@ -342,7 +331,7 @@ class GroupWriter:
             )
         # From here on keys of state have numbers.
         self.state.numbers = {name: str(number) for number, name in enumerate(names)}
-        self.findings.check(
+        self.source.findings.check(
             Action.SET,
             "the order of parameters in the optimizer",
             *(f"{number} {name}" for name, number in self.state.numbers.items()),
@@ -358,18 +347,17 @@ class GroupWriter:
         for option in sorted(HISTORY_OPTIONS):
             values = {repr(group.options[option]) for group in groups if option in group.options}
             if values:
-                self.findings.check(
+                self.source.findings.check(
                     Action.SET, f"{option} of groups", *sorted(values), reason=reason, topic=Topic.OPTIONS
                 )
 
-    def _entries(self, groups: Sequence[ParameterGroup]) -> tuple[list[OutputTensor], list[OutputItem]]:
-        """Return the options of the target's groups: their ``entries`` as they are, but for those written again."""
-        template = self.target.option
+    def _entries(self, groups: Sequence[ParameterGroup]) -> Iterator[OutputTensor | OutputItem]:
+        """Yield the options of the target's groups: copies of stored ones, and values."""
+        template, counts = self.target.option, Counter[str]()
         assert template is not None
-        tensors, items, counts = list[OutputTensor](), list[OutputItem](), Counter[str]()
         # With flat keys, torch takes groups with equal values for one.
         names_by_values: defaultdict[str, list[str]] = defaultdict(list)
-        for group in groups:
+        for group in () if self.is_copied else groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
         for group in groups:
             options, is_listed = dict(group.options), bool(group.positions) if self.is_copied else template.listed
@@ -383,18 +371,11 @@ class GroupWriter:
                 number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
                 counts[chain_name] = number + 1
                 places = [{"group": str(number), "chain": chain_name}]
-                options |= {} if PARAMS in group.entries else {PARAMS: self._listing(group.parameters)}
-            # Changed options are written again; all else is copied, for each name where it is by name.
-            for option in {**group.entries, **options}:
-                entry = group.entries.get(option)
-                for path in [template.write(**place, option=option) for place in places]:
-                    if option in options:
-                        items += [_item(path, options[option])] if options[option] is not _GONE else []
-                    elif isinstance(entry, StateRecord):
-                        tensors.append(moved(entry, path))
-                    else:
-                        items.append(OutputItem(key_of(path), path, entry))
-        return tensors, items
+                names, numbers = group.parameters, self.state.numbers
+                listing = [int(numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
+                options.setdefault(PARAMS, listing)
+            for option, value in options.items():
+                yield from (written_at(template.write(**place, option=option), value) for place in places)
 
     def _named_places(self, group: ParameterGroup) -> Iterator[dict[str, str]]:
         """Yield the fields of keys that have the options of a group by name, in the optimizer of each parameter."""
@@ -416,9 +397,6 @@ class GroupWriter:
         for member in members:
             names += [name for name, parts in self.other_names.get(member, ()) if {*parts} <= {*members}]
         return names
-
-    def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
-        return [int(self.state.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
 
     @property
     def _common_items(self) -> list[Blob]:
@@ -501,7 +479,3 @@ def _by_options(
 
 def _steps(parameters: Iterable[TranslatedParameter]) -> set[int]:
     return {p.step for p in parameters if p.step is not None and not p.is_stateless}
-
-
-def _item(path: KeyPath, value: object) -> OutputItem:
-    return OutputItem(key_of(path), path, data=plain_item(value))

@@ -87,17 +87,14 @@ def common_options(
         dialect.method_option,
     }
     common: dict[str, Any] = dict(dialect.constant_options.get(method.name, {}))
-    for coding in method.codings:
-        common |= coding.read({option: options[option] for option in coding.options if option in options}, shape)
-    common |= {name: options[option] for name, option in method.options.items() if option in options}
+    for coding in method.encodings:
+        common |= coding.decode(options, shape)
     if "ns_coefficients" in common:
         with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays unchanged
             common["ns_coefficients"] = plain_coefficients(common["ns_coefficients"])
     common |= {option: value for option, value in options.items() if option in HISTORY_OPTIONS}
     # A number with which no update is possible is said, and goes nowhere.
-    option_names: dict[str, tuple[str, ...]] = {name: (option,) for name, option in method.options.items()}
-    for coding in method.codings:
-        option_names |= dict.fromkeys(coding.common, coding.options)
+    option_names = {name: coding.options for coding in method.encodings for name in coding.common}
     for name, (least, largest, words) in _RANGES.items():
         value = common.get(name)
         if isinstance(value, int | float) and not least <= value <= largest:
@@ -131,42 +128,12 @@ class WrittenOptions:
     findings: tuple[OptionFinding, ...] = ()
 
 
-def write_options(
-    stored: GroupOptions,
-    source: Dialect,
-    target: Dialect,
-    methods: tuple[StoredMethod, StoredMethod],
-    shape: Index,
-    template_options: Mapping[str, object],
-) -> WrittenOptions:
-    """Translate a group's options to the target's names and values.
+@dataclass(frozen=True, slots=True)
+class OptionWriter:
+    """Translates the options of a group to the target's names and values, and reports the lost and the added ones.
 
     The stored options of the source count first, then the template, then a new optimizer of the target's program; what
     none of them has, the running optimizer keeps.
-
-    Args:
-        methods: how the source and the target store the state.
-        template_options: of the run that the result is for; they count where the source says nothing.
-    """
-    writer = _OptionWriter(source, target, *methods, stored, shape)
-    # Options that the target can express, and others: a loss that would change the update is refused.
-    target_options, losses = writer.translated()
-    writer.report_losses(losses)
-    writer.report_constants()
-    writer.report_private()
-    # Options that the source leaves out.
-    target_options |= writer.template_additions(target_options, template_options)
-    defaults = writer.default_additions(target_options, losses)
-    target_options |= defaults
-    writer.report_missing(target_options)
-    if target.method_option:
-        target_options[target.method_option] = methods[1].name
-    return WrittenOptions(target_options, frozenset(writer.unsaid), tuple(writer.findings))
-
-
-@dataclass(frozen=True, slots=True)
-class _OptionWriter:
-    """Writes the options of groups of one method for the target's program, and reports the lost and the added ones.
 
     Attributes:
         source_method, method: how the source and the target store the state.
@@ -183,14 +150,28 @@ class _OptionWriter:
     unsaid: set[str] = field(default_factory=set)
     findings: list[OptionFinding] = field(default_factory=list)
 
-    def translated(self) -> tuple[dict[str, object], dict[str, object]]:
+    def write(self, template_options: Mapping[str, object]) -> WrittenOptions:
+        """Return the target's options; those of a template count where the source says nothing."""
+        # Options that the target can express, and others: a loss that would change the update is refused.
+        target_options, losses = self._translated()
+        self._report_losses(losses)
+        self._report_constants()
+        self._report_private()
+        # Options that the source leaves out.
+        target_options |= self._template_additions(target_options, template_options)
+        target_options |= self._default_additions(target_options, losses)
+        self._report_missing(target_options)
+        if self.target.method_option:
+            target_options[self.target.method_option] = self.method.name
+        return WrittenOptions(target_options, frozenset(self.unsaid), tuple(self.findings))
+
+    def _translated(self) -> tuple[dict[str, object], dict[str, object]]:
         """Return the common options by the target's names, and by common name the values that it cannot store."""
-        method, common, losses = self.method, self.stored.common, dict[str, object]()
-        target_options = {option: common[name] for name, option in method.options.items() if name in common}
-        translatable_names = {*method.options, *HISTORY_OPTIONS, "step"}
+        common, target_options, losses = self.stored.common, dict[str, object](), dict[str, object]()
+        translatable_names = {*HISTORY_OPTIONS, "step"}
         # A coding says several options together, or none.
-        for coding in method.codings:
-            meanings = {name: common[name] for name in coding.common if name in common}
+        for coding in self.method.encodings:
+            meanings = coding.meanings(common)
             encoded = coding.write(meanings, self.shape)
             translatable_names |= {*coding.common}
             if encoded is None:
@@ -206,7 +187,7 @@ class _OptionWriter:
             del target_options[option]
         return target_options, losses
 
-    def report_losses(self, losses: Mapping[str, object]) -> None:
+    def _report_losses(self, losses: Mapping[str, object]) -> None:
         """Report values that the target cannot store, in the source's words.
 
         Raises:
@@ -241,8 +222,7 @@ class _OptionWriter:
             if name not in coding.common:
                 continue
             if name in FUSION:  # rules may have changed it
-                meanings = {other: self.stored.common[other] for other in coding.common if other in self.stored.common}
-                return coding.write(meanings, self.shape) or {name: value}
+                return coding.write(coding.meanings(self.stored.common), self.shape) or {name: value}
             options = coding.options if name not in coding.options else (name,)
             return {o: group_options[o] for o in options if o in group_options} or {name: value}
         return {name: value}
@@ -254,14 +234,14 @@ class _OptionWriter:
             option: self.method.default_options[option] for option in options if option in self.method.default_options
         }
 
-    def report_constants(self) -> None:
+    def _report_constants(self) -> None:
         """Report the constants of the target's program, with which it computes whatever the source did and left out."""
         for name in sorted(self._constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys()):
             hint = self.source.hints.get(name, "unknown")
             reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
             self._report(Action.SET, {name: self._constants[name]}, reason)
 
-    def report_private(self) -> None:
+    def _report_private(self) -> None:
         """Report options without a common name, which stay behind, as the target may mean something else by them."""
         target_names = set[str]().union(*(method.all_options for method in self.target.methods))
         for option, value in sorted(self.stored.private.items()):
@@ -272,7 +252,7 @@ class _OptionWriter:
                 reason = f"nothing says that it means what {self.target.name}'s option of this name does"
             self._report(Action.LEFT, {option: value}, reason)
 
-    def template_additions(
+    def _template_additions(
         self, target_options: Mapping[str, object], template_options: Mapping[str, object]
     ) -> dict[str, object]:
         """Return the template's options that the source does not say; those that change no update are not reported."""
@@ -283,7 +263,7 @@ class _OptionWriter:
             self._report(Action.CARRIED, {option: additions[option]}, reason)
         return additions
 
-    def default_additions(
+    def _default_additions(
         self, target_options: Mapping[str, object], losses: Mapping[str, object]
     ) -> dict[str, object]:
         """Return options of a new optimizer of the target's program, which cannot run without them."""
@@ -302,11 +282,9 @@ class _OptionWriter:
                 additions.setdefault(option, value)
         return additions
 
-    def report_missing(self, target_options: Mapping[str, object]) -> None:
+    def _report_missing(self, target_options: Mapping[str, object]) -> None:
         """Report options that the target's program needs and no source gives: the running optimizer decides them."""
-        required = {*self.method.options.values()}
-        for coding in self.method.codings:
-            required |= set() if coding.optional else {*coding.options}
+        required = {o for coding in self.method.encodings if not coding.optional for o in coding.options}
         stated = {*target_options, *self.target.unwritten_options, self.method.options.get("step")}
         for option in sorted(required - stated):
             reason = f"{self._silence(option)}; the running optimizer's stays"
@@ -322,8 +300,8 @@ class _OptionWriter:
 
     def _silence(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
-        names = {option: name for name, option in self.method.options.items()}
-        for coding in self.method.codings:
+        names: dict[str, str] = {}
+        for coding in self.method.encodings:
             names |= {o: o if o in coding.common else next(iter(coding.common), "") for o in coding.options}
         hint = self.source.hints.get(names.get(option, ""), "")
         return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
@@ -351,8 +329,7 @@ def structure_options(dialect: Dialect) -> frozenset[str]:
     """Return a program's options that say which matrices are in a parameter, and those that name parameters."""
     names = {NAMES, "name"}
     for method in dialect.methods:
-        names |= {option for name, option in method.options.items() if name in FUSION}
-        names.update(*(coding.options for coding in method.codings if not {*FUSION}.isdisjoint(coding.common)))
+        names.update(*(coding.options for coding in method.encodings if not {*FUSION}.isdisjoint(coding.common)))
     return frozenset(names)
 
 
@@ -368,11 +345,8 @@ def restructured_options(
     """Return a program's own options of a group with those for these matrices."""
     common = {"pieces": None, **common_structure(matrices, shape)}
     restructured, losses = dict(options), dict[str, object]()
-    for name in common.keys() & method.options.keys():
-        restructured[method.options[name]] = common[name]
-    for coding in method.codings:
-        meanings = {name: common[name] for name in coding.common if name in common}
-        if not meanings:
+    for coding in method.encodings:
+        if not (meanings := coding.meanings(common)):
             continue
         encoded = coding.write(meanings, shape)
         losses |= meanings if encoded is None else {}
@@ -382,8 +356,7 @@ def restructured_options(
                 restructured[option] = coding.neutral[option]
         restructured |= encoded or {}
         common = {name: value for name, value in common.items() if name not in meanings}
-    unsaid = {name: value for name, value in common.items() if name not in method.options}
-    losses |= {name: value for name, value in unsaid.items() if value != _SILENT_VALUES[name]}
+    losses |= {name: value for name, value in common.items() if value != _SILENT_VALUES[name]}
     reason = f"{target.name} has no option for it"
     findings = tuple(OptionFinding(Action.SET, name, (repr(value),), reason) for name, value in losses.items())
     return WrittenOptions(restructured, findings=findings)

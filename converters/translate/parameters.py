@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import chain
@@ -23,11 +23,11 @@ from ...programs.model_view import AVERAGES, Entry, ModelView, ParameterGroup, R
 from ...programs.signs import GROUP_MEMBERS, unsaid_by_name
 from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
-from ..engine.outputs import OutputTensor, unnamed_state
-from .conventions import Overrides, WeightsFrom, agreed_convention
+from ..engine.outputs import Findings, OutputTensor, unnamed_state
+from .choices import TranslationChoices
+from .conventions import WeightsFrom, agreed_convention
 from .groups import common_options, structure_options
 from .matrices import UNKNOWN, Matrices
-from .names import NameRules
 from .parse import other_items
 from .structure import TranslatedParameter, apply_rules, unflattened
 
@@ -38,31 +38,38 @@ class TranslatedModel:
 
     Attributes:
         detected: the source's dialect, and why it is this one.
-        view: of the whole source, and its ``provenance``.
+        view: of the whole source.
         parameters: by the target's names.
         groups: in the source's order, each with the names of its parameters for the target's groups.
-        derived: slots that follow from options, if the source's own program gets them back.
+        left_slots: those that are not written.
         tensors, items: copied ones, neither weight nor state nor option.
         left_out: the keys of omitted weights and state, each with its slot.
         private: the keys of omitted items that only the source's program can use.
+        findings: gets every difference from the source.
     """
 
-    detected: Detected
-    view: ModelView
-    provenance: Mapping[str, Any]
+    choices: TranslationChoices
+    manifest: Manifest
     values: Values
-    overrides: Overrides
+    detected: Detected
+    target: Dialect
+    view: ModelView
     parameters: Mapping[str, TranslatedParameter]
     groups: tuple[tuple[ParameterGroup, tuple[str, ...]], ...]
-    derived: Set[str]
+    left_slots: Set[str]
     tensors: tuple[StateRecord, ...]
     items: tuple[Blob, ...]
     left_out: Mapping[str, str]
     private: tuple[str, ...]
+    findings: Findings = field(default_factory=Findings)
 
     @property
     def dialect(self) -> Dialect:
         return self.detected.dialect
+
+    @property
+    def is_same_dialect(self) -> bool:
+        return self.target is self.dialect
 
     @property
     def stateful(self) -> list[TranslatedParameter]:
@@ -80,7 +87,7 @@ class TranslatedModel:
 
     @cached_property
     def _unsaid(self) -> Mapping[str, frozenset[str]]:
-        return unsaid_by_name(self.provenance)
+        return unsaid_by_name(self.manifest.provenance)
 
     def unsaid_options(self, parameter: TranslatedParameter) -> frozenset[str]:
         """Return the options of a parameter's group that the source has from no run, but from a new optimizer."""
@@ -95,25 +102,19 @@ class TranslatedModel:
     def renamed_members(self) -> dict[str, list[list[str]]]:
         """Return what the provenance says of the members of Megatron's groups, under the target's names."""
         members: dict[str, list[list[str]]] = {}
-        for chain_name, groups in self.provenance.get(GROUP_MEMBERS, {}).items():
+        for chain_name, groups in self.manifest.provenance.get(GROUP_MEMBERS, {}).items():
             members[chain_name] = []
             for names in groups:
                 new_names = chain.from_iterable(self.new_names.get(name, (name,)) for name in names)
                 members[chain_name].append([*dict.fromkeys(new_names)])
         return members
 
-    @property
-    def ungrouped(self) -> list[str]:
-        """The names of parameters with state that are in no group, where the source does not say whose groups are."""
-        grouped = set[str]().union(*(members for _, members in self.groups))
-        return [parameter.name for parameter in self.stateful if parameter.listed not in grouped]
-
     def convention(self, parameter: TranslatedParameter) -> tuple[Convention | None, str]:
         """Return the convention of a parameter's momentum, and why it is this one.
 
         A program's convention counts only for groups that may be the program's.
         """
-        dialect, requested = self.dialect, self.overrides.convention
+        dialect, requested = self.dialect, self.choices.convention
         slot = parameter.method.slots["momentum"]
         parts = [source.state[slot] for source in parameter.sources if slot in source.state]
         recorded = {f"the manifest ({part.key})": part.convention for part in parts}
@@ -147,7 +148,7 @@ class TranslatedModel:
 
     def mu(self, parameter: TranslatedParameter) -> float | None:
         """Return the momentum coefficient of the parameter's group, or the user's."""
-        option, requested = parameter.method.options.get("momentum", ""), self.overrides.mu
+        option, requested = parameter.method.options.get("momentum", ""), self.choices.mu
         stored = _option(parameter.group, option)
         if stored is None:
             return requested
@@ -185,32 +186,26 @@ def translate_model(
     values: Values,
     detected: Detected,
     target: Dialect,
-    rules: NameRules,
-    overrides: Overrides,
-    drop: frozenset[str],
+    choices: TranslationChoices,
 ) -> TranslatedModel:
     """Give the parameters of a view the target's names, and choose what of the checkpoint is written.
-
-    Args:
-        rules: from the source's names to the target's.
-        drop: slots to leave out.
 
     Raises:
         SourceError: state belongs to no method or to several; or parts of a parameter differ.
         TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
-    dialect = detected.dialect
+    dialect, rules, drop = detected.dialect, choices.rules, choices.drop
     slots = set[str]().union(*(parameter.slots for parameter in view.parameters.values()))
     if missing := sorted(drop - slots):
         raise TargetError(
             f"no slot {missing[0]!r} to drop; the slots of {dialect.name} here are {', '.join(sorted(slots))}"
         )
     # Not written: slots that the user drops, and state that the target's program computes again, or cannot use.
-    if overrides.weights is WeightsFrom.MODEL:
+    if choices.weights is WeightsFrom.MODEL:
         drop |= dialect.slots_called("master")
     left_slots = drop if dialect is target else drop | dialect.derived
-    stored, left_out = _stored_parameters(view, dialect, left_slots, overrides.weights)
+    stored, left_out = _stored_parameters(view, dialect, left_slots, choices.weights)
     others: list[Entry] = [*view.tensors_of(Role.OTHER), *other_items(manifest, dialect)]
     for entry in others if dialect.opaque != target.opaque else ():
         if _matches(entry, dialect.opaque):
@@ -237,29 +232,34 @@ def translate_model(
                 f"{rules.rules[0]}"
             )
         stored = renamed
-    states = _States(view, dialect, values, overrides, drop, left_slots)
-    states.refuse_ungrouped(stored.values())
-    parameters = {name: states.of(parameter) for name, parameter in stored.items()}
+    model = TranslatedModel(
+        choices,
+        manifest,
+        values,
+        detected,
+        target,
+        view,
+        stored,
+        (),
+        left_slots,
+        tuple(entry for entry in copied if isinstance(entry, StateRecord)),
+        tuple(entry for entry in copied if isinstance(entry, Blob)),
+        left_out,
+        tuple(entry_keys(private)),
+    )
+    _refuse_ungrouped(model)
+    parameters = {name: _with_method(model, parameter) for name, parameter in stored.items()}
     if not target.numbered:
         _refuse_numbers(manifest, view, parameters)
     if rules.rules or dialect is not target:
         _refuse_vectors(parameters.values(), dialect)
     _refuse_other_shapes(p for p in parameters.values() if p.regrouped or dialect is not target)
     groups = _with_members(view.groups, parameters, structure_options(dialect))
-    return TranslatedModel(
-        detected,
-        view,
-        manifest.provenance,
-        values,
-        overrides,
-        parameters | states.stateless(groups, parameters),
-        groups,
-        dialect.derived - left_slots,
-        tuple(entry for entry in copied if isinstance(entry, StateRecord)),
-        tuple(entry for entry in copied if isinstance(entry, Blob)),
-        left_out,
-        tuple(entry_keys(private)),
-    )
+    parameters |= _stateless(model, groups, parameters)
+    if target is not dialect:
+        has_method = (p for p in parameters.values() if p.is_stateful or p.is_stateless)
+        target = target.with_optimizers_of(parameter.method.name for parameter in has_method)
+    return replace(model, target=target, parameters=parameters, groups=groups)
 
 
 def _matches(entry: Entry, globs: Collection[str]) -> bool:
@@ -325,128 +325,112 @@ def _matrices(parameter: TranslatedParameter, dialect: Dialect, values: Values) 
     return Matrices.of(common, shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
-    """Tells the method, the group and the number of steps of parameters by their state.
+def _refuse_ungrouped(model: TranslatedModel) -> None:
+    """Refuse state of parameters that are in no group: their rates are unknown."""
+    grouped = model.view.groups_by_name.keys()
+    if not grouped or model.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
+        return
+    stateful = [parameter.aliases for parameter in model.parameters.values() if {*parameter.tensors} != {None}]
+    if ungrouped := sorted(aliases[0] for aliases in stateful if grouped.isdisjoint(aliases)):
+        without_state = sorted(grouped - set[str]().union(*stateful))
+        raise SourceError(
+            f"found state of {listed(ungrouped)}, which no parameter group of {model.dialect.name} lists"
+            + (f" (groups list {listed(without_state)}, which has none)" if without_state else "")
+            + ", so their options would be lost: give `rules=` that make the names of both the same, or "
+            "first make a copy without that state, by `select=` of muonckpt.convert"
+        )
 
-    Attributes:
-        dropped: the slots that the user leaves out; ``left_slots`` all that are left out.
+
+def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> TranslatedParameter:
+    """Return a parameter with its method, group and number of steps, if it has state."""
+    name, dialect = parameter.name, model.dialect
+    # Slots tell the method; the group may name it, or count the steps that no slot counts.
+    counters = dialect.slots_called("step") - dialect.derived - model.left_slots
+    slots = {slot for slot in parameter.tensors if slot is not None}
+    slots |= {slot for source in parameter.sources for slot in source.slots if slot in counters}
+    if not slots:
+        return parameter
+    groups = (model.view.groups_by_name.get(alias) for alias in parameter.aliases)
+    group = next(filter(None, groups), None)
+    if group and (foreign := dialect.foreign_method(group.options)):
+        foreign_name, signs = foreign[0].name, foreign[1]
+        raise UnknownOptimizerError(
+            f"parameter {name!r}: its group has {signs} as groups of {foreign_name} have, whose state cannot be "
+            "translated; first make a copy without its state, by `select=` of muonckpt.convert"
+        )
+    method = dialect.method(
+        frozenset(slots), _option(group, dialect.method_option), name, model.left_slots - dialect.derived
+    )
+    if group and (strange := sorted(method.absent_options & group.options.keys())):
+        raise SourceError(
+            f"parameter {name!r} has {', '.join(sorted(slots))} as {method.name} of {dialect.name} "
+            f"has, but its group has {strange[0]!r}, which {method.name} lacks: state of another method was lost; "
+            "look for it with muonckpt.verify, or make a copy without the others, by `select=` of muonckpt.convert"
+        )
+    # State of several optimizers cannot become state of one.
+    chains: set[str] = set()
+    for source in parameter.sources:
+        for entry in source.slots.values():
+            chains.add((dialect.state.read(entry.path) or {}).get("chain", ""))
+    parameter = replace(parameter, method=method, group=group, chains=frozenset(chains))
+    return replace(parameter, step=_step(model, parameter))
+
+
+def _step(model: TranslatedModel, parameter: TranslatedParameter) -> int | None:
+    """Return the number of updates: the user's, that of the counters of all parts, or else that of the group."""
+    if model.choices.step is not None:
+        return model.choices.step
+    counts, group = list(map(model.values.read, parameter.counters)), parameter.group
+    option = parameter.method.options.get("step", STEP)
+    if not counts and group is not None and option in group.options:
+        counts = [group.options[option]]
+    counts = counts or [model.view.counts[alias] for alias in parameter.aliases if alias in model.view.counts]
+    for count in counts:
+        if not (isinstance(count, int | float) and count == count // 1):
+            raise SourceError(
+                f"parameter {parameter.name!r}: expected a whole number of steps, found {count!r}; give `step=`"
+            )
+    steps = {int(count) for count in counts}
+    if len(steps) > 1:
+        raise SourceError(f"parameter {parameter.name!r} is made of parts that have taken {sorted(steps)} steps")
+    return steps.pop() if steps else None
+
+
+def _stateless(
+    model: TranslatedModel,
+    groups: Iterable[tuple[ParameterGroup, tuple[str, ...]]],
+    parameters: Mapping[str, TranslatedParameter],
+) -> dict[str, TranslatedParameter]:
+    """Return the parameters in groups that have no state, where an option or their siblings tell the method.
+
+    Programs that make state at a parameter's first update save none for parameters that never had a gradient.
     """
-
-    view: ModelView
-    dialect: Dialect
-    values: Values
-    overrides: Overrides
-    dropped: Set[str]
-    left_slots: Set[str]
-
-    def refuse_ungrouped(self, parameters: Iterable[TranslatedParameter]) -> None:
-        """Refuse state of parameters that are in no group: their rates are unknown."""
-        grouped = self.view.groups_by_name.keys()
-        if not grouped or self.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
-            return
-        stateful = [parameter.aliases for parameter in parameters if {*parameter.tensors} != {None}]
-        if ungrouped := sorted(aliases[0] for aliases in stateful if grouped.isdisjoint(aliases)):
-            without_state = sorted(grouped - set[str]().union(*stateful))
-            raise SourceError(
-                f"found state of {listed(ungrouped)}, which no parameter group of {self.dialect.name} lists"
-                + (f" (groups list {listed(without_state)}, which has none)" if without_state else "")
-                + ", so their options would be lost: give `rules=` that make the names of both the same, or "
-                "first make a copy without that state, by `select=` of muonckpt.convert"
-            )
-
-    def of(self, parameter: TranslatedParameter) -> TranslatedParameter:
-        """Return a parameter with its method, group and number of steps, if it has state."""
-        name, dialect = parameter.name, self.dialect
-        # Slots tell the method; the group may name it, or count the steps that no slot counts.
-        counters = dialect.slots_called("step") - dialect.derived - self.left_slots
-        slots = {slot for slot in parameter.tensors if slot is not None}
-        slots |= {slot for source in parameter.sources for slot in source.slots if slot in counters}
-        if not slots:
-            return parameter
-        groups = (self.view.groups_by_name.get(alias) for alias in parameter.aliases)
-        group = next(filter(None, groups), None)
-        if group and (foreign := dialect.foreign_method(group.options)):
-            foreign_name, signs = foreign[0].name, foreign[1]
-            raise UnknownOptimizerError(
-                f"parameter {name!r}: its group has {signs} as groups of {foreign_name} have, whose state cannot be "
-                "translated; first make a copy without its state, by `select=` of muonckpt.convert"
-            )
-        method = dialect.method(frozenset(slots), _option(group, dialect.method_option), name, self.dropped)
-        if group and (strange := sorted(method.absent_options & group.options.keys())):
-            raise SourceError(
-                f"parameter {name!r} has {', '.join(sorted(slots))} as {method.name} of {dialect.name} "
-                f"has, but its group has {strange[0]!r}, which {method.name} lacks: state of another method was lost; "
-                "look for it with muonckpt.verify, or make a copy without the others, by `select=` of muonckpt.convert"
-            )
-        # State of several optimizers cannot become state of one.
-        chains: set[str] = set()
-        for source in parameter.sources:
-            for entry in source.slots.values():
-                chains.add((dialect.state.read(entry.path) or {}).get("chain", ""))
-        # Each part has a counter of its own, or the group counts for all.
-        slot = method.slots.get("step", "")
-        entries = [source.slots[slot] for source in parameter.sources if slot in source.slots]
-        step = self._step(parameter, entries, group, method.options.get("step", STEP))
-        counter = entries[0] if entries else None
-        return replace(parameter, method=method, group=group, step=step, counter=counter, chains=frozenset(chains))
-
-    def _step(
-        self, parameter: TranslatedParameter, counters: Sequence[Entry], group: ParameterGroup | None, option: str
-    ) -> int | None:
-        """Return the number of updates: the user's, that of the counters, or else that of the group."""
-        if self.overrides.step is not None:
-            return self.overrides.step
-        counts = list(map(self.values.read, counters))
-        if not counts and group is not None and option in group.options:
-            counts = [group.options[option]]
-        counts = counts or [self.view.counts[alias] for alias in parameter.aliases if alias in self.view.counts]
-        for count in counts:
-            if not (isinstance(count, int | float) and count == count // 1):
-                raise SourceError(
-                    f"parameter {parameter.name!r}: expected a whole number of steps, found {count!r}; give `step=`"
-                )
-        steps = {int(count) for count in counts}
-        if len(steps) > 1:
-            raise SourceError(f"parameter {parameter.name!r} is made of parts that have taken {sorted(steps)} steps")
-        return steps.pop() if steps else None
-
-    def stateless(
-        self,
-        groups: Iterable[tuple[ParameterGroup, tuple[str, ...]]],
-        parameters: Mapping[str, TranslatedParameter],
-    ) -> dict[str, TranslatedParameter]:
-        """Return the parameters in groups that have no state, where an option or their siblings tell the method.
-
-        Programs that make state at a parameter's first update save none for parameters that never had a gradient.
-        """
-        # Siblings in a group share a method, unless an option names it for each; groups of one have their optimizer's.
-        stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
-        parameters_of_chain: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
-        for parameter in stateful.values() if self.dialect.chained else ():
-            for chain_name in parameter.chains:
-                parameters_of_chain[chain_name].append(parameter)
-        stateless: dict[str, TranslatedParameter] = {}
-        for group, members in groups:
-            siblings = [stateful[name] for name in members if name in stateful]
-            if not siblings and not group.positions:
-                siblings = parameters_of_chain[group.chain]
-            missing = [name for name in members if name not in stateful]
-            methods = [parameter.method for parameter in siblings]
-            if missing and self.dialect.method_option in group.options:
-                method_name = _option(group, self.dialect.method_option)
-                # The siblings' come first, as they may have masters.
-                methods = [m for m in (*methods, *self.dialect.methods) if m.name == method_name]
-            elif len({method.name for method in methods}) > 1:
-                methods = []
-            chains = siblings[0].chains if siblings else frozenset([group.chain])
-            for name in missing if methods else ():
-                parameter = parameters.get(name, TranslatedParameter(name, name, (name,)))
-                if parameter.weight and not methods[0].steps_shape(parameter.shape):
-                    continue  # it is stepped otherwise than its siblings
-                parameter = replace(parameter, method=methods[0], group=group, step=0, chains=chains)
-                stateless[name] = replace(parameter, is_stateless=True)
-        return stateless
+    # Siblings in a group share a method, unless an option names it for each; groups of one have their optimizer's.
+    stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
+    parameters_of_chain: defaultdict[str, list[TranslatedParameter]] = defaultdict(list)
+    for parameter in stateful.values() if model.dialect.chained else ():
+        for chain_name in parameter.chains:
+            parameters_of_chain[chain_name].append(parameter)
+    stateless: dict[str, TranslatedParameter] = {}
+    for group, members in groups:
+        siblings = [stateful[name] for name in members if name in stateful]
+        if not siblings and not group.positions:
+            siblings = parameters_of_chain[group.chain]
+        missing = [name for name in members if name not in stateful]
+        methods = [parameter.method for parameter in siblings]
+        if missing and model.dialect.method_option in group.options:
+            method_name = _option(group, model.dialect.method_option)
+            # The siblings' come first, as they may have masters.
+            methods = [m for m in (*methods, *model.dialect.methods) if m.name == method_name]
+        elif len({method.name for method in methods}) > 1:
+            methods = []
+        chains = siblings[0].chains if siblings else frozenset([group.chain])
+        for name in missing if methods else ():
+            parameter = parameters.get(name, TranslatedParameter(name, name, (name,)))
+            if parameter.weight and not methods[0].steps_shape(parameter.shape):
+                continue  # it is stepped otherwise than its siblings
+            stateless[name] = replace(parameter, method=methods[0], group=group, step=0, chains=chains)
+    return stateless
 
 
 def _refuse_vectors(parameters: Iterable[TranslatedParameter], dialect: Dialect) -> None:

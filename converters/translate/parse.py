@@ -26,15 +26,14 @@ NAMES = "param_names"
 _SCALAR = bool | int | float | str | None
 
 
-def parse(manifest: Manifest, values: Values, dialect: Dialect) -> ModelView:
+def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[ParameterGroup, ...]) -> ModelView:
     """Return the view of a checkpoint, whose parameters have the names that keys say, or that are recorded of numbers.
 
     Raises:
-        SourceError: a group does not list its parameters, state is not recognised, or two optimizers have state of one
-            parameter.
+        SourceError: state is not recognised, or two optimizers have state of one parameter.
     """
     # Numbers get the names that groups or the manifest record, so that rules and other programs know them.
-    groups, names = stored_groups(manifest, dialect, values), dict[str, str]()
+    names: dict[str, str] = {}
     if dialect.numbered:
         groups, names = name_numbers(groups, values)
         names |= _recorded_names(manifest, dialect)
@@ -224,10 +223,10 @@ def _groups_in_common(manifest: Manifest, dialect: Dialect, values: Values) -> I
 
 def _common_counts(manifest: Manifest, dialect: Dialect, values: Values) -> dict[str, int]:
     """Return the number of updates that an optimizer in Megatron's common state counts for all its parameters."""
-    names, counts = _names_by_chain(manifest, dialect) if dialect.common else {}, dict[str, int]()
-    for _, chain, _, count in _common_optimizers(manifest, dialect, values) if names else ():
+    counts: dict[str, int] = {}
+    for _, chain, _, count in _common_optimizers(manifest, dialect, values):
         if isinstance(count, int):
-            counts |= dict.fromkeys(names.get(chain, ()), count)
+            counts |= dict.fromkeys(_names_by_chain(manifest, dialect).get(chain, ()), count)
     return counts
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from ...names.wording import counted
-from ...programs.dialect import Dialect
-from ...record.record import Manifest
 from ...store.formats.torch_save.inert_pickle import Record
-from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, Findings, Topic
+from ..engine.outputs import Action, Topic
 from .parameters import TranslatedModel
 
 _MASTERS = (
@@ -25,32 +22,41 @@ _PARTS = (
 _ARGUMENTS = "args"
 
 
-def report_arguments(manifest: Manifest, values: Values, source: Dialect, target: Dialect, findings: Findings) -> None:
+def report_arguments(model: TranslatedModel) -> None:
     """Report what the arguments of the source's run say of its update, unless the target's program has the same."""
-    if source.arguments is None or target.arguments is source.arguments:
+    source = model.dialect
+    if source.arguments is None or model.target.arguments is source.arguments:
         return
     # They are a namespace in the program's own item, with only plain values read.
     arguments: dict[str, object] = {}
-    for blob in manifest.blobs:
+    for blob in model.manifest.blobs:
         if source.holds_groups(blob.path) or blob.path == (_ARGUMENTS,):
-            state = values.parts(blob)
+            state = model.values.parts(blob)
             state = state[0] if isinstance(state, list) and state else state
             namespace = state.get(_ARGUMENTS) if isinstance(state, dict) else state
             if isinstance(namespace, Record) and isinstance(namespace.state, dict):
                 arguments |= namespace.state
     for subject, settings, reason in source.arguments(arguments):
-        findings.check(Action.SET, subject, *settings, reason=reason)
+        model.findings.check(Action.SET, subject, *settings, reason=reason)
 
 
-def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -> None:
+def report_losses(model: TranslatedModel) -> None:
     """Report what the target's program has no use for, or what it takes to use it."""
-    source = model.dialect
+    source, target, findings, step = model.dialect, model.target, model.findings, model.choices.step
     if model.private:
         reason = f"{target.name} has no use for them"
         findings.check(Action.LEFT, "items of the program", *model.private, reason=reason, topic=Topic.ALL)
-    if model.overrides.step is not None:
+    if step is not None:
         reason = "`step=` says so; what the source has is not read"
-        findings.check(Action.SET, "the number of steps", str(model.overrides.step), reason=reason)
+        findings.check(Action.SET, "the number of steps", str(step), reason=reason)
+    # The parts of a matrix that rules cut are orthogonalised by themselves from now on.
+    parts_by_source: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for parameter in model.listed.values():
+        if parameter.regrouped and "momentum" in parameter.method.slots and parameter.matrices.is_divided:
+            parts_by_source[parameter.aliases].append(parameter.name)
+    for names in parts_by_source.values():
+        reason = f"the source orthogonalises it as one; each part is a matrix by itself in {target.name}"
+        findings.check(Action.LEFT, "a matrix that rules cut", *sorted(names), reason=reason)
     if target is source:
         return
     # Where no program is known, slots alone tell methods, and other programs may mean others by them.
@@ -59,7 +65,9 @@ def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -
         for (method, slots), count in methods.items():
             parameters = counted(count, "parameter")
             findings.add(f"the state of {parameters} was taken for {method} by its slots alone ({slots})")
-    if model.groups and (ungrouped := model.ungrouped):
+    grouped = set[str]().union(*(members for _, members in model.groups))
+    ungrouped = [parameter.name for parameter in model.stateful if parameter.listed not in grouped]
+    if model.groups and ungrouped:
         reason = f"{source.name} does not say in which of its groups they are; the running optimizer's stay"
         findings.check(Action.SET, f"options of {counted(len(ungrouped), 'parameter')}", reason=reason)
     # Options by name that are those of several parameters are of one that is stored in parts.

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...names.errors import SourceError
 from ...names.keys import key_of
-from ...programs.detection import detect, locate_dialect, target_of
-from ...programs.dialect import Dialect, Template
+from ...programs.detection import detect, target_of
+from ...programs.dialect import Template
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import Outputs, OutputTensor, unchanged
-from .conventions import Overrides
-from .groups import GroupTemplate
-from .names import NameRules
+from .choices import TranslationChoices
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request for a translation, which by default changes nothing: the arguments of :func:`.translator.translate`.
+class Request(TranslationChoices):
+    """A request for outputs: a translation, of which ``tensors_only`` leaves out items that are not tensors.
 
-    ``tensors_only`` leaves out items that are not tensors, ``model_only`` all but the model's weights and buffers.
+    ``model_only`` leaves out all but the model's weights and buffers.
     """
 
-    source: Dialect | None = None
-    target: Dialect | None = None
-    rules: NameRules = field(default_factory=NameRules)
-    overrides: Overrides = field(default_factory=Overrides)
-    drop: frozenset[str] = frozenset()
     tensors_only: bool = False
     model_only: bool = False
-    like: GroupTemplate | None = None
 
     @property
     def translates(self) -> bool:
@@ -47,16 +39,7 @@ class Request:
         if self.translates:
             from .translator import translate  # imported here because few commands translate
 
-            outputs = translate(
-                source.manifest,
-                source.values,
-                self.target,
-                source=self.source,
-                rules=self.rules,
-                overrides=self.overrides,
-                drop=self.drop,
-                like=self.like,
-            )
+            outputs = translate(source.manifest, source.values, self)
         else:
             outputs = unchanged(source)
         return outputs.tensors_only() if self.tensors_only else outputs
@@ -73,7 +56,7 @@ class Request:
         target_model = self.target.model if self.target else None
         try:
             manifest = source.manifest
-            detected = detect(manifest) if self.source is None else locate_dialect(manifest, self.source)
+            detected = detect(manifest, self.source)
             model = detected.dialect.model
             target_model = target_of(self.target, detected.dialect, manifest.provenance).model
         except SourceError:

@@ -14,8 +14,9 @@ from ...names.keys import key_of
 from ...names.vocabulary import Convention, KeyPath
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import AVERAGES
-from ...record.record import StateRecord, no_chunks
-from ..engine.outputs import Action, Findings, OutputItem, OutputTensor, constant
+from ...record.record import Blob, StateRecord, no_chunks
+from ...store.formats.torch_save.plain_item import plain_item
+from ..engine.outputs import Action, OutputItem, OutputTensor, constant
 from .conventions import agreed_convention, momentum_factor
 from .parameters import TranslatedModel
 from .structure import TranslatedParameter
@@ -29,28 +30,21 @@ class StateWriter:
     """Writes the weights and the state of a translated model in the keys of a program.
 
     Attributes:
-        findings: gets every difference from the source.
         numbers: what keys of state have in place of names, if the target knows parameters by number.
         constants: tensors of one element that the source does not have, by dtype and bytes.
     """
 
     source: TranslatedModel
-    target: Dialect
-    findings: Findings
     numbers: dict[str, str] = field(default_factory=dict)
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
-    _methods: dict[str, StoredMethod] = field(default_factory=dict)
 
     @property
-    def is_same_dialect(self) -> bool:
-        return self.target is self.source.dialect
+    def target(self) -> Dialect:
+        return self.source.target
 
     def method(self, parameter: TranslatedParameter) -> StoredMethod:
         """Return how the target stores the state of a parameter."""
-        if parameter.name not in self._methods:
-            method = parameter.method if self.is_same_dialect else self.target.writes(parameter.method)
-            self._methods[parameter.name] = method
-        return self._methods[parameter.name]
+        return parameter.method if self.source.is_same_dialect else self.target.writes(parameter.method)
 
     # Keys.
 
@@ -86,14 +80,14 @@ class StateWriter:
         tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
         record = replace(_at(tensor, self.path(parameter, slot)).record, name=parameter.name, slot=slot)
         # The user may round averages; counters and rows of variances keep their dtype.
-        target_dtype = (common in AVERAGES and self.source.overrides.state_dtype) or record.dtype
+        target_dtype = (common in AVERAGES and self.source.choices.state_dtype) or record.dtype
         source_dtype = record.dtype if target_dtype != record.dtype else None
         if source_dtype is not None:
             record = replace(record, dtype=target_dtype, fingerprint=None)
         if common != "momentum":
             return replace(tensor, record=record, source_dtype=source_dtype)
         # Only momentum has a convention: between two of them all its elements are scaled.
-        about, requested = f"parameter {parameter.name!r}", self.source.overrides.target
+        about, requested = f"parameter {parameter.name!r}", self.source.choices.target_convention
         convention, _ = self.source.convention(parameter)
         statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
         target_convention = agreed_convention(about, "`target_convention=`", statements) or convention
@@ -119,16 +113,16 @@ class StateWriter:
             reason += f"if it is another, it is {factor} times what they expect; say it with `convention=`"
         else:
             reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
-        self.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
+        self.source.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
 
     def step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(parameter).slots["step"]
         path = self.path(parameter, slot)
         # The source's own counter moves unchanged, where it can count on; else the number is written again.
-        counter = None if self.source.overrides.step is not None else parameter.counter
+        counter = next(iter(parameter.counters), None) if self.source.choices.step is None else None
         if isinstance(counter, StateRecord):
-            if counter.dtype == "float32" or (self.is_same_dialect and counter.dtype not in _MAX_COUNTS):
+            if counter.dtype == "float32" or (self.source.is_same_dialect and counter.dtype not in _MAX_COUNTS):
                 tensor = moved(counter, path)
                 return replace(tensor, record=replace(tensor.record, name=parameter.name, slot=slot))
             reason, max_count = "written in float32", _MAX_COUNTS.get(counter.dtype)
@@ -137,9 +131,11 @@ class StateWriter:
                     f"; in {counter.dtype} one more than {max_count} is {max_count} again, so the run may have taken "
                     "more: if it did, give `step=`"
                 )
-            self.findings.check(Action.SET, f"step counters in {counter.dtype}", str(parameter.step), reason=reason)
-        elif counter is not None and self.is_same_dialect:
-            return OutputItem(key_of(path), path, counter)
+            self.source.findings.check(
+                Action.SET, f"step counters in {counter.dtype}", str(parameter.step), reason=reason
+            )
+        elif counter is not None and self.source.is_same_dialect:
+            return written_at(path, counter)
         if parameter.step is None:
             raise self.unknown_steps(parameter)
         record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=parameter.name, slot=slot)
@@ -172,7 +168,7 @@ class StateWriter:
                 "that out, and let the parameter start with fresh=[…] of muonckpt.load, or leave the slot out with "
                 "`drop=`"
             )
-        overrides = self.source.overrides
+        choices = self.source.choices
         for common, slot in slots.items():
             path, shape, dtype = self.path(parameter, slot), weight.record.shape, weight.record.dtype
             record = StateRecord(key_of(path), path, shape, "float32", no_chunks(len(shape)), parameter.name, slot)
@@ -183,11 +179,11 @@ class StateWriter:
             source_slot = parameter.method.slots[common]
             others = (other.tensors[source_slot] for other in self.source.stateful if source_slot in other.tensors)
             dtypes = (other.record.dtype for other in others)
-            requested_dtype = overrides.state_dtype if common in AVERAGES else None
+            requested_dtype = choices.state_dtype if common in AVERAGES else None
             shape = (*shape[:-1], 1) if common == "dion_rows" else shape
             record = replace(record, shape=shape, dtype=requested_dtype or next(dtypes, dtype))
             if common == "momentum":
-                conventions = self.target.convention, overrides.target, self.source.dialect.convention
+                conventions = self.target.convention, choices.target_convention, self.source.dialect.convention
                 record = replace(record, convention=next(filter(None, conventions), None))
             yield self._filled(record)
 
@@ -195,6 +191,16 @@ class StateWriter:
 def moved(tensor: StateRecord, path: KeyPath) -> OutputTensor:
     """Return a tensor of the source under another path."""
     return _at(OutputTensor.copy_of(tensor), path)
+
+
+def written_at(path: KeyPath, value: object) -> OutputTensor | OutputItem:
+    """Return a tensor or an item of the source under another path, or an item of a value."""
+    match value:
+        case StateRecord():
+            return moved(value, path)
+        case Blob():
+            return OutputItem(key_of(path), path, value)
+    return OutputItem(key_of(path), path, data=plain_item(value))
 
 
 def _at(tensor: OutputTensor, path: KeyPath) -> OutputTensor:

@@ -43,9 +43,7 @@ class TranslatedParameter:
         method: how the source updates and stores it, if that is known.
         group: the source's group with its options.
         step: the number of updates, if the source or the user says it.
-        counter: where the source stores that.
         chains: the optimizers, as keys name them, that its state belongs to.
-        is_stateless: whether the source has no state of it, because it never had a gradient.
     """
 
     name: str
@@ -59,9 +57,7 @@ class TranslatedParameter:
     method: StoredMethod = _NO_METHOD
     group: ParameterGroup | None = None
     step: int | None = None
-    counter: Entry | None = None
     chains: frozenset[str] = frozenset()
-    is_stateless: bool = False
 
     @property
     def weight(self) -> OutputTensor | None:
@@ -69,7 +65,18 @@ class TranslatedParameter:
 
     @property
     def is_stateful(self) -> bool:
-        return self.method is not _NO_METHOD and not self.is_stateless
+        return self.method is not _NO_METHOD and not self.tensors.keys() <= {None}
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether the source has no state of it, because it never had a gradient."""
+        return self.method is not _NO_METHOD and self.tensors.keys() <= {None}
+
+    @property
+    def counters(self) -> list[Entry]:
+        """The step counters of its parts, if they have such."""
+        slot = self.method.slots.get("step", "")
+        return [source.slots[slot] for source in self.sources if slot in source.slots]
 
     @property
     def slots(self) -> dict[str, OutputTensor]:

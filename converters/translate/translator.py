@@ -11,19 +11,14 @@ from dataclasses import replace
 from itertools import chain
 
 from ...names.errors import SourceError
-from ...programs.detection import confirm, detect, locate_dialect, roots_of, target_of
-from ...programs.dialect import Dialect
+from ...programs.detection import confirm, detect, roots_of, target_of
 from ...programs.signs import GROUP_MEMBERS, SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest
 from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, Topic
-from .conventions import Overrides
+from ..engine.outputs import Action, OutputItem, Outputs, OutputTensor, Topic
+from .choices import TranslationChoices
 from .group_writer import GroupWriter
-from .groups import (
-    GroupTemplate,
-    checks_of,
-)
-from .names import NameRules
+from .groups import checks_of
 from .parameters import translate_model
 from .parse import parse, stored_groups
 from .report import report_arguments, report_losses
@@ -38,27 +33,11 @@ _WITHOUT_STATE = (
 )
 
 
-def translate(
-    manifest: Manifest,
-    values: Values,
-    target: Dialect | None = None,
-    *,
-    source: Dialect | None = None,
-    rules: NameRules | None = None,
-    overrides: Overrides | None = None,
-    drop: frozenset[str] = frozenset(),
-    like: GroupTemplate | None = None,
-) -> Outputs:
+def translate(manifest: Manifest, values: Values, choices: TranslationChoices) -> Outputs:
     """Translate a checkpoint to another dialect, or change names, structure or the convention in its own dialect.
 
     Args:
         manifest: the manifest, with payloads.
-        target: the dialect to write; None means the source's.
-        source: the dialect of the checkpoint; None means that the keys tell.
-        rules: are applied to parameters and to their state.
-        overrides: the user's statements where the checkpoint says nothing.
-        drop: slots of state to leave out.
-        like: the groups of the run that the result is for.
 
     Raises:
         SourceError: the dialect or a convention is unknown, the target has no place for some state, or two tensors or
@@ -67,31 +46,24 @@ def translate(
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
     # Find the source's dialect: the keys tell it, unless the options of its groups cannot be that program's.
-    if source is None:
-        detected = detect(manifest)
-        stored = stored_groups(manifest, detected.dialect, values)
-        detected = confirm(manifest, detected, (group.options for group in stored))
-    else:
-        detected = locate_dialect(manifest, source)
-    target = target_of(target, detected.dialect, manifest.provenance)
+    detected = detect(manifest, choices.source)
+    groups = stored_groups(manifest, detected.dialect, values)
+    if choices.source is None:
+        detected = confirm(manifest, detected, (group.options for group in groups))
+    target = target_of(choices.target, detected.dialect, manifest.provenance)
     if not target.writable:
         raise SourceError(
             f"checkpoints of {target.name} can be read but not written; choose another program with `to_dialect=`"
         )
     # Parse the source into a view that is in no dialect, translate its names, and render it in the target's keys.
-    view = parse(manifest, values, detected.dialect)
-    model = translate_model(
-        view, manifest, values, detected, target, rules or NameRules(), overrides or Overrides(), drop
-    )
-    if target is not detected.dialect:
-        target = target.with_optimizers_of(p.method.name for p in (*model.stateful, *model.stateless))
-    findings = Findings()
-    state = StateWriter(model, target, findings)
-    groups = GroupWriter(model, target, like, findings, state)
-    tensors, items = _outputs(state, groups)
-    groups.report_divided()
+    view = parse(manifest, values, detected.dialect, groups)
+    model = translate_model(view, manifest, values, detected, target, choices)
+    target, findings = model.target, model.findings
+    state = StateWriter(model)
+    group_writer = GroupWriter(model, state)
+    tensors, items = _outputs(state, group_writer)
     num_parameters = Counter(state.method(parameter).name for parameter in model.listed.values())
-    for check in checks_of(groups.option_findings, num_parameters):
+    for check in checks_of(group_writer.option_findings, num_parameters):
         findings.checks.add((Topic.OPTIONS, check))
     constants = tuple(state.constants.values())
     # Report how momentum was read, the omitted state, and options that the target cannot express.
@@ -104,51 +76,50 @@ def translate(
         findings.momenta.append((slots[convention, reason], sentence))
     for slot, count in Counter(model.left_out.values()).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
-    report_losses(model, target, findings)
-    report_arguments(manifest, values, detected.dialect, target, findings)
+    report_losses(model)
+    report_arguments(model)
     findings.programs.extend((f"source: {detected}", f"target: {target.name} ({target.who})"))
     left_out = (*model.left_out, *model.private)
     roots = roots_of(detected.dialect) if target.name != detected.dialect.name else {}
     provenance: dict[str, object] = {SOURCE_ROOTS: roots} if roots else {}
-    if groups.unsaid or UNSAID in manifest.provenance:
-        provenance[UNSAID] = unsaid_record(groups.unsaid)
-    if groups.members or GROUP_MEMBERS in manifest.provenance:
-        provenance[GROUP_MEMBERS] = groups.members
+    if group_writer.unsaid or UNSAID in manifest.provenance:
+        provenance[UNSAID] = unsaid_record(group_writer.unsaid)
+    if group_writer.members or GROUP_MEMBERS in manifest.provenance:
+        provenance[GROUP_MEMBERS] = group_writer.members
     return Outputs(tensors, items, left_out, findings, (), constants, provenance)
 
 
 def _outputs(state: StateWriter, groups: GroupWriter) -> tuple[list[OutputTensor], list[OutputItem]]:
     """Return the outputs; ``groups`` come before keys, which may have the numbers of parameters in them."""
-    source, target = state.source, state.target
+    source, target = state.source, state.source.target
     stateful, stateless = source.stateful, source.stateless
     if target.numbered and source.dialect.numbered:
         state.numbers = {name: number for number, name in source.view.names.items()}
     # All methods before any group: the first that the target lacks is refused.
     for parameter in stateful:
         state.method(parameter)
-    group_tensors, group_items = groups.outputs()
+    of_groups = groups.outputs()
     # Parameters without state stay so, unless the user wants zeros.
-    filled = stateless if source.overrides.fill_missing else []
+    filled = stateless if source.choices.fill_missing else []
     zeros = list(chain.from_iterable(map(state.zero_state, filled)))
     if stateless:
         action, subject, reason = _FILLED if filled else _WITHOUT_STATE
-        state.findings.check(action, subject, *sorted(p.name for p in stateless), reason=reason)
+        source.findings.check(action, subject, *sorted(p.name for p in stateless), reason=reason)
     counters = [state.step_counter(p) for p in (*stateful, *filled) if "step" in state.method(p).slots]
+    derived = list(groups.own_derived())
     # In the order of files: what only moves, weights, state by slot, counters.
     tensors = [moved(tensor, tensor.path) for tensor in source.tensors]
     tensors += [state.weight(p, p.weight) for p in source.parameters.values() if p.weight]
     for slot in dict.fromkeys(chain.from_iterable(parameter.slots for parameter in stateful)):
         tensors += [state.slot(parameter, slot) for parameter in stateful if slot in parameter.slots]
-    tensors += [*zeros, *group_tensors]
-    tensors += [counter for counter in counters if isinstance(counter, OutputTensor)]
-    derived = list(groups.own_derived())
-    tensors += [entry for entry in derived if isinstance(entry, OutputTensor)]
+    tensors += [*zeros, *(entry for entry in (*of_groups, *counters, *derived) if isinstance(entry, OutputTensor))]
     items = [entry for entry in derived if isinstance(entry, OutputItem)]
+    group_items = [entry for entry in of_groups if isinstance(entry, OutputItem)]
     is_rewritten = any(target.holds_groups(item.path) for item in group_items)
     for blob in source.items:
         if is_rewritten and target.holds_groups(blob.path):
             continue
-        key = blob.key if state.is_same_dialect else target.item(blob.key)
+        key = blob.key if source.is_same_dialect else target.item(blob.key)
         items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
     items += [counter for counter in counters if isinstance(counter, OutputItem)]
     for item in group_items:

@@ -39,6 +39,24 @@ class Coding:
     optional: bool = False
     neutral: OptionValues = field(default_factory=dict)
 
+    def decode(self, options: OptionValues, shape: Index) -> OptionValues:
+        """Return the common options that a group's mean."""
+        return self.read({option: options[option] for option in self.options if option in options}, shape)
+
+    def meanings(self, common: OptionValues) -> dict[str, Any]:
+        """Return those of the common options that it writes."""
+        return {name: common[name] for name in self.common if name in common}
+
+
+def renamed(option: str, name: str) -> Coding:
+    """Return the coding of an option that has the common values under another name."""
+    return Coding(
+        (option,),
+        (name,),
+        lambda options, shape: dict(zip((name,), options.values(), strict=False)),
+        lambda common, shape: dict(zip((option,), common.values(), strict=False)),
+    )
+
 
 def betas(option: str) -> Coding:
     """Return the coding of two decay rates as a pair."""

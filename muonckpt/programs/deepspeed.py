@@ -62,7 +62,7 @@ PROGRAM = Dialect(
         ),
     ),
     frozenset({"lr", "weight_decay", "momentum", "use_muon", "ns_method"}),
-    closed=True,
+    frozenset(),
     marks=(Mark(options={"use_muon", "ns_method"}),),
     constant_options={
         "muon": {

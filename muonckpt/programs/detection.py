@@ -27,6 +27,7 @@ from .dialect import (
     WRAPPED,
     WRAPPERS,
     Dialect,
+    Mark,
     Template,
     option_template,
     refuse_eight_bits,
@@ -44,26 +45,25 @@ KNOWN_SLOTS = frozenset[str]().union(
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The places of a checkpoint's optimizers, and of its model, which is None if it has none, or nothing tells.
+    """The places of a checkpoint's optimizers, and of its model.
 
     Attributes:
+        models: where the model is, or the chunks that a virtual pipeline has of it; empty if nothing tells.
         numbered: the optimizers in which parameters are known by their number.
         groups: the names of the options of each group.
         slots: the names of the slots of state.
         example: a key of state.
         wrappers: what stands before the names of parameters in optimizers of Megatron-LM's form; None in torch's.
-        chunks: the places of a model that a virtual pipeline has in several parts; ``model`` is None then.
         qualifiers: what tells parameters of the same name in several chunks apart, by place of optimizers and chunks.
     """
 
     optimizers: tuple[KeyPlace, ...] = ()
-    model: KeyPlace | None = None
+    models: tuple[KeyPlace, ...] = ()
     numbered: frozenset[KeyPlace] = frozenset()
     groups: tuple[frozenset[str], ...] = ()
     slots: frozenset[str] = frozenset()
     example: str = ""
     wrappers: str | None = None
-    chunks: tuple[KeyPlace, ...] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -93,8 +93,8 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
         wrappers = keys.wrappers
         state = at_places(keys.optimizers, lambda place: state_template(place, place in keys.numbered, wrappers))
         option = at_places(keys.optimizers, lambda place: option_template(place, wrappers))
-    if models := (keys.model,) if keys.model is not None else keys.chunks:
-        model = at_places(models, lambda place: Template((f"{place.prefix}{{name}}",), place.root))
+    if keys.models:
+        model = at_places(keys.models, lambda place: Template((f"{place.prefix}{{name}}",), place.root))
     unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
     return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
 
@@ -130,13 +130,13 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     flat = dialect.state == FLAT if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
-    model = _model_place(_path(roots["model"]), is_wrapped) if "model" in roots else None
+    models = (_model_place(_path(roots["model"]), is_wrapped),) if "model" in roots else ()
     optimizer = KeyPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
     numbered = frozenset({optimizer} if dialect.numbered else ())
     wrappers = None
     if is_wrapped:
         wrappers = "".join(f"{part}." for part in _path(roots["parameters"])) if "parameters" in roots else WRAPPERS
-    located = dialect_at(dialect, Keys((optimizer,), model, numbered, wrappers=wrappers))
+    located = dialect_at(dialect, Keys((optimizer,), models, numbered, wrappers=wrappers))
     if not is_wrapped:
         return located
     # Roots that are the program's own are still a request: `target_of` takes only the program itself for none.
@@ -244,8 +244,7 @@ def keys_of(manifest: Manifest) -> Keys:
         example=next((keys_by_path[path] for path in state), ""),
     )
     if not (names_by_option_place or is_wrapped):
-        model = _find_model(weights, names) or _find_numbered_model(manifest, state)
-        return replace(keys, model=model)
+        return replace(keys, models=_find_model(weights, names) or _find_numbered_model(manifest, state))
     optimizers: list[_WrappedOptimizer] = []
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
@@ -289,10 +288,9 @@ def _unwrap(keys: Keys, optimizers: Sequence[_WrappedOptimizer], weights: Iterab
     bare_names = {_without_wrappers(name): name for name in names}
     bare_paths = {(*path[:-1], _without_wrappers(str(path[-1]))): str(path[-1]) for path in weights}
     # Chunks have a number after the model's key; otherwise the model is in one place.
-    models = sorted({KeyPlace(path[:-1]) for path in bare_paths if path[-1] in bare_names}, key=_number_order)
-    if len(models) < 2 or not all(map(_CHUNK.fullmatch, map(str, models))):
-        model = _find_model(bare_paths, bare_names)
-        models = [] if model is None else [model]
+    places = {KeyPlace(path[:-1]) for path in bare_paths if path[-1] in bare_names}
+    is_in_chunks = len(places) > 1 and all(_CHUNK.fullmatch(str(place)) for place in places)
+    models = tuple(sorted(places, key=_number_order)) if is_in_chunks else _find_model(bare_paths, bare_names)
     if not models:
         return replace(keys, wrappers=_common_wrappers(names))
     # All weights have the model's wrappers; what a parameter has more than its weight is the optimizer's.
@@ -307,16 +305,13 @@ def _unwrap(keys: Keys, optimizers: Sequence[_WrappedOptimizer], weights: Iterab
             names_by_root[path[:-1]].add(bare_name)
             if bare_name in bare_names:
                 prefixes[bare_names[bare_name].removesuffix(name.removeprefix(prefix))] += 1
-    models = [replace(model, prefix=prefix) for model in models]
-    keys = replace(keys, wrappers=prefixes.most_common(1)[0][0])
-    if len(models) == 1:
-        return replace(keys, model=models[0])
+    models = tuple(replace(model, prefix=prefix) for model in models)
     qualifiers: dict[str, str] = {}
     if sum(map(len, names_by_root.values())) > len(set[str]().union(*names_by_root.values())):
         qualifiers = {str(model): f"{key_of(model.root)}." for model in models}
         for place, root in _chunks_of(optimizers, names_by_root):
             qualifiers[str(place)] = f"{key_of(root)}."
-    return replace(keys, chunks=tuple(models), qualifiers=qualifiers)
+    return replace(keys, models=models, wrappers=prefixes.most_common(1)[0][0], qualifiers=qualifiers)
 
 
 def _chunks_of(
@@ -344,7 +339,7 @@ def _number_order(place: KeyPlace) -> tuple[object, ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
-def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace | None:
+def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> tuple[KeyPlace, ...]:
     """Return the place where most of the parameters are found under their names."""
     # A weight's key can be split into place and name at every dot.
     counts: Counter[KeyPlace] = Counter()
@@ -356,7 +351,7 @@ def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace 
     return _model_among([place for place, count in counts.items() if count == max_count])
 
 
-def _find_numbered_model(manifest: Manifest, state: Mapping[KeyPath, OptimizerKey]) -> KeyPlace | None:
+def _find_numbered_model(manifest: Manifest, state: Mapping[KeyPath, OptimizerKey]) -> tuple[KeyPlace, ...]:
     """Return the place whose tensors have the shapes of all state, which has numbers: else the only place there is."""
     shapes_by_parameter: defaultdict[tuple[KeyPlace, str], list[Index]] = defaultdict(list)
     shapes_by_root: defaultdict[KeyPath, Counter[Index]] = defaultdict(Counter)
@@ -372,7 +367,7 @@ def _find_numbered_model(manifest: Manifest, state: Mapping[KeyPath, OptimizerKe
     return _model_among([KeyPlace(root) for root in roots])
 
 
-def _model_among(candidates: Sequence[KeyPlace]) -> KeyPlace | None:
+def _model_among(candidates: Sequence[KeyPlace]) -> tuple[KeyPlace, ...]:
     """Return the place of the model: one that is called ``model`` comes before copies, such as averages of weights."""
     usual = [place for place in (KeyPlace(("model",)), KeyPlace(())) if place in candidates]
     models = usual or [place for place in candidates if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
@@ -382,7 +377,7 @@ def _model_among(candidates: Sequence[KeyPlace]) -> KeyPlace | None:
             f"the optimizer's parameters are under {' and under '.join(map(repr, map(str, places)))}, and nothing says "
             "which is the model; make a copy of one, with the optimizer, by muonckpt.convert with `select=`"
         )
-    return next(iter(places), None)
+    return tuple(places)
 
 
 # The program.
@@ -402,12 +397,15 @@ class Detected:
         return f"{self.dialect.name} ({self.dialect.who}): {'; '.join(self.reasons)}"
 
 
-def detect(manifest: Manifest) -> Detected:
-    """Return the dialect of a checkpoint, by its keys alone.
+def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
+    """Return the dialect of a checkpoint, by its keys alone, or the one that the user names.
 
     Raises:
-        SourceError: no dialect, or more than one, has such keys; the message lists them.
+        SourceError: no dialect, or more than one, has such keys; the message lists them.  Or nothing says which of
+            several places is that of the model.
     """
+    if named is not None:
+        return Detected(dialect_at(named, keys_of(manifest)), ("`from_dialect=` names it",))
     # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
         if dialect.unique_keys and dialect.state not in _FORMS and (example := _state_key(dialect, manifest)):
@@ -430,17 +428,8 @@ def detect(manifest: Manifest) -> Detected:
     if len(roots) == 1 and not has_state and (root := roots.pop())[-1:] in ((), ("model",), ("state_dict",)):
         place = KeyPlace(root)
         where = f"under {str(place)!r}" if root else "at the top"
-        return Detected(dialect_at(DIALECTS["dcp"], Keys(model=place)), (f"weights only, {where}",))
+        return Detected(dialect_at(DIALECTS["dcp"], Keys(models=(place,))), (f"weights only, {where}",))
     raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); {_NAME_IT}")
-
-
-def locate_dialect(manifest: Manifest, dialect: Dialect) -> Detected:
-    """Return the dialect that the user names, with templates for the places of its keys.
-
-    Raises:
-        SourceError: nothing says which of several places is that of the model.
-    """
-    return Detected(dialect_at(dialect, keys_of(manifest)), ("`from_dialect=` names it",))
 
 
 def with_slots(manifest: Manifest) -> Manifest:
@@ -502,16 +491,14 @@ def _by_marks(keys: Keys) -> Detected:
     places = ", ".join(map(str, keys.optimizers))
     reason = f"{places} has torch's {keys.form} keys, such as {keys.example!r}"
     # Plug-ins are asked only where no built-in program has a mark.
-    programs = DIALECTS
-    marks, void = _marks(keys, programs)
+    marks, void = _marks(keys, DIALECTS)
     if not marks:
-        programs = with_plugins()
-        marks, void = _marks(keys, programs)
+        marks, void = _marks(keys, with_plugins())
     if len(marks) > 1:
-        programs_marked = ", ".join(f"{name} ({why})" for name, why in marks.items())
+        programs_marked = ", ".join(f"{dialect.name} (only it writes the {mark})" for dialect, mark in marks)
         raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
-    for name, why in marks.items():
-        return Detected(dialect_at(programs[name], keys), (reason, why))
+    for dialect, mark in marks:
+        return Detected(dialect_at(dialect, keys), (reason, f"only it writes the {mark}"))
     return _unknown_program(keys, reason, *void or ("no slot or option is written by one program only",))
 
 
@@ -520,12 +507,12 @@ def _unknown_program(keys: Keys, *reasons: str) -> Detected:
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
-def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Mapping[str, str], Iterable[str]]:
-    """Return sentences about the programs whose marks the checkpoint bears, by name, and about void marks.
+def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Sequence[tuple[Dialect, Mark]], Iterable[str]]:
+    """Return the programs of which the checkpoint bears a mark, each with its first, and sentences about void ones.
 
     A mark is void if groups have an option that the program never writes.
     """
-    marks, void, at_home = dict[str, str](), dict[str, None](), set[str]()
+    marks, void = list[tuple[Dialect, Mark]](), dict[str, None]()
     for dialect in dialects.values():
         # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
@@ -533,7 +520,8 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Mapping[str, st
         unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.unknown_options, groups)))
         for mark in dialect.marks:
             has_options = not mark.options or any(mark.options <= group for group in keys.groups)
-            if not (mark.slots <= keys.slots and has_options) or (mark.at_home and not _is_at_home(dialect, keys)):
+            is_away = mark.at_home and not (keys.models and dialect_at(dialect, keys) is dialect)
+            if is_away or not (mark.slots <= keys.slots and has_options):
                 continue
             if unknown_options:
                 void[
@@ -541,19 +529,15 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Mapping[str, st
                     f"never writes, so another program wrote it; {_NAME_IT}"
                 ] = None
             else:
-                marks.setdefault(dialect.name, f"only it writes the {mark}")
-                at_home |= {dialect.name} if mark.at_home else set()
-    return {name: why for name, why in marks.items() if name in (at_home or marks)}, void
-
-
-def _is_at_home(dialect: Dialect, keys: Keys) -> bool:
-    return keys.model is not None and dialect_at(dialect, keys) is dialect
+                marks.append((dialect, mark))
+                break
+    return [(dialect, mark) for dialect, mark in marks if mark.at_home] or marks, void
 
 
 def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
     """Return the detected program if the values of its groups' options are of its kinds; otherwise none."""
     dialect = detected.dialect
-    if not dialect.closed:
+    if dialect.beside is None:
         return detected
     for options in groups:
         for option, expected in dialect.misfits(options).items():

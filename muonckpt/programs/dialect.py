@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError, UnknownOptimizerError
 from ..names.keys import PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, key_of
+from ..names.renaming import compiled, filled
 from ..names.vocabulary import EIGHT_BIT_SLOTS, FUSION, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
-from .codings import Coding
+from .codings import Coding, renamed
 from .signs import COMMON_FILE
 
 _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -48,8 +49,8 @@ class Template:
     prefix: str = ""
     others: tuple[Template, ...] = ()
 
-    @classmethod
-    def of_several(cls, by_chain: Mapping[str, Template], qualifiers: Mapping[str, str] = MappingProxyType({})) -> Self:
+    @staticmethod
+    def of_several(by_chain: Mapping[str, Template], qualifiers: Mapping[str, str] = MappingProxyType({})) -> Template:
         """Return the template of several optimizers or chunks; itself of one.
 
         Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.  A
@@ -200,8 +201,12 @@ class StoredMethod:
     @property
     def all_options(self) -> frozenset[str]:
         """Return the program's names of all options that a group of this method may have."""
-        options = {*self.options.values(), *self.inert_options}
-        return frozenset(options.union(*(coding.options for coding in self.codings)))
+        return frozenset(self.inert_options).union(*(coding.options for coding in self.encodings))
+
+    @property
+    def encodings(self) -> tuple[Coding, ...]:
+        """Return the codings of all options that change the update."""
+        return (*(renamed(option, name) for name, option in self.options.items()), *self.codings)
 
     def steps_shape(self, shape: Index) -> bool:
         """Return whether it steps parameters of this shape: orthogonalised ones have two dims or more."""
@@ -309,50 +314,33 @@ _COMMON_OPTIONS = frozenset({PARAMS, "param_names", "name"}) | HISTORY_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class OptionName:
-    """A part of names by which a program lists options, where it stores the parameters under other names.
-
-    ``{x}`` matches one part of a dotted name, or some characters of it.
+    """Names by which a program lists options, where it stores the parameters under others: patterns of `renaming`.
 
     Attributes:
         listed: the name in options.
         stored: the names of weights and state; several where a parameter is stored in parts.
-        beside: is stored under the same name up to there, where options have this form; empty if they always may.
+        beside: is stored as well, where options have this form; empty if they always may.
     """
 
     listed: str
     stored: tuple[str, ...]
-    beside: str = ""
+    beside: tuple[str, ...] = ()
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names under which the parameter is stored; none if its name does not have the listed part."""
-        return _with_parts(name, self.listed, self.stored)
+        """Return the names under which the parameter is stored; none if options do not have its name."""
+        match = compiled(self.listed).fullmatch(name)
+        return tuple(filled(stored, match.groupdict()) for stored in self.stored) if match else ()
 
     def listed_name(self, name: str, names: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
         """Return the name that options have, and all stored names for it; None if these are not all there.
 
         Args:
-            name: has the first of the stored parts.
+            name: the first of the stored names.
         """
-        targets = (self.listed, *self.stored, *filter(None, (self.beside,)))
-        changed = _with_parts(name, self.stored[0], targets)
-        if not changed or not all(part in names for part in changed[1:]):
+        match = compiled(self.stored[0]).fullmatch(name)
+        if match is None or not all(filled(part, match.groupdict()) in names for part in (*self.stored, *self.beside)):
             return None
-        return changed[0], changed[1 : 1 + len(self.stored)]
-
-
-def _with_parts(name: str, part: str, targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the names with each target in the place of a part; none if the name does not have that."""
-    match = _part_pattern(part).search(name)
-    if match is None:
-        return ()
-    head, tail, fields = name[: match.start()], name[match.end() :], match.groupdict()
-    return tuple(f"{head}{target.format(**fields)}{tail}" for target in targets)
-
-
-@lru_cache(maxsize=64)
-def _part_pattern(part: str) -> re.Pattern[str]:
-    pattern = re.sub(r"\\\{([a-z]+)\\\}", r"(?P<\1>[^.]+)", re.escape(part))
-    return re.compile(rf"(?:(?<=\.)|^){pattern}(?=\.|$)")
+        return filled(self.listed, match.groupdict()), tuple(filled(part, match.groupdict()) for part in self.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +372,10 @@ class Dialect:
         convention: the convention of the momentum; None if the user must say it.
         methods: the update methods, in the order in which they are tried.
         always: options of every group with momentum, in all versions of the program: its convention holds for these.
-        beside: options that a group with momentum may have beside those of its method.
-        closed: whether the program writes no other options into a group with momentum.
+        beside: options that a group with momentum may have beside those of its method; None if it may have any.
         kinds: the kinds of options that have another one in this program than in most.
         model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
-        option_names: parts of names by which options are listed, where parameters are stored under others.
+        option_names: names by which options are listed, where parameters are stored under others.
         marks: each of them alone tells the program.
         unique_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
@@ -415,8 +402,7 @@ class Dialect:
     convention: Convention | None
     methods: tuple[StoredMethod, ...]
     always: frozenset[str] = frozenset()
-    beside: frozenset[str] = frozenset()
-    closed: bool = False
+    beside: frozenset[str] | None = None
     kinds: Mapping[str, OptionKind] = field(default_factory=dict)
     model: Template = MODEL
     state: Template = NESTED
@@ -452,7 +438,7 @@ class Dialect:
 
     def unknown_options(self, options: Iterable[str]) -> list[str]:
         """Return the options of a group with momentum that the program never writes."""
-        if not self.closed:
+        if self.beside is None:
             return []
         methods = (method.all_options for method in self.methods if "momentum" in method.slots)
         known_options = self.always.union(self.beside, _COMMON_OPTIONS, {self.method_option}, *methods)
@@ -469,7 +455,7 @@ class Dialect:
             return f"the group lacks {', '.join(map(repr, missing_options))}, which the program always writes"
         if unknown_options := self.unknown_options(options):
             return f"the group has {', '.join(map(repr, unknown_options))}, which the program never writes"
-        for option, kind in self.misfits(options).items() if self.closed else ():
+        for option, kind in self.misfits(options).items() if self.beside is not None else ():
             return f"the group has {option}={options[option]!r}, not {kind} as the program does"
         return ""
 

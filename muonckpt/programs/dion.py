@@ -54,7 +54,7 @@ PROGRAM = Dialect(
         ),
     ),
     _ALWAYS,
-    closed=True,
+    frozenset(),
     marks=(
         Mark(slots={"step_dev"}),
         Mark(slots={"variance_neuron"}),
@@ -93,7 +93,6 @@ XTUNER = Dialect(
     ),
     _ALWAYS,
     frozenset({"clip_grad"}),
-    closed=True,
     marks=(
         Mark(slots={"lr_ratio"}),
         Mark(options={"num_experts", "algorithm", "epsilon", "mu"}),

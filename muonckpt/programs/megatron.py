@@ -68,14 +68,15 @@ _ITEMS = frozenset(
 """Items of Megatron's run."""
 
 _OPTION_NAMES = (
-    OptionName("linear_qkv_down_proj.{x}", ("linear_q_down_proj.{x}", "linear_kv_down_proj.{x}")),
+    OptionName("{p*}.linear_qkv_down_proj.{x}", ("{p*}.linear_q_down_proj.{x}", "{p*}.linear_kv_down_proj.{x}")),
     OptionName(
-        "self_attention.linear_qkv_down_proj.layer_norm_{x}",
-        ("input_layernorm.{x}",),
-        beside="self_attention.linear_kv_down_proj.weight",
+        "{p*}.self_attention.linear_qkv_down_proj.layer_norm_{x}",
+        ("{p*}.input_layernorm.{x}",),
+        ("{p*}.self_attention.linear_kv_down_proj.weight",),
     ),
-    OptionName("mtp.layers.{n}.mtp_model_layer", ("mtp.layers.{n}.transformer_layer",)),
-    OptionName("linear_fc1.{x}", ("linear_fc1.{x}_w", "linear_fc1.{x}_v")),
+    OptionName("mtp.layers.{n}.mtp_model_layer.{p*}", ("mtp.layers.{n}.transformer_layer.{p*}",)),
+    OptionName("{m*}.mtp.layers.{n}.mtp_model_layer.{p*}", ("{m*}.mtp.layers.{n}.transformer_layer.{p*}",)),
+    OptionName("{p*}.linear_fc1.{x}", ("{p*}.linear_fc1.{x}_w", "{p*}.linear_fc1.{x}_v")),
 )
 """The names that a run has of what fsdp_dtensor stores as runs without fused MLA projections, and from before the layer
 of MTP was renamed, have this form, and in halves of a SwiGLU (`handle_mla_down_proj_in_state_dict`,

@@ -29,7 +29,7 @@ PROGRAM = Dialect(
         ),
     ),
     frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"}),
-    closed=True,
+    frozenset(),
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
     constant_options={

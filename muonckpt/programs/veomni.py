@@ -23,7 +23,6 @@ PROGRAM = Dialect(
     (_MUON, ADAMW),
     frozenset({"momentum", "ns_implementation"}),
     ADAMW.all_options,
-    closed=True,
     state=FLAT,
     option=FLAT_OPTIONS,
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),

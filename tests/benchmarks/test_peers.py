@@ -10,13 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.golden import golden
 from support.resharded import make_job
-from support.translated import MEGATRON, executed, expected, read, translated
+from support.translated import MEGATRON, executed, expected, read, translate, translated
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.names import load_rules
-from muonckpt.converters.translate.translator import translate
 from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

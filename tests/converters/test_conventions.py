@@ -10,7 +10,8 @@ import torch
 
 from muonckpt import SourceError
 from muonckpt.converters.engine.outputs import scaled
-from muonckpt.converters.translate.conventions import Overrides, agreed_convention, momentum_factor
+from muonckpt.converters.translate.conventions import agreed_convention, momentum_factor
+from muonckpt.converters.translate.request import Request
 from muonckpt.names.vocabulary import Convention
 
 EMA, SUM = Convention.EMA, Convention.SUM
@@ -110,7 +111,7 @@ def test_a_coefficient_that_cannot_be_converted_with_is_refused(mu):
     with pytest.raises(SourceError, match=r"in \[0, 1\)"):
         momentum_factor(EMA, SUM, mu, "w")
     with pytest.raises(SourceError, match="`mu=`"):
-        Overrides(mu=mu)
+        Request(mu=mu)
 
 
 def test_contradictions_are_refused():

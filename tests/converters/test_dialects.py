@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.resharded import make_job
 from support.sharded import as_stock
-from support.translated import MEGATRON, TORCH, W, nested, options, read, saved, truth_of
+from support.translated import MEGATRON, TORCH, W, nested, options, read, saved, translate, truth_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
@@ -15,10 +15,8 @@ from muonckpt import SourceError
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.options import grouped
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
-from muonckpt.converters.translate.translator import translate
 from muonckpt.names.vocabulary import Convention
 from muonckpt.programs.detection import detect, with_slots
 from muonckpt.programs.dialect import Template
@@ -205,13 +203,13 @@ def test_an_option_that_a_program_never_writes_voids_its_claim(program, flat, tm
 def test_options_of_no_known_program_are_read_by_name_and_kind_and_the_others_told(tmp_path):
     _, group, _ = STRANGERS["pytorch_optimizer 4"]
     manifest, path = saved(tmp_path, nested({"momentum_buffer": W.clone()}, **group, cautious=True))
-    values, asked = muonckpt.open(path).values, Overrides(convention=Convention.EMA)
-    made = translate(manifest, values, DIALECTS["muonckpt"], overrides=asked)
+    values, asked = muonckpt.open(path).values, {"convention": Convention.EMA}
+    made = translate(manifest, values, DIALECTS["muonckpt"], **asked)
     said = options(made)
     assert said["optimizer.param_groups.0.nesterov"] is False and said["optimizer.param_groups.0.ns_steps"] == 3
     told = {check.subject.removesuffix(" of muon groups"): check for check in made.checklist if check.action == "left"}
     assert "no counterpart" in told["use_adjusted_lr"].reason and "this name" in told["cautious"].reason
-    named = translate(manifest, values, DIALECTS["muonckpt"], source=DIALECTS["deepspeed"], overrides=asked)
+    named = translate(manifest, values, DIALECTS["muonckpt"], source=DIALECTS["deepspeed"], **asked)
     told = {check.subject.removesuffix(" of muon groups"): check for check in named.checklist if check.action == "left"}
     assert all("this name" in told[option].reason for option in ("nesterov", "ns_steps"))
 
@@ -240,7 +238,7 @@ def test_a_value_of_another_kind_than_the_programs_voids_its_claim(program, grou
         with pytest.raises(SourceError, match=rf"not {expected} as the program does.*give `convention="):
             translate(manifest, values, DIALECTS["muonckpt"], source=DIALECTS["torch"])
         for source in ("torch", "dcp"):
-            asked = {"source": DIALECTS[source], "overrides": Overrides(convention=Convention.EMA)}
+            asked = {"source": DIALECTS[source], "convention": Convention.EMA}
             made = translate(manifest, values, DIALECTS["muonckpt"], **asked)
             assert any(f"expected {expected}" in check.reason for check in made.checklist)
             assert options(made)["optimizer.param_groups.0.ns_coefficients"] in ("quintic", "keller", (1.5, -0.5, 0.0))
@@ -268,12 +266,12 @@ def test_a_group_of_another_program_beside_that_of_a_known_one_is_not_taken_for_
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
 
 
-@pytest.mark.parametrize("source, overrides", [("dion", Overrides()), ("torch", Overrides(target=Convention.SUM))])
+@pytest.mark.parametrize("source, overrides", [("dion", {}), ("torch", {"target_convention": Convention.SUM})])
 def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, overrides, tmp_path):
     """What torch alone writes says as well that its momentum is an average."""
     path = read(f"{source}_fsdp4/ckpt")[0]
     run_job(
-        make_job(path, Target({"dp": 2}), make_outputs=Request(target=DIALECTS["dcp"], overrides=overrides).outputs),
+        make_job(path, Target({"dp": 2}), make_outputs=Request(target=DIALECTS["dcp"], **overrides).outputs),
         tmp_path / "out",
     )
     as_stock(tmp_path / "out")
@@ -288,8 +286,8 @@ def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path)
     state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"momentum": momentum}))
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
-        values, asked = muonckpt.open(path).values, Overrides(convention=Convention.EMA)
-        translate(manifest, values, DIALECTS["dion"], source=DIALECTS["torch"], overrides=asked)
+        values, asked = muonckpt.open(path).values, {"convention": Convention.EMA}
+        translate(manifest, values, DIALECTS["dion"], source=DIALECTS["torch"], **asked)
 
 
 # Numbers for names.

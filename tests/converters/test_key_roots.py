@@ -6,15 +6,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import called
-from support.translated import W, executed, opened, options, saved
+from support.translated import W, executed, opened, options, saved, translate
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import muonckpt
 from muonckpt import SourceError, TargetError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.translator import translate
 from muonckpt.optimizer import Muon
 from muonckpt.programs.detection import with_slots
 from muonckpt.programs.registry import DIALECTS
@@ -66,8 +64,8 @@ def test_state_is_found_under_any_root_and_form_and_put_back_there(case, tmp_pat
     assert {(t.name, t.slot) for t in with_slots(manifest).tensors if t.slot} == {
         (name, slot) for name, slots in STATE.items() for slot in slots
     }
-    asked = Overrides(muonckpt.names.vocabulary.Convention.SUM)
-    moved = translate(manifest, values, DIALECTS["muonckpt"], overrides=asked)
+    asked = {"convention": muonckpt.names.vocabulary.Convention.SUM}
+    moved = translate(manifest, values, DIALECTS["muonckpt"], **asked)
     found = executed(path, moved)
     expected = {f"model.{name}": value for name, value in MODEL.items()}
     expected |= {f"optimizer.state.{name}.{slot}": value for name, s in STATE.items() for slot, value in s.items()}
@@ -79,7 +77,7 @@ def test_state_is_found_under_any_root_and_form_and_put_back_there(case, tmp_pat
         name: group["lr"] for name, group in GROUPS.items()
     }
     assert any(note == 'momentum: sum, because `convention="sum"` says so' for note in moved.notes)
-    back = translate(manifest, values, overrides=asked)
+    back = translate(manifest, values, **asked)
     assert {tensor.record.path for tensor in back.tensors} == {tensor.path for tensor in manifest.tensors}
     assert {item.path for item in back.items} == {blob.path for blob in manifest.blobs}
 
@@ -187,7 +185,7 @@ def test_momentum_of_float16_is_not_rescaled_into_infinities_or_zeros(tmp_path):
     state = {"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W.half() * 6000}}
     manifest, path = saved(tmp_path, state)
     values = opened(path).values
-    asked = {"source": DIALECTS["dcp"], "overrides": Overrides(muonckpt.names.vocabulary.Convention.EMA, mu=0.95)}
+    asked = {"source": DIALECTS["dcp"], "convention": muonckpt.names.vocabulary.Convention.EMA, "mu": 0.95}
     with pytest.raises(SourceError, match=r"'w': its momentum is float16.*may overflow or vanish"):
         translate(manifest, values, DIALECTS["dion"], **asked)
     kept = translate(manifest, values, DIALECTS["muonckpt"], **asked)

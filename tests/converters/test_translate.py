@@ -25,6 +25,7 @@ from support.translated import (
     options,
     read,
     saved,
+    translate,
     translated,
     truth_of,
     words_apart,
@@ -32,9 +33,7 @@ from support.translated import (
 
 import muonckpt
 from muonckpt import SourceError, TargetError
-from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.names import READY_MADE, NameRule, NameRules, load_rules
-from muonckpt.converters.translate.translator import translate
 from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import Muon
 from muonckpt.programs.registry import DIALECTS
@@ -186,10 +185,10 @@ def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
     with pytest.raises(SourceError, match=r"parameter 'w'.*`convention=.ema.` or `convention=.sum.`"):
         translate(manifest, opened(path).values, DIALECTS["torch"])
     with pytest.raises(SourceError, match=r"parameter 'w'.*sum to ema.*`mu=`"):
-        translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM))
-    same = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.EMA))
+        translate(manifest, opened(path).values, DIALECTS["torch"], convention=Convention.SUM)
+    same = translate(manifest, opened(path).values, DIALECTS["torch"], convention=Convention.EMA)
     assert [output.scale for output in same.tensors] == [None, None]
-    other = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM, mu=0.75))
+    other = translate(manifest, opened(path).values, DIALECTS["torch"], convention=Convention.SUM, mu=0.75)
     momentum = executed(path, other)["optimizer.state.w.momentum_buffer"].view("<f4")
     assert np.array_equal(momentum, W.numpy() * np.float32(0.25))
     kept = translate(manifest, opened(path).values, DIALECTS["dcp"])
@@ -198,19 +197,19 @@ def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
 
 def test_a_target_without_a_convention_of_its_own_takes_the_one_asked_for(unknown):
     manifest, path = unknown
-    overrides = Overrides(Convention.EMA, target=Convention.SUM, mu=0.5)
-    outputs = translate(manifest, opened(path).values, DIALECTS["dcp"], overrides=overrides)
+    overrides = {"convention": Convention.EMA, "target_convention": Convention.SUM, "mu": 0.5}
+    outputs = translate(manifest, opened(path).values, DIALECTS["dcp"], **overrides)
     (momentum,) = (output for output in outputs.tensors if output.record.slot)
     assert (momentum.scale, momentum.record.convention) == (2.0, Convention.SUM)
 
 
 def test_what_the_user_says_must_not_contradict_the_checkpoint():
     with pytest.raises(SourceError, match="dion says sum, `convention=` says ema"):
-        translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(Convention.EMA))
+        translated("dion_fsdp4/ckpt", "torch", convention=Convention.EMA)
     with pytest.raises(SourceError, match=r"mu=0.95, `mu=` says 0.9"):
-        translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(mu=0.9))
+        translated("dion_fsdp4/ckpt", "torch", mu=0.9)
     with pytest.raises(SourceError, match="torch says ema, `target_convention=` says sum"):
-        translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(target=Convention.SUM))
+        translated("dion_fsdp4/ckpt", "torch", target_convention=Convention.SUM)
 
 
 def test_a_step_that_is_nowhere_must_be_given(tmp_path):
@@ -222,7 +221,7 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give `step=`"):
         translate(manifest, opened(path).values, DIALECTS["torch"])
-    outputs = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
+    outputs = translate(manifest, opened(path).values, DIALECTS["torch"], step=7)
     (counter,) = constants(outputs)
     assert counter.key == "optimizer.state.w.step"
     assert executed(path, outputs)[counter.key].tobytes() == np.float32(7).tobytes()
@@ -243,8 +242,8 @@ def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
 def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     name = "megatron/layer_wise/ws4_padded/torch_dist"
     with pytest.raises(SourceError, match=r"no place for muon with fp32_param, momentum_buffer.*`drop=`"):
-        translated(name, "torch", overrides=Overrides(Convention.EMA))
-    result = translated(name, "torch", overrides=Overrides(Convention.EMA), drop=frozenset({"fp32_param"}))
+        translated(name, "torch", convention=Convention.EMA)
+    result = translated(name, "torch", convention=Convention.EMA, drop=frozenset({"fp32_param"}))
     path, _ = read(name)
     found, truth = executed(path, result), truth_of("megatron/layer_wise/ws4_padded")
     *masters, common = result.left_out

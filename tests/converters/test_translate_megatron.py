@@ -15,7 +15,6 @@ from support.translated import MEGATRON, copied, executed, options, read, transl
 import muonckpt
 from muonckpt import SourceError, TargetError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.names import load_rules
 from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import LayerWise, Muon
@@ -122,7 +121,7 @@ def test_megatron_momentum_in_the_convention_of_another_program():
     rules = load_rules("megatron-swiglu")
     with pytest.raises(SourceError, match="`convention="):
         translated(MEGATRON.format("dp4"), "dion", rules=rules)
-    result = translated(MEGATRON.format("dp4"), "dion", rules=rules, overrides=Overrides(Convention.EMA))
+    result = translated(MEGATRON.format("dp4"), "dion", rules=rules, convention=Convention.EMA)
     found = executed(path, result)
     mlp = "decoder.layers.0.mlp.linear_fc1.weight"
     state = f"optimizer.state.module.module.module.{mlp}"
@@ -134,9 +133,9 @@ def test_megatron_momentum_in_the_convention_of_another_program():
 
 
 def test_megatron_groups_say_in_our_words_what_megatron_says_and_the_defaults_of_the_rest():
-    overrides = Overrides(Convention.EMA)
+    overrides = {"convention": Convention.EMA}
     rules = load_rules("megatron-swiglu")
-    result = translated(MEGATRON.format("dp4"), "muonckpt", rules=rules, overrides=overrides)
+    result = translated(MEGATRON.format("dp4"), "muonckpt", rules=rules, **overrides)
     found = options(result)
     checklist = {check.subject for check in result.checklist}
     of_megatron = {"lr", "weight_decay", "momentum", "betas", "eps", "params", "max_lr", "min_lr"}

@@ -14,6 +14,7 @@ from support.translated import (
     opened,
     options,
     saved,
+    translate,
     translated,
 )
 
@@ -21,8 +22,6 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.engine.outputs import Action
 from muonckpt.converters.options import grouped
-from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.translator import translate
 from muonckpt.names.resumption import as_tuples
 from muonckpt.optimizer import COEFFICIENTS
 from muonckpt.programs.registry import DIALECTS
@@ -118,7 +117,7 @@ def test_a_step_counter_of_any_dtype_is_read_and_the_users_number_goes_before_it
     manifest, path = saved(tmp_path, nested(averages(step=torch.tensor(48, dtype=getattr(torch, kind))), **group))
     values, into = opened(path).values, DIALECTS["muonckpt"]
     for step, expected in ((None, 48), (300, 300)):
-        made = translate(manifest, values, into, overrides=Overrides(step=step))
+        made = translate(manifest, values, into, step=step)
         (counter,) = (tensor for tensor in made.tensors if tensor.record.slot == "step")
         same = step is None and (kind == "float32" or (source == "muonckpt" and kind not in ("bfloat16", "float16")))
         assert counter.record.dtype == (kind if same else "float32")
@@ -147,7 +146,7 @@ def test_what_is_no_number_of_steps_is_replaced_by_the_users(count, tmp_path):
     values, dropped = opened(path).values, frozenset({"step"} if count == "lost" else ())
     with pytest.raises(SourceError, match=r"give `step=`|no method of dcp"):
         translate(manifest, values, DIALECTS["muonckpt"], drop=dropped)
-    made = translate(manifest, values, DIALECTS["muonckpt"], drop=dropped, overrides=Overrides(step=300))
+    made = translate(manifest, values, DIALECTS["muonckpt"], drop=dropped, step=300)
     (counter,) = (tensor for tensor in made.tensors if tensor.record.slot == "step")
     assert [executed(path, made)[counter.key].view("<f4")] == [300]
 
@@ -160,7 +159,7 @@ def test_steps_that_a_group_counts_are_those_of_parameters_without_a_counter(tmp
     assert [executed(path, made)[counter.key].view("<f4")] == [7]
     group = {"lr": 0.1, "mu": 0.5, "algorithm": "muon", "epsilon": 1e-8, "cautious_wd": False, "step": 7}
     manifest, path = saved(tmp_path / "dion", nested({"momentum": W.clone()}, **group))
-    made = translate(manifest, opened(path).values, overrides=Overrides(step=300))
+    made = translate(manifest, opened(path).values, step=300)
     assert options(made)["optimizer.param_groups.0.step"] == 300
 
 

@@ -9,15 +9,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import called
 from support.golden import golden
-from support.translated import MEGATRON, TORCH, W, nested, saved
+from support.translated import MEGATRON, TORCH, W, nested, saved, translate
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.translator import translate
 from muonckpt.names.vocabulary import Convention
 from muonckpt.optimizer import Muon
 from muonckpt.programs.registry import DIALECTS
@@ -238,16 +236,16 @@ def test_state_that_ends_in_no_group_is_an_error_whatever_the_program(program, f
     manifest, path = saved(tmp_path, state | {"optimizer": optimizer})
     (symptom,) = (s for s in muonckpt.inspect(path).symptoms if s.kind == "no_group")
     assert symptom.names == (lost,)
-    values, asked = muonckpt.open(path).values, Overrides(convention=DIALECTS[program].convention or Convention.EMA)
+    values, asked = muonckpt.open(path).values, {"convention": DIALECTS[program].convention or Convention.EMA}
     target = DIALECTS["torch" if program == "muonckpt" else "muonckpt"]
     with pytest.raises(SourceError, match=rf"state of {lost}, which no parameter group of|state of number"):
-        translate(manifest, values, target, overrides=asked)
+        translate(manifest, values, target, **asked)
     # The cure that the error prints.
     kept = [tensor.key for tensor in manifest.tensors if lost not in tensor.key.split(".")]
     muonckpt.reshard(path, tmp_path / "copy", mesh={"dp": 1}, select=[*kept, "optimizer.param_groups.*"])
     if not number:
         opened = muonckpt.open(tmp_path / "copy")
-        assert translate(opened.manifest, opened.values, target, overrides=asked).tensors
+        assert translate(opened.manifest, opened.values, target, **asked).tensors
 
 
 def test_state_of_megatron_whose_options_are_lost_is_an_error_that_names_what_groups_list(tmp_path):
@@ -256,6 +254,6 @@ def test_state_of_megatron_whose_options_are_lost_is_an_error_that_names_what_gr
     kept = [key for key in keys if "param_to_group_meta" not in key or "linear_fc1" not in key]
     assert len(kept) < len(keys)
     muonckpt.reshard(opened.path, tmp_path / "copy", mesh={"dp": 1}, select=kept)
-    copy, asked = muonckpt.open(tmp_path / "copy"), Overrides(convention=Convention.EMA)
+    copy, asked = muonckpt.open(tmp_path / "copy"), {"convention": Convention.EMA}
     with pytest.raises(SourceError, match=r"linear_fc1.*which no parameter group of fsdp_dtensor lists"):
-        translate(copy.manifest, copy.values, DIALECTS["muonckpt"], overrides=asked)
+        translate(copy.manifest, copy.values, DIALECTS["muonckpt"], **asked)

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 import muonckpt
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor, scaled
-from muonckpt.converters.translate.translator import translate
+from muonckpt.converters.translate import translator
+from muonckpt.converters.translate.request import Request
 from muonckpt.programs.registry import DIALECTS
 from muonckpt.record.record import Blob
 from muonckpt.store.formats.torch_save.plain_item import plain_value
@@ -37,6 +38,10 @@ opened = cache(muonckpt.open)
 def read(name: str):
     path = golden(name)
     return path, opened(path).manifest
+
+
+def translate(manifest, values, target=None, **options) -> Outputs:
+    return translator.translate(manifest, values, Request(target=target, **options))
 
 
 def translated(name: str, target: str, **options) -> Outputs:
