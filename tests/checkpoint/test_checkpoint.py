@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support import sweep
 from support.every_kind import assert_same_bits, snapshot
+from support.failing import full_disk
 from support.fsdp_model import build, steps
 from support.golden import golden
 from support.manifest_json import manifest_at, put
@@ -320,15 +321,11 @@ def failing_job(rank, world, path):
     """Save where the disk of rank 1 is full after 1 KiB, and return the error."""
     mesh = init_device_mesh("cpu", (world,))
     state = {"w": distribute_tensor(torch.randn(999, 4), mesh, [Shard(0)], src_data_rank=None)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        muonckpt.save(state, path)
-    except DestinationError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1024) if rank == 1 else nullcontext():
+        try:
+            muonckpt.save(state, path)
+        except DestinationError as error:
+            return str(error)
     return "no error"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.failing import full_disk
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -117,14 +118,11 @@ def saves(rank: int, world: int, folder: str) -> list[str]:
             ranks.save("drifted", drifted, ranks.plans)
         except LayoutError as error:
             said.append(str(error))
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        try:
-            ranks.save("unwritable", ranks.state(108), ranks.plans)
-        except DestinationError as error:
-            said.append(str(error))
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with full_disk(100) if rank == 1 else nullcontext():
+            try:
+                ranks.save("unwritable", ranks.state(108), ranks.plans)
+            except DestinationError as error:
+                said.append(str(error))
         assert ranks.same_as_first("after", ranks.state(109))
     return said
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +31,22 @@ def told_by(function: Callable[..., Any], *args: Any) -> list[str]:
         function(*args)
     messages = [str(warning.message) for warning in caught]
     return [text.partition(". To train")[0] for text in messages if text.startswith("hyper-parameters are those of")]
+
+
+@contextmanager
+def full_disk(length: int) -> Iterator[None]:
+    """No file of this process can grow beyond a length in bytes.
+
+    torch's file store of an earlier job writes when it is deleted, and ends the process where it cannot: what waits for
+    the garbage collector is deleted before.
+    """
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class OutOfMemory(TorchDispatchMode):
