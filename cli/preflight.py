@@ -81,6 +81,8 @@ def _print(answer: Preflight) -> None:
         print_line()
         rows = [(c.group, c.option, c.saved_value, c.code_value) for c in answer.changes]
         print_table(("parameters", "option", "in the checkpoint, which counts", "in the code"), rows)
+    if answer.next_step:
+        print_line(f"next: {answer.next_step}")
     for warning in answer.warnings:
         print_line(f"look at: {warning}", fg="red")
     if answer.unasked:

@@ -8,6 +8,7 @@ from ..converters.look.run_history import RunHistory, overview_of_run
 from ..names.errors import SourceError
 from ..names.wording import counted, moment, size
 from ..store.io.location import Location
+from ..store.verify.diagnosis import next_step
 from ..store.verify.run import Run, RunStep, run_of
 from .printing import print_labelled, print_line, print_table
 
@@ -21,6 +22,8 @@ def print_run(history: RunHistory) -> None:
     print_steps(history.steps)
     for label, value in lines:
         print_labelled(label, value)
+    if text := next_step(history.run, history.steps):
+        print_line(f"next: {text}")
 
 
 def exit_code(run: Run) -> int:
@@ -73,4 +76,4 @@ def print_steps(steps: Sequence[RunStep]) -> None:
 def row_of(step: RunStep) -> tuple[str, ...]:
     saved = "-" if step.saved is None else moment(step.saved)
     last = "never" if step.verified is None else moment(step.verified.timestamp)
-    return step.name, step.state, size(step.bytes), saved, last
+    return step.name, step.state, "-" if step.bytes is None else size(step.bytes), saved, last

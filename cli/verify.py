@@ -14,7 +14,7 @@ from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.diagnosis import command
+from ..store.verify.diagnosis import next_step
 from ..store.verify.run import Run, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
@@ -125,10 +125,8 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
         print_line(f"newest whole  {_newest_whole(run)}")
-        faulty = [step for step in verified_steps.values() if step.state == "faulty"]
-        if faulty:
-            newest_faulty = max(faulty, key=lambda step: (step.step, step.attempt))
-            print_line(f"next: {command('verify', newest_faulty.path)} (what to do about {newest_faulty.name})")
+        if text := next_step(run, [step for step in run.steps if step.name in verified_steps]):
+            print_line(f"next: {text}")
         print_duration()
     if any(verdict.is_damaged for verdict in verdicts):
         return 1

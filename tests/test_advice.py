@@ -267,6 +267,21 @@ def test_state_in_float32_of_weights_in_bfloat16_is_loaded_by_the_options_to_giv
     equal(state, saved)
 
 
+def test_one_weight_of_another_dtype_is_loaded_exactly(here):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.data = model[0].weight.data.bfloat16()
+    muonckpt.save({"model": model.state_dict()}, "one")
+    live = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    told = refusal({"model": live.state_dict()}, "one")
+    [(name, there, back)] = re.findall(r"Exact for model\.(\S+): (.*), load, then (.*)$", told)
+    weight = live.get_parameter(name)
+    exec(there)
+    muonckpt.load({"model": live.state_dict()}, "one")
+    exec(back)
+    assert weight.dtype == torch.float32
+    assert all(map(torch.equal, live.float().parameters(), model.float().parameters()))
+
+
 @pytest.mark.parametrize("kind", [ours, stock])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_of_another_dtype_than_the_weights_is_loaded_exactly(kind, dtype, here):

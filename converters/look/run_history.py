@@ -266,10 +266,19 @@ def history_of(path: Location) -> RunHistory | None:
 
 def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield what there is to know about a run beside the table of its steps, as labelled lines."""
-    # The steps that are here, and where a resume would begin.
+    yield from state_of_run(history)
+    # How it went on from step to step.
+    for change in history.changes:
+        for number, line in enumerate(change.lines):
+            yield "" if number else "changed", line if number else f"{change.since} -> {change.name}: {line}"
+    yield from resume_lines(history)
+
+
+def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
+    """Yield which steps are here, which are not whole, and where a resume would begin, as labelled lines."""
     run, newest = history.run, history.newest_whole
     formats = dict.fromkeys(view.format for view in history.views.values())
-    total = size(sum(step.bytes for step in run.steps))
+    total = size(sum(step.bytes or 0 for step in run.steps))
     yield "run", f"{run.path}: {counted(len(run.steps), 'step')}, {total}, {', '.join(formats) or 'none readable'}"
     for step in run.steps:
         if step.state != "whole":
@@ -278,11 +287,6 @@ def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield "newest whole", verdict_of(newest) if newest else unknown or "none"
     if run.pointer:
         yield "latest", _pointed(history)
-    # How it went on from step to step.
-    for change in history.changes:
-        for number, line in enumerate(change.lines):
-            yield "" if number else "changed", line if number else f"{change.since} -> {change.name}: {line}"
-    yield from resume_lines(history)
 
 
 _MAX_RESUMES = 10

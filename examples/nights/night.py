@@ -64,7 +64,7 @@ def message_of(call, *arguments, **choices):
         try:
             call(*arguments, **choices)
         except muonckpt.MuonckptError as error:
-            return show(str(error))
+            print(error)
     return show(lines.getvalue() + "\n".join(str(each.message) for each in caught))
 
 

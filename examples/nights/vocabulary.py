@@ -1,4 +1,4 @@
-"""The tokenizer has three words more than when the run was saved."""
+"""The tokenizer has three words more, or fewer, than when the run was saved."""
 
 import re
 
@@ -13,4 +13,9 @@ larger = train("run", 3, model=Model(words=15), grow=eval(globs))
 # The rows of the former words are those of the saved run, and so is all else.
 table, *others = train("run", 3)
 assert torch.equal(larger[0][:12], table) and all(map(torch.equal, larger[1:], others))
+
+# No row is dropped: the model keeps the saved ones.
+message = message_of(train, "run", 3, model=Model(words=9))
+[rows] = re.findall(r"build the model with the saved shapes \('model.words.weight': \((\d+), 8\)\)", message)
+assert all(map(torch.equal, train("run", 3, model=Model(words=int(rows))), [table, *others]))
 print("solved")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from threading import Timer
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..names.errors import UNUSABLE, ArgumentError, LostRankError, MuonckptError, SourceError, lost_ranks
+from ..names.errors import ArgumentError, LostRankError, MuonckptError, SourceError, lost_ranks
 from ..ranks.new_group import time_out
 from ..ranks.release import in_flight
 
@@ -31,8 +32,12 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
+    """The class and the parts of an error."""
+
     kind: type[MuonckptError]
-    text: str
+    fault: str
+    advice: str = ""
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +49,15 @@ class _Outcome:
     def raise_it(self, cause: Exception | None) -> None:
         """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
         # Where several failed, raise the first one's error; a rank is named only where it failed alone.
+        keys = tuple(dict.fromkeys(chain.from_iterable(failure.keys for failure in self.failures.values())))
         for rank, failure in self.failures.items():
             is_alone = rank >= 0 and dist.is_initialized() and len(self.failures) == 1
-            suffix = f" (rank {rank})" if is_alone and not failure.text.startswith(f"rank {rank} ") else ""
-            if type(cause) is failure.kind and str(cause) == f"{failure.text}{suffix}":
+            suffix = f" (rank {rank})" if is_alone and not failure.fault.startswith(f"rank {rank} ") else ""
+            error = failure.kind(f"{failure.fault}{suffix}", failure.advice, keys=keys)
+            if isinstance(cause, failure.kind) and str(cause) == str(error):
+                cause.keys = keys
                 raise cause  # without itself as its cause
-            raise failure.kind(f"{failure.text}{suffix}") from cause
+            raise error from cause
 
 
 def decide_on_first(
@@ -223,7 +231,7 @@ def _attempted(kind: type[MuonckptError], answer: Callable[[], T]) -> tuple[T | 
     try:
         return answer(), None
     except MuonckptError as error:
-        return _Failure(type(error), str(error)), error
+        return _Failure(type(error), error.fault, error.advice, error.keys), error
     except Exception as error:
         return _Failure(kind, f"{type(error).__name__}: {error}"), error
 
@@ -264,10 +272,13 @@ def unusable(advice: str = "") -> Iterator[None]:
     except LostRankError:  # says it
         raise
     except MuonckptError as error:
-        raise type(error)(
-            f"{error}. {UNUSABLE}: tensors were overwritten before this was found; load another "
+        loss = (
+            "THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
             f"checkpoint into it, or make it again{advice}"
-        ) from error
+        )
+        half_loaded = error.with_text(error.fault, ". ".join(filter(None, (error.advice, loss))))
+        half_loaded.has_overwritten = True
+        raise half_loaded from error
 
 
 def is_coordinator(process_group: dist.ProcessGroup | None) -> bool:

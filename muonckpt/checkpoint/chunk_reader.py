@@ -344,7 +344,7 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
             check_joined(checkpoint.payloads, tensor, chunk, total if is_one else JoinedCrc())
         except DamageError as error:
             readers = listed(sorted({ranks[part.place] for part in parts}), 8)
-            raise DamageError(f"{error}; read by rank {readers}") from error
+            raise DamageError(f"{error}; read by rank {readers}", keys=error.keys) from error
 
 
 def _located_reads(

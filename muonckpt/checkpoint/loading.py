@@ -322,7 +322,8 @@ def load_sent(call: LoadCall, sent: SentCheckpoint) -> Loaded:
         ):
             raise UnseenError(f"{error}. The first rank does: give a path that all nodes mount alike") from error
         advice = broadcast_from_first(call.group, lambda: advice_on(call.place))
-        raise DamageError(str(error), advice) from error
+        advice = ". ".join(filter(None, (error.advice, advice)))
+        raise DamageError(error.fault, advice, keys=error.keys, has_overwritten=error.has_overwritten) from error
     matching = loaded.asked.matching
     if matching.own_options:
         kept_options = "; ".join(matching.own_options)

@@ -29,6 +29,7 @@ from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
 from ..store.open_checkpoint import OpenCheckpoint
+from ..store.verify.run import StepName, new_attempt
 from .bits import dtype_name
 from .live_state import LiveState
 from .stored import Matching, Stored
@@ -130,7 +131,7 @@ class Refusal:
             globs = in_globs(sorted(matching.growable), matching.names - matching.growable)
             return f"If the new rows are meant: {call}(..., grow={globs!r})"
         if matching.misfits or matching.faults:
-            return ""
+            return self._saved_shape()
         # 3. State of parameters whose weights fit.
         ungrouped = [name for name, reason in matching.differences.items() if reason == UNGROUPED]
         if ungrouped and call in (LOAD, RESTORE, RESUME):
@@ -187,7 +188,14 @@ class Refusal:
         if not live or not (rules := find_rules({**saved, **kept}, {**live, **kept})):
             return ""
         command = f"muonckpt convert {self.checkpoint.path} NEW --rules FILE"
-        return f"If they were renamed: {command}, with FILE:\n{as_toml(rules)}"
+        return f"If they were renamed{self._place_in_run()}: {command}, with FILE:\n{as_toml(rules)}"
+
+    def _place_in_run(self) -> str:
+        """Return in words where a new checkpoint of this step is taken by the run; empty if this is of no series."""
+        path = self.checkpoint.path if self.checkpoint else None
+        if path is None or StepName.parsed(path.name) is None:
+            return ""
+        return f" (the run takes NEW if that is {path.parent / (new_attempt(path) or '')})"
 
     @cached_property
     def _names(self) -> tuple[_Forms, _Forms, set[str]]:
@@ -267,23 +275,43 @@ class Refusal:
         if not pairs or not names >= matching.misfits.keys() | matching.differences.keys():
             return ""
         [(saved, dtype), *others] = pairs
+        if live.optimizers and False in is_of_state and saved not in _FLOATS:
+            return f"No optimizer steps a weight in {saved}: save it in 16 bits or more by the program that wrote it"
         if others or saved not in _FLOATS or dtype not in _FLOATS:
             return "Give each tensor the dtype that it has in the checkpoint"
         is_exact = saved in _WIDER.get(dtype, ())
-        if is_of_state == {True} and self._has_weights and self.checkpoint:
+        if is_of_state == {True} and self._weight_keys and self.checkpoint:
             if is_exact and dtype == "float32":
                 return f"State alone is cast exactly: muonckpt convert {self.checkpoint.path} NEW --state-dtype {dtype}"
             if saved == "float32" and has_our_options(live.flat):
                 return "To keep all bits, give groups momentum_dtype='float32', those of AdamW state_dtype='float32'"
-        if is_exact:
-            return f"Exact: model.to(torch.{saved}), load, then model.to(torch.{dtype}), which the state follows"
-        return f"To keep all bits, build the model in {saved}"
+        if not is_exact:
+            return f"To keep all bits, build the model in {saved}"
+        # Where other weights have their dtype already, these alone change it.
+        if False in is_of_state and any(
+            live.flat[key].is_floating_point() for key in self._weight_keys - matching.misfits.keys()
+        ):
+            there, back = (f"weight.data = weight.data.to(torch.{each})" for each in (saved, dtype))
+            return f"Exact for {listed(sorted(names), 3)}: {there}, load, then {back}"
+        return f"Exact: model.to(torch.{saved}), load, then model.to(torch.{dtype}), which the state follows"
 
     @property
-    def _has_weights(self) -> bool:
+    def _weight_keys(self) -> set[str]:
+        """The keys of tensors that are no state of an optimizer, and that the checkpoint has."""
         prefixes = tuple(optimizer.state for optimizer in self.live.optimizers)
         tensors = (key for key in self.matching.sources if isinstance(self.live.flat.get(key), Tensor))
-        return any(not key.startswith(prefixes) for key in tensors)
+        return {key for key in tensors if not key.startswith(prefixes)}
+
+    def _saved_shape(self) -> str:
+        """Return the next step where the checkpoint has a tensor in another shape; empty if it has none."""
+        for key, value in self.live.flat.items():
+            entry = self.stored.entries.get(self.matching.sources.get(key, key))
+            if isinstance(value, Tensor) and isinstance(entry, StateRecord) and entry.shape != value.shape:
+                return (
+                    f"No call cuts a saved tensor: build the model with the saved shapes ({key!r}: {entry.shape}), and "
+                    "leave the rows that are not needed unused"
+                )
+        return ""
 
 
 def _is_known(checkpoint: OpenCheckpoint) -> bool:

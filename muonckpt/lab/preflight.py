@@ -44,6 +44,7 @@ from ..record.record import StateRecord
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import diagnosis_by_files, open
+from ..store.verify.run import StepName
 from ..store.verify.verification import unless_removed
 from .built import Built, Maker, build, maker_of
 
@@ -74,6 +75,7 @@ class Preflight:
         warnings: what the loader would not say, and the user would want to know.
         unasked: roots of the checkpoint's keys that neither the model nor the optimizer has, such as "lr_scheduler".
         verified: whether a verification has read the bytes of exactly these files.
+        next_step: where a run takes it from, if it is not in the folder of one; else empty.
     """
 
     checkpoint: str
@@ -86,6 +88,7 @@ class Preflight:
     warnings: tuple[str, ...]
     unasked: tuple[str, ...]
     verified: bool = False
+    next_step: str = ""
 
     def __bool__(self) -> bool:
         return not self.refusal
@@ -185,7 +188,19 @@ def preflight(
         (*outcome.warnings, *([diagnosis.sentence] if diagnosis else ())),
         unasked,
         diagnosis.verified is not None,
+        "" if loader != "muonckpt" or outcome.refusal else _place_in_run(opened),
     )
+
+
+def _place_in_run(opened: OpenCheckpoint) -> str:
+    """Say where a run takes a checkpoint from; empty if it is one of its steps."""
+    path, step = opened.path, opened.provenance.get("step")
+    if StepName.parsed(path.name) is not None:
+        return ""
+    if opened.format.name != "muonckpt" or not isinstance(step, int):
+        return f"begin a run from it: run.resume(begin_from={str(path)!r})"
+    name = StepName(step)
+    return f"a Series takes it as RUN/{name}, or as RUN/{name}.2 where that is there: move it to that place"
 
 
 def _roots(opened: OpenCheckpoint, built: Built) -> tuple[KeyPath, KeyPath]:

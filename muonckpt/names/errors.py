@@ -17,7 +17,7 @@ from functools import cache, wraps
 from itertools import chain
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,24 @@ T = TypeVar("T")
 
 
 class MuonckptError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    Attributes:
+        fault, advice: the parts of its text: what failed, and what follows from that.
+        keys: of tensors and items whose checksums were found wrong.
+        has_overwritten: whether tensors were overwritten before it was found.
+    """
+
+    def __init__(
+        self, fault: str = "", advice: str = "", *, keys: tuple[str, ...] = (), has_overwritten: bool = False
+    ) -> None:
+        super().__init__(f"{fault}. {advice}" if advice else fault)
+        self.fault, self.advice = fault, advice
+        self.keys, self.has_overwritten = keys, has_overwritten
+
+    def with_text(self, fault: str, advice: str = "") -> Self:
+        """Return an error of this kind, with what else it says, and another text."""
+        return type(self)(fault, advice, keys=self.keys, has_overwritten=self.has_overwritten)
 
 
 class LayoutError(MuonckptError, ValueError):
@@ -56,15 +73,7 @@ class RemovedError(SourceError):
 
 
 class DamageError(SourceError):
-    """A checkpoint is not what was written: a file is missing or cut, or its bytes are others.
-
-    Attributes:
-        fault: the message without the advice with which it may end.
-    """
-
-    def __init__(self, fault: str, advice: str = "") -> None:
-        super().__init__(f"{fault}. {advice}" if advice else fault)
-        self.fault = fault
+    """A checkpoint is not what was written: a file is missing or cut, or its bytes are others."""
 
 
 class UnknownOptimizerError(SourceError):
@@ -80,15 +89,7 @@ class UnseenError(SourceError):
 
 
 class ChecksumError(DamageError):
-    """Bytes that were read have another checksum than was recorded.
-
-    Attributes:
-        key: of the tensor or item that they are of, in the first error that names it; else empty.
-    """
-
-    def __init__(self, fault: str, key: str = "") -> None:
-        super().__init__(fault)
-        self.key = key
+    """Bytes that were read have another checksum than was recorded."""
 
 
 class LostFileError(DamageError):
@@ -109,10 +110,6 @@ class SeveralSavesError(DamageError):
 
 ADVICE = "What to do: "
 """The beginning of an advice on damage."""
-
-
-UNUSABLE = "THE STATE DICT IS UNUSABLE NOW"
-"""The text in errors of a call that has overwritten tensors."""
 
 
 class ArgumentError(MuonckptError, TypeError, ValueError):
@@ -309,4 +306,4 @@ def about(subject: object) -> Iterator[None]:
     try:
         yield
     except MuonckptError as error:
-        raise type(error)(f"{subject}: {error}") from error
+        raise error.with_text(f"{subject}: {error.fault}", error.advice) from error

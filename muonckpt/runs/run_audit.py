@@ -17,7 +17,7 @@ from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, damage_in, verify
-from ..store.verify.run import Run, RunStep, State, look_at_folder
+from ..store.verify.run import Run, RunStep, judged, look_at_folder
 from ..store.verify.verification import Verification, look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
@@ -162,6 +162,5 @@ def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
     except SourceError as error:
         if is_there(step.path) and not isinstance(error, RemovedError):
             return StepVerdict(replace(unread, state="faulty", fault=str(error)))
-        return StepVerdict(replace(unread, state="incomplete", fault="it was removed while it was read"))
-    state: State = "faulty" if entry.sentence else "whole"
-    return StepVerdict(replace(step, state=state, fault=entry.sentence, verified=entry), report, note)
+        return StepVerdict(replace(unread, state="removed", fault="it was removed while it was read"))
+    return StepVerdict(judged(replace(step, verified=entry), report.damage), report, note)

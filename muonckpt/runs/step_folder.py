@@ -6,11 +6,12 @@ There is no record besides its files, so any process may look at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..names.collector import gc_paused
-from ..names.errors import DestinationError, SourceError
+from ..names.errors import DestinationError, SourceError, UnavailableError
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
@@ -18,7 +19,7 @@ from ..store.io.location import Location, entries_of, is_link, is_there, map_eac
 from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.damage import rank_in_name
-from ..store.verify.run import RunStep, StepName, look_at_step
+from ..store.verify.run import RunStep, StepName, look_at_folder, look_at_step
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 """Files without which readers see no checkpoint."""
@@ -63,11 +64,16 @@ class StepFolder:
         """
         while True:
             names, faults = self._names(), dict[StepName, str]()
-            for name in sorted(self._saved_files(names), reverse=True):
-                if name in damaged:
-                    faults[name] = damaged[name]
-                    continue
-                step, checkpoint = self._look(name)
+            for name in sorted(names, reverse=True):
+                try:
+                    if not self.has(name):
+                        continue
+                    if name in damaged:
+                        faults[name] = damaged[name]
+                        continue
+                    step, checkpoint = self._look(name)
+                except (SourceError, UnavailableError) as error:
+                    raise error.with_text(error.fault, self.way_back(name)) from error
                 if not step.has_loss:
                     return Newest(name, faults, step.fault), checkpoint
                 if not self.has(name):
@@ -77,6 +83,13 @@ class StepFolder:
                 if self._names() == names:
                     return Newest(None, faults), None
             # While we looked, one was removed, for which a newer one may have been published: look again.
+
+    def way_back(self, unread: StepName) -> str:
+        """Say how a run goes on from an older step than one that cannot be read; empty if none is whole."""
+        with suppress(SourceError, UnavailableError):
+            run, _ = look_at_folder(self.place, lambda opened: None)
+            return run.way_back([str(unread)])
+        return ""
 
     def whole(self, step: int) -> StepName | None:
         """Find the last whole checkpoint of a step, without reading data.
@@ -114,25 +127,27 @@ class StepFolder:
         fault = step.fault if step.state == "faulty" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
         return replace(step, state="incomplete", fault=fault, is_complete=False), None
 
-    def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
-        """Return a free name for a new checkpoint of a step.
+    def new_name(self, step: int, reason: Callable[[StepName], str | None]) -> tuple[StepName, dict[StepName, str]]:
+        """Return a free name for a new checkpoint of a step, and those that it replaces, each with the reason.
 
         Args:
-            replaceable: returns True if a checkpoint of the same step may be superseded.
+            reason: returns why a checkpoint of the same step may be replaced though its files look whole, or None.
 
         Raises:
             DestinationError: a whole one may not.
         """
         names = {name for name in self._names() if name.step == step}
         # A whole checkpoint is replaced only by those who say so.
-        for name in sorted(self._published(names)):
-            if not replaceable(name) and self.fault(name) is None:
+        reasons = {name: reason(name) or self.fault(name) for name in sorted(self._published(names))}
+        for name, why in reasons.items():
+            if why is None:
                 raise DestinationError(
                     f"{self.path(name)} exists already, and is whole; a run that is resumed goes on behind it, "
                     "from the step that resume returns; if this run went back to an earlier step and the checkpoint is "
                     "to be superseded, save with replace=True"
                 )
-        return StepName(step, max((name.attempt for name in names), default=0) + 1)
+        new = StepName(step, max((name.attempt for name in names), default=0) + 1)
+        return new, {name: why for name, why in reasons.items() if why}
 
     def prune(
         self, saved: StepName, keep_last: int | None, keep_every: int | None, is_whole: Callable[[StepName], bool]
@@ -185,13 +200,15 @@ class StepFolder:
         return {name for name in names if name is not None}
 
     def _published(self, names: Iterable[StepName]) -> set[StepName]:
-        return {name for name, files in self._saved_files(names).items() if MANIFEST_FILE in files}
+        """Return the steps of this folder with our manifest; one that a link leads to is read, and left alone."""
+        saved_files = self._saved_files(names).items()
+        return {name for name, files in saved_files if MANIFEST_FILE in files and not is_link(self.path(name))}
 
     def _saved_files(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
         """Return the files of steps that have a description or a rank's file, and are not being saved or removed."""
 
         def files_of(name: StepName) -> tuple[StepName, set[str]]:
-            files = set() if is_link(self.path(name)) else _files(self.path(name))
+            files = _files(self.path(name))
             unfinished = publish.MARK in files or (CLAIM in files and not files >= set(DESCRIPTIONS))
             is_saved = any(file in DESCRIPTIONS or rank_in_name(file) is not None for file in files)
             return name, files if is_saved and not unfinished else set()

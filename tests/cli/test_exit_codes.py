@@ -89,6 +89,17 @@ def refuse(below: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     return refused
 
 
+def loop(name: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Return what puts a link to itself in the place of a file of the newest step, or of the step."""
+
+    def looped(run: Path, patch: pytest.MonkeyPatch) -> None:
+        place = run / NEWEST / name
+        place.rename(run.with_name("aside"))
+        place.symlink_to(place)
+
+    return looped
+
+
 def refusing(call: Callable[..., Any], place: str, may_ask_of_itself: bool) -> Callable[..., Any]:
     def asked(path: object, *arguments: object, **options: object) -> object:
         is_itself = may_ask_of_itself and str(path) == place
@@ -122,7 +133,10 @@ MAKERS = {
     "`.metadata` lost or damaged": (lose(".metadata"), cut(".metadata")),
     "damaged": (cut("__0_0.distcp"), lose("__0_0.distcp"), cut("muonckpt.json"), lose("muonckpt.json", ".metadata")),
     "recorded as damaged": (record_damage,),
-    "unreadable": (refuse("/__0_0.distcp"), refuse("/muonckpt.json"), refuse("")),
+    "unreadable": (
+        *(refuse(place) for place in ("/__0_0.distcp", "/muonckpt.json", "")),
+        *(loop(name) for name in ("__0_0.distcp", "muonckpt.json", ".metadata", "")),
+    ),
     "no checkpoint": (remove_checkpoints,),
     "removed meanwhile": (remove_meanwhile,),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -281,6 +282,18 @@ def test_the_answer_says_whether_the_bytes_were_verified(tmp_path):
     assert preflight(path, ours()).sentence.endswith(f"; bytes not verified (muonckpt verify {path})")
     assert all(verdict.is_whole for verdict in muonckpt.verify_run(tmp_path))
     assert preflight(path, ours()).sentence.endswith(" parameters would be loaded")
+
+
+def test_the_answer_says_from_where_a_run_takes_a_converted_checkpoint(tmp_path):
+    step = muonckpt.Series(tmp_path / "run").save(3, state_of(ours())).path
+    assert preflight(step, ours()).next_step == ""
+    muonckpt.convert(step, tmp_path / "new")
+    answer = preflight(tmp_path / "new", ours())
+    [place] = re.findall(r"RUN/\S+, or as RUN/(\S+) where that is there", answer.next_step)
+    (tmp_path / "new").rename(tmp_path / "run" / place)
+    assert muonckpt.Series(tmp_path / "run").latest().path == str(tmp_path / "run" / place)
+    muonckpt.save(state_of(ours()), tmp_path / "other")
+    assert preflight(tmp_path / "other", ours()).next_step.endswith(f"run.resume(begin_from='{tmp_path / 'other'}')")
 
 
 def test_a_process_group_of_the_caller_is_left_alone(tmp_path):

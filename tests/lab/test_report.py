@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -245,6 +246,21 @@ def test_the_page_of_a_checkpoint_without_a_description_is_the_verdict(damage, t
     assert [one["command"] for one in data["verdict"]["remedies"]] == [one.command for one in diagnosis.remedies]
     with pytest.raises(muonckpt.SourceError, match="expected a checkpoint"):
         muonckpt.report(tmp_path)
+
+
+def test_a_page_has_verdict_and_cures_without_scripts(run, tmp_path):
+    for step in (10, 20, 30):
+        shutil.copytree(run / "10", tmp_path / "run" / f"step-000000{step}")
+    (tmp_path / "run" / "step-00000030" / "__0_0.distcp").unlink()
+    shown = []
+    for page in (muonckpt.report_run(tmp_path / "run"), muonckpt.report(tmp_path / "run" / "step-00000030")):
+        shown.append(unescape(page.html().partition("<script")[0]))
+        assert f"<b>{page.diagnosis.sentence}.</b>" in shown[-1] and page.diagnosis.remedies
+        for remedy in page.diagnosis.remedies:
+            assert f"<code>{remedy.command}</code><p>{remedy.gives}</p>" in shown[-1]
+    assert "<dt>newest whole</dt><dd>step-00000020, by names" in shown[0]
+    assert "<dt>faulty</dt><dd>step-00000030: rank 0's file __0_0.distcp is missing" in shown[0]
+    assert "Nothing is known to be lost." in muonckpt.report(tmp_path / "run" / "step-00000010", stats="none").html()
 
 
 def test_the_page_of_a_run_has_norms_and_drift_of_every_step(run, tmp_path):

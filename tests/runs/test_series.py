@@ -145,7 +145,6 @@ def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
     for folder in foreign:
         folder.mkdir()
         (folder / ".metadata").write_bytes(b"of another program")
-    (tmp_path / "step-00000008").symlink_to(whole)
     (tmp_path / "step-00000009").write_text("a file")
     killed_saves.age(tmp_path, 10**6)
     before = names(tmp_path)
@@ -268,6 +267,31 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
     assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
     assert f"What to do: (a) muonckpt verify {tmp_path / 'step-00000003.3'} (lists all" in str(none.value)
     assert "(b)" not in str(none.value)
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "whole"])
+def test_a_save_says_on_one_line_which_step_it_replaces_and_why(how, tmp_path, capsys):
+    series = Series(tmp_path)
+    for step in (1, 2):
+        path = Path(series.save(step, state(step)).path)
+    reason = "replace=True"
+    if how == "cut":
+        os.truncate(path / "__0_0.distcp", 100)
+        reason = "rank 0's file __0_0.distcp is cut short (100 of "
+    elif how == "flipped":
+        flip_last_bit(path)
+        with pytest.warns(RuntimeWarning):
+            assert restored(series) == 1
+        reason = "tensor "
+    capsys.readouterr()
+    saved = series.save(2, state(2), replace=how == "whole")
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{saved.path} replaces step-00000002, which is removed afterwards: {reason}")
+    assert (
+        "UNUSABLE" not in line and saved.path == f"{path}.2" and names(tmp_path) == ["step-00000001", path.name + ".2"]
+    )
+    series.save(3, state(3))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("record", ["written", "refused"])

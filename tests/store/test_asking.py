@@ -21,6 +21,7 @@ from muonckpt.names.errors import DiskError
 from muonckpt.runs.run_audit import verify_recorded
 from muonckpt.store.io import publish
 from muonckpt.store.io.location import entries_of, is_folder, is_link, is_there, kind_of, location
+from muonckpt.store.io.regular import open_regular
 from muonckpt.store.verify.verification import RECORD, read_verification
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,13 +51,55 @@ def test_what_is_there_is_told_from_what_is_not(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name, target in (("link", "file"), ("dangling", "nothing"), ("loop", "loop")):
         (tmp_path / name).symlink_to(target)
-    kinds = {entry.name: kind_of(entry) for entry in entries_of(tmp_path)}
-    assert kinds == {"file": "file", "pipe": "other", "link": "file", "dangling": None, "loop": None}
+    kinds = {entry.name: kind_of(entry) for entry in entries_of(tmp_path) if entry.name != "loop"}
+    assert kinds == {"file": "file", "pipe": "other", "link": "file", "dangling": None}
     assert all(map(is_there, entries_of(tmp_path))) and is_link(tmp_path / "loop") and is_folder(tmp_path)
     for nothing in ("nothing", "file/below", "a\0b"):
         assert kind_of(tmp_path / nothing) is None and not is_there(tmp_path / nothing)
     with pytest.raises(FileNotFoundError):
         entries_of(tmp_path / "nothing")
+    for question in (kind_of, is_folder, entries_of, open_regular):
+        with pytest.raises(UnavailableError, match="Too many levels of symbolic links"):
+            question(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "stats", "report -o PAGE", "convert NEW --format zarr"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("loop", "Too many levels of symbolic links"),
+        ("loop/step-00000002", "Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+        ("file/step-00000002", "found no directory"),
+    ],
+)
+def test_a_path_that_leads_nowhere_cannot_be_read(command, name, reason, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    verb, *options = command.replace("PAGE", str(tmp_path / "page.html")).split()
+    done = called(verb, tmp_path / name, *(tmp_path / "new" if option == "NEW" else option for option in options))
+    assert done.returncode == 3 and reason in done.stderr, done.stderr
+    if name.startswith("loop"):
+        with pytest.raises(UnavailableError, match=reason):
+            Series(tmp_path / name).restore(state(0))
+
+
+def test_a_step_behind_a_link_is_one_for_all_and_is_left_alone(tmp_path):
+    run = saved(tmp_path / "run")
+    shutil.move(f"{run}/{NEWEST}", tmp_path / "disk")
+    link = Path(run, NEWEST)
+    link.symlink_to(tmp_path / "disk")
+    assert Series(run).restore(state(0)).step == 2
+    assert muonckpt.look_at_run(run).newest_whole.name == NEWEST
+    Series(run, keep_last=1).save(3, state(3))
+    assert link.is_symlink() and (tmp_path / "disk" / "muonckpt.json").exists()
+    link.unlink()
+    link.symlink_to(link)
+    assert muonckpt.look_at_run(run).newest_whole.step == 3
+    shutil.rmtree(Path(run, "step-00000003"))
+    assert muonckpt.look_at_run(run).newest_whole is None
+    with pytest.raises(UnavailableError, match=f"{NEWEST}: Too many levels"):
+        Series(run).restore(state(0))
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.ENAMETOOLONG, errno.EIO])
@@ -133,11 +176,26 @@ def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file,
         assert file in done.stdout + done.stderr
     newest, before = muonckpt.verify_run(run)
     assert newest.is_unread and not newest.is_damaged and before.is_whole
-    with pytest.raises(UnavailableError, match=file):
+    way_back = f"To go on from step-00000001 instead, move {NEWEST} out of {run}"
+    with pytest.raises(UnavailableError, match=rf"{file}.*\. {way_back}$"):
         Series(run).restore(state(0))
+    for command in ("verify", "inspect"):
+        assert f"next: {way_back}" in called(command, run).stdout
+    page = muonckpt.report_run(run, stats="none")
+    assert way_back in page.diagnosis.remedies[0].gives and f"{NEWEST} (unread)" in page.diagnosis.sentence
     assert read_verification(tmp_path / "run" / NEWEST) is None
+    Path(run, NEWEST).rename(tmp_path / NEWEST)
+    assert Series(run).restore(state(0)).step == 1
     monkeypatch.undo()
+    (tmp_path / NEWEST).rename(Path(run, NEWEST))
     assert Series(run).restore(state(0)).step == 2
+
+
+def test_a_step_that_cannot_be_listed_has_no_size(tmp_path, monkeypatch):
+    run = saved(tmp_path / "run")
+    Path(run, NEWEST, "loop").symlink_to("loop")
+    lines = called("inspect", run).stdout.splitlines()
+    assert next(line for line in lines if line.startswith(NEWEST)).split() == [NEWEST, "unread", "-", "-", "never"]
 
 
 def test_an_item_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
@@ -162,10 +220,12 @@ def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call,
     report, _, note = verify_recorded(Path(run, NEWEST), muonckpt.verify)
     assert {finding.kind for finding in report.findings} >= {"disk"} and report.verdict == "faulty"
     assert "rank 0's file __0_0.distcp cannot be read, as a disk fails (EIO)" in report.diagnosis.sentence
-    assert "not recorded" in note and "Series.restore does not pass over it" in str(report.diagnosis)
+    assert "not recorded" in note and "Series.resume does not pass over it" in str(report.diagnosis)
     assert called("verify", run).returncode == (1 if call == "preadv" else 3)  # all that tells steps apart is sizes
     assert not Path(run, RECORD, NEWEST).exists()
-    with pytest.raises(DiskError, match=r"__0_0\.distcp: Input/output error"):
+    with pytest.raises(
+        DiskError, match=rf"__0_0\.distcp: Input/output error.*\. To go on from .* move {NEWEST} out of"
+    ):
         Series(run).restore(state(0))
     monkeypatch.undo()
     assert Series(run).restore(state(0)).step == 2
@@ -201,6 +261,7 @@ def test_what_is_removed_while_it_is_read_is_no_damage(remove, tmp_path, monkeyp
     step = Path(saved(tmp_path / "run")) / NEWEST
     removed, whole = muonckpt.verify_run(tmp_path / "run", progress=go)
     assert not removed.is_damaged and removed.sentence == "it was removed while it was read" and whole.is_whole
+    assert removed.step.state == "removed"
 
 
 @pytest.mark.parametrize("remove", [by_retention, by_rename, shutil.rmtree])
@@ -222,7 +283,7 @@ def test_inspect_tells_a_removal_from_damage(remove, tmp_path, monkeypatch):
                     muonckpt.inspect(step)
             else:
                 steps = muonckpt.look_at_run(tmp_path / "run").steps
-                assert [one.state for one in steps] == ["whole", "incomplete"] and steps[1].fault == "it is gone"
+                assert [one.state for one in steps] == ["whole", "removed"] and steps[1].fault == "it is gone"
 
 
 TWO_ANSWERS = re.compile(r"\.(exists|is_file|is_dir|is_symlink|glob|isfile|isdir)\(")

@@ -345,7 +345,7 @@ def test_the_step_before_is_advised_first_and_restore_takes_it(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()
     [back] = diagnosed(broken).remedies
-    assert "by its files' sizes" in back.gives
+    assert "by its files' sizes" in back.gives and "Series.resume goes back to it by itself" in back.gives
     assert [step.is_whole for step in muonckpt.verify_run(series)] == [False, True]
     assert "by its last verification" in diagnosed(broken).remedies[0].gives
     assert pasted(back.command) == str(series / "step-00000002")

@@ -12,7 +12,6 @@ import torch
 
 import muonckpt
 from muonckpt import DamageError, MuonckptError, SourceError
-from muonckpt.names.errors import UNUSABLE
 from support.sharded import bits
 
 Damage = Callable[[random.Random, Path, Path], str]
@@ -120,7 +119,7 @@ def load_fault(path: Path, contents: dict[str, Any]) -> Outcome:
         muonckpt.load(template, path, allow_extra=True)
     except MuonckptError as error:
         touched = [key for key, tensor in template.items() if not bool((tensor == 77).all())]
-        is_silent = touched and UNUSABLE not in str(error)
+        is_silent = touched and not error.has_overwritten
         return "refused", f"it raised, and had overwritten {touched}" if is_silent else None
     wrong = [key for key, elements in tensors_of(contents).items() if bits(template[key]) != elements]
     return "loaded", f"other elements of {wrong}" if wrong else None

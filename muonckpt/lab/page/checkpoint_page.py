@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -35,7 +35,7 @@ from ...record.record import Manifest, entry_keys
 from ...store.io.location import Remote, location
 from ...store.reading.payloads import Progress, tensor_bytes
 from ...store.verify.damage import Damage, rank_in_name
-from ...store.verify.diagnosis import Diagnosis, diagnosis_at
+from ...store.verify.diagnosis import Diagnosis, Verdict, diagnosis_at
 from ...store.verify.verification import unless_removed
 from .document import HtmlPage, plain, rounded, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
@@ -67,7 +67,7 @@ class UnreadablePage(HtmlPage):
         return {
             "muonckpt": VERSION,
             "checkpoint": str(self.diagnosis.path),
-            "verdict": verdict_of(self.diagnosis),
+            "verdict": verdict_of(self.diagnosis, self.diagnosis.damage.read),
         }
 
 
@@ -99,6 +99,10 @@ class Page(HtmlPage):
         return Path(self.inspection.checkpoint).name
 
     @property
+    def facts(self) -> Iterator[tuple[str, str]]:
+        return description(self.inspection)
+
+    @property
     def findings(self) -> int:
         """The number of findings in the metadata and the numbers, besides what the diagnosis tells."""
         return len(self.inspection.symptoms) + len(self.stats.health if self.stats else ())
@@ -116,7 +120,7 @@ class Page(HtmlPage):
             "muonckpt": VERSION,
             "overview": list(description(self.inspection)),
             "inspection": plain(self.inspection),
-            "verdict": verdict_of(self.diagnosis),
+            "verdict": verdict_of(self.diagnosis, self.diagnosis.damage.read),
             "lost": lost_columns(self.diagnosis.damage, places),
             **shard_columns(manifest, self.look.view),
             "ranks": {"bytes": by_number(ranks), "newton_schulz": by_number(work)},
@@ -250,10 +254,10 @@ class Reading:
         return stats, difference
 
 
-def verdict_of(diagnosis: Diagnosis) -> dict[str, Any]:
+def verdict_of(verdict: Verdict, is_read: bool) -> dict[str, Any]:
     """Return the sentence and the remedies that every tool has; the sentence is empty if nothing is wrong."""
-    remedies = [{"command": remedy.command, "gives": remedy.gives} for remedy in diagnosis.remedies]
-    return {"sentence": diagnosis.sentence, "remedies": remedies, "read": diagnosis.damage.read}
+    remedies = [{"command": remedy.command, "gives": remedy.gives} for remedy in verdict.remedies]
+    return {"sentence": verdict.sentence, "remedies": remedies, "read": is_read}
 
 
 def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:

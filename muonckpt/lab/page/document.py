@@ -1,8 +1,8 @@
 """One HTML file of data, style and script, which needs no network.
 
-Names in a checkpoint may be hostile.  They are in the page as JSON only, in which no ``<`` occurs, and the script shows
-them as text; a policy lets browsers run and apply only our own script and style, known by their hashes, and load
-nothing.
+Names in a checkpoint may be hostile.  They are in the page as JSON, in which no ``<`` occurs and which the script shows
+as text, and escaped in the summary for browsers without scripts.  A policy lets browsers run and apply only our own
+script and style, known by their hashes, and load nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from ...names.errors import DestinationError
 from ...names.wording import as_json, printable
 from ...store.io.new_file import write_synced
-from ...store.verify.diagnosis import Diagnosis
+from ...store.verify.diagnosis import Verdict
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
@@ -33,13 +33,18 @@ class HtmlPage(ABC):
     """A page with a ``name``, data, a diagnosis and scripts (names of assets)."""
 
     __slots__ = ()
-    diagnosis: Diagnosis
+    diagnosis: Verdict
     scripts: ClassVar[Sequence[str]]
 
     @property
     @abstractmethod
     def name(self) -> str:
         """The name of the checkpoint or the run."""
+
+    @property
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """What a browser without scripts shows of it besides the diagnosis, as labelled lines."""
+        yield from ()
 
     @property
     def lines(self) -> Iterator[str]:
@@ -54,15 +59,27 @@ class HtmlPage(ABC):
         """Return the page, in ASCII."""
         style = _asset("page.css")
         script = "\n".join(_asset(f"{name}.js") for name in self.scripts)
-        title = f"{self.name} - muonckpt report"
         return Template(_asset("page.html")).substitute(
-            title=escape(printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
+            title=_escaped(f"{self.name} - muonckpt report"),
+            summary="\n".join(self._summary()),
             policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
             "form-action 'none'",
             style=style,
             script=script,
             data=json.dumps(self.to_json(), allow_nan=False, separators=(",", ":")).translate(_ESCAPED),
         )
+
+    def _summary(self) -> Iterator[str]:
+        """Yield the HTML that is there before the script has run, or where none does."""
+        yield f"<h1>{_escaped(self.name)}</h1>"
+        yield f"<h2>Verdict</h2>\n<p><b>{_escaped(self.diagnosis.sentence or 'Nothing is known to be lost')}.</b></p>"
+        rows = [f"<dt>{_escaped(label)}</dt><dd>{_escaped(text)}</dd>" for label, text in self.facts]
+        yield f'<dl class="facts">{"".join(rows)}</dl>'
+        if self.diagnosis.remedies:
+            yield '<h3>What to do</h3>\n<ol type="a" class="remedies">'
+            for remedy in self.diagnosis.remedies:
+                yield f"<li><code>{_escaped(remedy.command)}</code><p>{_escaped(remedy.gives)}</p></li>"
+            yield "</ol>"
 
     def write(self, file: str | os.PathLike[str]) -> int:
         """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
@@ -110,6 +127,11 @@ def rounded_columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> 
     for name in names:
         columns[name] = [rounded(row[name]) for row in rows]
     return columns
+
+
+def _escaped(text: str) -> str:
+    """Return text as HTML in ASCII that shows it and does nothing else."""
+    return escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _asset(name: str) -> str:

@@ -14,15 +14,15 @@ from typing import Any
 
 from ...converters.compare.stats import STATS_MEMORY
 from ...converters.look.inspection import inspection_of
-from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run
+from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run, state_of_run
 from ...names.errors import LayoutError, SourceError
 from ...names.version import VERSION
 from ...names.wording import Finding, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import NOTHING_LOST, Damage, open_remains
-from ...store.verify.diagnosis import Diagnosis, Remedy, command, diagnosis_at, diagnosis_of
-from ...store.verify.run import RunStep
+from ...store.verify.diagnosis import Remedy, Verdict, command, diagnosis_at, diagnosis_of
+from ...store.verify.run import RunStep, judged
 from .checkpoint_page import Reading, StatsChoice, verdict_of
 from .document import HtmlPage, plain, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
@@ -77,12 +77,16 @@ class RunPage(HtmlPage):
     history: RunHistory
     stats: StatsChoice
     numbers: Mapping[str, StepNumbers]
-    diagnosis: Diagnosis
+    diagnosis: Verdict
     scripts = ("words", "frame", "findings", "table", "charts", "run")
 
     @property
     def name(self) -> str:
         return Path(str(self.history.run.path)).name
+
+    @property
+    def facts(self) -> Iterator[tuple[str, str]]:
+        return state_of_run(self.history)
 
     @property
     def findings(self) -> int:
@@ -100,7 +104,7 @@ class RunPage(HtmlPage):
         return {
             "muonckpt": VERSION,
             **plain(self.history),
-            "verdict": verdict_of(self.diagnosis),
+            "verdict": verdict_of(self.diagnosis, is_read=False),
             "overview": list(overview_of_run(self.history)),
             "measured": self.stats,
             "findings": findings,
@@ -166,17 +170,15 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
                     earlier[1].opened.close()
                 earlier = step.name, source
     read = _as_read(history, numbers)
-    return RunPage(read, reading.stats, numbers, _diagnosis(read, numbers))
+    return RunPage(read, reading.stats, numbers, _verdict(read, numbers))
 
 
 def _as_read(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> RunHistory:
-    """Return a run with the damage that reading has shown, so that row, verdict and exit code are of that."""
+    """Return a run with the verdicts that follow from what was read, so that row and exit code are of that."""
     steps = []
     for step in history.steps:
         damage = numbers.get(step.name, _NO_NUMBERS).damage
-        if damage is not NOTHING_LOST:
-            step = replace(step, state="faulty", fault=damage.sentence, is_complete=step.is_complete and not damage)
-        steps.append(step)
+        steps.append(step if damage is NOTHING_LOST else judged(step, damage))
     return replace(history, run=replace(history.run, steps=tuple(steps)))
 
 
@@ -191,27 +193,30 @@ def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
     return [step for step in history.steps if step.name in names]
 
 
-def _diagnosis(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnosis:
+def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Verdict:
     """Say which steps of a run are not whole, and what to do: how it goes on first, then about older steps."""
     steps, newest = history.steps, history.newest_whole
     bad = [step for step in steps if step.state != "whole"]
     if not bad:
-        return Diagnosis(history.run.path, NOTHING_LOST)
+        return Verdict(history.run.path, "", ())
     names = listed((f"{step.name} ({step.state})" for step in reversed(bad)), 3)  # the newest
-    sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {names}"
     # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
     newer = steps[steps.index(newest) + 1 :] if newest else steps
-    damaged = [step for step in reversed(bad) if step.state != "incomplete"]
+    damaged = [step for step in reversed(bad) if step.is_published]
     remedies: list[Remedy] = []
-    if damaged and damaged[0] in newer:
+    if unread := history.run.unread:
+        damaged.remove(unread[-1])
+        gives = ". ".join(filter(None, ("says whether it can be read now", history.run.way_back())))
+        remedies.append(Remedy(command("verify", unread[-1].path), gives))
+    elif damaged and damaged[0] in newer:
         remedies += _remedies(damaged.pop(0), numbers, [step.name for step in bad])
     elif newest and newer:
         remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
     # Other steps need nothing done before that.
     for step in damaged[:_MAX_STEPS]:
         remedies.append(Remedy(command("verify", step.path), f"says what is wrong with {step.name}, and what to do"))
-    damage = replace(NOTHING_LOST, findings=(Finding("steps", sentence),))
-    return Diagnosis(history.run.path, damage, tuple(remedies))
+    sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {names}"
+    return Verdict(history.run.path, sentence, tuple(remedies))
 
 
 def _remedies(step: RunStep, numbers: Mapping[str, StepNumbers], bad_names: Sequence[str]) -> tuple[Remedy, ...]:

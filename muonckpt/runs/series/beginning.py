@@ -179,7 +179,7 @@ def begin(
         loaded = run_load(LoadCall(template, str(copy), options, RESUME, group=group))
     except SourceError as error:  # raised on all ranks
         _remove_on_first(copy, group)
-        raise type(error)(str(error).replace(str(copy), source)) from error
+        raise error.with_text(str(error).replace(str(copy), source)) from error
     training.load_model_and_optimizers(weights | template[MODEL], state)
     # 3. Schedulers go on with the rates of the code's groups.
     schedule_steps = max(found.epochs, default=first)

@@ -38,15 +38,14 @@ from ...converters.engine.workers import joined_ranks
 from ...converters.options import Execution, Translation
 from ...converters.target.topology import Target
 from ...names.errors import (
-    UNUSABLE,
     ArgumentError,
     AttestError,
-    ChecksumError,
     DamageError,
     DestinationError,
     LostRankError,
     MuonckptError,
     SourceError,
+    UnavailableError,
     about,
     called_like,
     value_in_short,
@@ -190,6 +189,7 @@ class Series:
         """Save a checkpoint as `muonckpt.save` does; then remove steps by ``keep_last`` and ``keep_every``.
 
         First, an `async_save` that is running is waited for, and what killed runs have left in the folder is removed.
+        A checkpoint of this step that is replaced is named on one line, with the reason.
         Where something cannot be removed, a warning says so, and training goes on.
 
         Args:
@@ -471,6 +471,7 @@ class Series:
         refuse_lone_process(str(self._folder.place))
         refuse_mixed_calls(self._group, call)
         arguments = choices.as_arguments()
+        known: Mapping[StepName, str] = {}
         while True:
             # The newest checkpoint, and all that are newer and not whole.
             newest, sent = send_checkpoint(self._group, partial(self._folder.newest, self._damaged))
@@ -478,15 +479,17 @@ class Series:
                 self._refuse_empty(newest.faults, required)
                 return None
             saved = self._saved(newest.name)
-            self._warn_of(newest, f"restoring {saved.path} instead")
+            self._warn_of(newest, f"restoring {saved.path} instead", known)
+            known = newest.faults
             try:
                 with self._noting_half_loaded(saved.path):
                     load = LoadCall(state_dict, saved.path, arguments, call, attest, group=self._group)
                     loaded = load_sent(load, sent)
+            except UnavailableError as error:
+                way_back = broadcast_from_first(self._group, partial(self._folder.way_back, newest.name))
+                raise error.with_text(error.fault, ". ".join(filter(None, (error.advice, way_back)))) from error
             except SourceError as error:
-                keys = partial(_keys_with_other_checksums, error)
-                record = partial(self._record_damage, newest.name)
-                if not decide_on_first(self._group, SourceError, keys, record):
+                if not broadcast_from_first(self._group, partial(self._record_damage, newest.name, error.keys)):
                     continue  # it was removed while we read
                 if not isinstance(error, DamageError):
                     raise
@@ -495,11 +498,11 @@ class Series:
             else:
                 return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
 
-    def _record_damage(self, name: StepName, keys: Sequence[Collection[str]]) -> bool:
+    def _record_damage(self, name: StepName, keys: Collection[str]) -> bool:
         """Record what ranks have found damaged of a checkpoint; return False if it was removed."""
         if not self._folder.has(name):
             return False
-        record_damage(self._folder.path(name), {*chain.from_iterable(keys)})
+        record_damage(self._folder.path(name), keys)
         return True
 
     @contextmanager
@@ -508,7 +511,7 @@ class Series:
         try:
             yield
         except MuonckptError as error:
-            if UNUSABLE in str(error) or isinstance(error, LostRankError):
+            if error.has_overwritten or isinstance(error, LostRankError):
                 self._half_loaded = path
             raise
         self._half_loaded = ""
@@ -550,7 +553,12 @@ class Series:
 
         def begin() -> StepName:
             self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
-            return self._folder.new_name(step, lambda name: replace or name in self._damaged)
+            name, replaced = self._folder.new_name(
+                step, lambda name: "replace=True" if replace else self._damaged.get(name)
+            )
+            for old, reason in replaced.items():
+                print(f"{self._folder.path(name)} replaces {old}, which is removed afterwards: {reason}", flush=True)
+            return name
 
         return self._decide("save", DestinationError, arguments, begin)
 
@@ -575,12 +583,14 @@ class Series:
         except (MuonckptError, OSError) as error:
             warn_on_rank(f"cannot remove {subject}; training goes on: {error}", RuntimeWarning)
 
-    def _warn_of(self, newest: Newest, consequence: str) -> None:
-        # All ranks know the same, and one says it.
+    def _warn_of(self, newest: Newest, consequence: str, known: Collection[StepName] = ()) -> None:
+        # All ranks know the same, and one says it, once.
         if not is_coordinator(self._group):
             return
         for name, fault in newest.faults.items():
-            path, fault = self._folder.path(name), fault.partition(f". {UNUSABLE}")[0]
+            if name in known:
+                continue
+            path = self._folder.path(name)
             message = (
                 f"{path} is not whole: {fault}; {consequence}. Whether it can be recovered: muonckpt verify {path}"
             )
@@ -603,16 +613,6 @@ class Series:
             return decide()
 
         return decide_on_first(self._group, kind, arguments, decide_for)
-
-
-def _keys_with_other_checksums(error: BaseException | None) -> list[str]:
-    """Return the keys of tensors and items whose checksums this rank has found wrong, from the causes of an error."""
-    keys = []
-    while error is not None:
-        if isinstance(error, ChecksumError) and error.key:
-            keys.append(error.key)
-        error = error.__cause__
-    return keys
 
 
 def _check_step(step: object) -> None:

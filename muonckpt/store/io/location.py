@@ -303,8 +303,6 @@ def _status(path: Path, follow_symlinks: bool) -> os.stat_result | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no name has
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:  # links that lead to each other lead nowhere
-            return None
         raise unavailable(path, error) from error
 
 
@@ -521,7 +519,7 @@ def local_errors(place: object) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise unavailable(place, error) from error
+        raise unavailable(error.filename or place, error) from error
 
 
 @contextmanager

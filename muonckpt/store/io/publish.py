@@ -148,7 +148,7 @@ def swap_in(finished: Path, place: Path) -> None:
 
 def remove_any(path: Path) -> None:
     """Remove a file, a link or a directory, if there is one."""
-    if is_folder(path) and not is_link(path):
+    if not is_link(path) and is_folder(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import numpy as np
 from ...names.errors import DamageError, DiskError, LostFileError, SourceError, UnavailableError, about
 from ...record.record import Extent
 from .limits import bytes_on_disk, check_description, check_text
-from .location import Location, Remote, RemoteFile, is_there, map_each, unavailable
+from .location import Location, Remote, RemoteFile, is_there, kind_of, map_each, unavailable
 
 READ_BYTES = 8 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
@@ -223,6 +223,8 @@ def open_regular(file: Location) -> File:
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            kind_of(file)  # raises where links lead to each other
         if error.errno not in _ANSWERS:
             raise unavailable(file, error) from error
         kind, reason = _ANSWERS[error.errno]

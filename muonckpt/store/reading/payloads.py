@@ -438,7 +438,7 @@ def about_entry(key: str, subject: str) -> Iterator[None]:
     try:
         yield
     except ChecksumError as error:
-        raise ChecksumError(f"{subject} is damaged: {error}", key) from error
+        raise ChecksumError(f"{subject} is damaged: {error}", keys=error.keys or (key,)) from error
     except DiskError as error:
         raise DiskError(f"{subject} is damaged: {error}") from error
     except (UnavailableError, RemovedError) as error:  # these say nothing about its bytes

@@ -437,10 +437,13 @@ def _changed_descriptions(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
         if not is_there(checkpoint.path / name):
             yield Finding("description", f"its {name} is missing, which other programs read")
             continue
+        if name not in digests:
+            continue
         try:
             digest = xxh3_128([read_text_file(checkpoint.path / name)])
         except SourceError as error:
-            digest = str(error)
-        if digest != digests.get(name, digest):
+            yield Finding("description", f"its {name} is damaged: {error}")
+            continue
+        if digest != digests[name]:
             message = f"its {name} is damaged: digest {digest}, expected {digests[name]} by {MANIFEST_FILE}"
             yield Finding("description", message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..formats.registry import OWN
 from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import Damage, damage_by_files, damage_of_unreadable, open_remains, rank_in_name
-from .run import has_stock_description, last_verification, new_attempt, whole_before
+from .run import Run, RunStep, StepName, has_stock_description, last_verification, new_attempt, whole_before
 from .verification import Verification
 
 
@@ -44,46 +44,19 @@ class Remedy:
 
 
 @dataclass(frozen=True, eq=False)
-class Diagnosis:
-    """The faults of a checkpoint.
+class Verdict:
+    """What is wrong with a checkpoint or a run, in one sentence without the path, and what to do; true if anything is.
 
     Attributes:
-        damage: what is wrong, as far as the checkpoint was read.
         remedies: the cheapest and most exact first.
-        verified: the last verification of exactly these files, if it was looked up.
     """
 
     path: Location
-    damage: Damage
-    remedies: tuple[Remedy, ...] = ()
-    verified: Verification | None = None
-
-    @property
-    def sentence(self) -> str:
-        """What is wrong, in terms of a run, without the path; empty if nothing is.
-
-        A verification that has found a loss counts before what the files tell, because it has read them.
-        """
-        if self.verified is None or not self.verified.has_loss:
-            return self.damage.sentence
-        return self.verified.sentence if self.damage else self.verified.loss
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether something is lost, or may be."""
-        return self.damage.has_loss or (self.verified is not None and self.verified.has_loss)
+    sentence: str
+    remedies: tuple[Remedy, ...]
 
     def __bool__(self) -> bool:
         return bool(self.sentence)
-
-    def __str__(self) -> str:
-        """Return one paragraph, for errors."""
-        return str(self.error)
-
-    @property
-    def error(self) -> DamageError:
-        """The error that says so."""
-        return DamageError(f"{self.path}: {self.sentence}", self.advice)
 
     @property
     def advice(self) -> str:
@@ -105,6 +78,43 @@ class Diagnosis:
                 yield f"    {remedy.gives}"
             yield ""
 
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis(Verdict):
+    """The verdict on a checkpoint, in terms of a run.
+
+    Attributes:
+        damage: what is wrong, as far as the checkpoint was read.
+        verified: the last verification of exactly these files, if it was looked up.
+    """
+
+    damage: Damage
+    verified: Verification | None
+
+    @classmethod
+    def of(
+        cls, path: Location, damage: Damage, remedies: Iterable[Remedy], verified: Verification | None = None
+    ) -> Diagnosis:
+        """Make a diagnosis: a verification that has found a loss counts before the files, as it has read them."""
+        sentence = damage.sentence
+        if verified is not None and verified.has_loss:
+            sentence = verified.sentence if damage else verified.loss
+        return cls(path, sentence, tuple(remedies), damage, verified)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether something is lost, or may be."""
+        return self.damage.has_loss or (self.verified is not None and self.verified.has_loss)
+
+    def __str__(self) -> str:
+        """Return one paragraph, for errors."""
+        return str(self.error)
+
+    @property
+    def error(self) -> DamageError:
+        """The error that says so."""
+        return DamageError(f"{self.path}: {self.sentence}", self.advice)
+
     def to_json(self) -> dict[str, Any] | None:
         """Return it as plain data; None if nothing is wrong."""
         if not self.sentence:
@@ -119,25 +129,22 @@ def diagnosis_of(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Coll
         damaged_steps: the names of other steps of its run that are known to be damaged.
     """
     is_whole = not damage and not damage.findings
-    remedies = () if is_whole else tuple(_remedies(checkpoint, damage, damaged_steps))
-    return Diagnosis(checkpoint.path, damage, remedies)
+    return Diagnosis.of(checkpoint.path, damage, () if is_whole else _remedies(checkpoint, damage, damaged_steps))
 
 
 def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Diagnose an open checkpoint by its descriptions, files' sizes and its last verification."""
     path, last = checkpoint.path, last_verification(checkpoint.path)
     diagnosis = diagnosis_of(checkpoint, damage_by_files(checkpoint), damaged_steps)
-    if last is None or not last.has_loss:
-        return replace(diagnosis, verified=last)
     # The files do not show what reading has shown.
     remedies = diagnosis.remedies
-    if last.misplaced:
+    if last is not None and last.misplaced:
         remedies = (_renamed(path, last.misplaced),)
-    elif not diagnosis.damage:
+    elif last is not None and last.has_loss and not diagnosis.damage:
         remedies = _remedies_for_others(path, damaged_steps)
         if last.mixed_up:
             remedies = (*_by_stock_description(path), *remedies)
-    return Diagnosis(path, diagnosis.damage, remedies, last)
+    return Diagnosis.of(path, diagnosis.damage, remedies, last)
 
 
 def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -146,8 +153,8 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
         with open_remains(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
-        remedies = tuple(_remedies_of_unreadable(path, error, damaged_steps))
-        return Diagnosis(path, damage_of_unreadable(path, error), remedies)
+        remedies = _remedies_of_unreadable(path, error, damaged_steps)
+        return Diagnosis.of(path, damage_of_unreadable(path, error), remedies)
 
 
 def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -168,7 +175,15 @@ def advice_on(path: Location) -> str:
 def _remedies_for_others(path: Location, damaged_steps: Collection[str]) -> tuple[Remedy, ...]:
     """Return what to do about damage that names and sizes of files do not show."""
     reading = Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")
-    return (reading, *_earlier_step(path, damaged_steps))
+    return (reading, *_earlier_step(path, damaged_steps, is_proved=True))
+
+
+def next_step(run: Run, steps: Sequence[RunStep]) -> str:
+    """Say what to do about the newest faulty one of some steps of a run, or else about those that cannot be read."""
+    faulty = [step for step in steps if step.state == "faulty"]
+    if faulty:
+        return f"{command('verify', faulty[-1].path)} (what to do about {faulty[-1].name})"
+    return run.way_back()
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
@@ -201,7 +216,7 @@ def _remedies(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collect
     if damage.mixed_up:
         yield from _by_stock_description(path)
     # The run goes on from another step, or a copy has the lost files.
-    earlier_step = [*_earlier_step(path, damaged_steps, bool(damage.disk_errors))]
+    earlier_step = [*_earlier_step(path, damaged_steps, is_proved=bool(damage) and not damage.disk_errors)]
     yield from earlier_step
     if earlier_step:
         return
@@ -224,12 +239,20 @@ _COPY = Remedy(
 )
 
 
-def _earlier_step(path: Location, damaged_steps: Collection[str], is_of_disk: bool = False) -> Iterator[Remedy]:
-    if before := whole_before(_with_name(path), damaged_steps):
+_STAYS = "Series.resume does not pass over it"
+
+
+def _earlier_step(path: Location, damaged_steps: Collection[str], is_proved: bool) -> Iterator[Remedy]:
+    """Yield how the run goes on without a step; ``is_proved``: recorded as damaged, or shown so by its bytes."""
+    place = _with_name(path)
+    if before := whole_before(place, damaged_steps):
         known_by = "its last verification" if before.verified else "its files' sizes"
-        step = f"step {before.step} is the newest whole one besides it, by {known_by}"
-        first = "; move this one away first, as Series.restore does not pass over it" if is_of_disk else ""
-        yield Remedy(command("verify", before.path), f"{step}: reads it all, then resume from that{first}")
+        step = f"step {before.step} is the newest whole one besides it, by {known_by}: reads it all"
+        resume = ", then resume from that"
+        if StepName.parsed(place.name) is not None:
+            goes_back = "; Series.resume goes back to it by itself, as the damage is proved"
+            resume = goes_back if is_proved else f"{resume}; move this one away first, as {_STAYS}"
+        yield Remedy(command("verify", before.path), f"{step}{resume}")
 
 
 def _renamed(path: Location, misplaced: Mapping[str, str]) -> Remedy:
@@ -268,7 +291,7 @@ def _remedies_of_unreadable(path: Location, error: Exception, damaged_steps: Col
         if isinstance(error, DamageError) and is_there(path / MANIFEST_FILE):
             yield from _by_stock_description(path)
         yield _COPY
-    yield from _earlier_step(path, damaged_steps)
+    yield from _earlier_step(path, damaged_steps, is_proved=isinstance(error, DamageError))
 
 
 def _by_stock_description(path: Location) -> Iterator[Remedy]:

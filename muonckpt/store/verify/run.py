@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
+from ...names.wording import enumerated
 from ...programs.signs import METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
@@ -31,12 +32,12 @@ from ..io.location import (
 )
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import HARMLESS, damage_at, damage_by_files
+from .damage import HARMLESS, Damage, damage_at, damage_by_files
 from .verification import FilesState, Verification, look_at_files, read_verification
 
 T = TypeVar("T")
 
-State = Literal["whole", "faulty", "incomplete", "unread"]
+State = Literal["whole", "faulty", "incomplete", "removed", "unread"]
 
 _OURS = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -96,10 +97,11 @@ class RunStep:
         step: the number in its name.
         attempt: which attempt at this step it is, from 1.
         state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"faulty"``,
-            ``"incomplete"`` if nothing in it describes a checkpoint, or it is being written or removed; or ``"unread"``
-            if this package does not read it, or it cannot be read now: then nothing is known of it.
+            ``"incomplete"`` if nothing in it describes a checkpoint, or it is being written; ``"removed"`` if it was
+            removed meanwhile; or ``"unread"`` if this package does not read it, or it cannot be read now: then nothing
+            is known of it.
         fault: one sentence; empty if it is whole.
-        bytes: of all of its files.
+        bytes: of all of its files; None if they cannot be listed.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
         is_complete: whether its manifest and the sizes of its files are right, whatever else is damaged.
         verified: its last verification, if that was of the same files.
@@ -111,7 +113,7 @@ class RunStep:
     attempt: int
     state: State
     fault: str
-    bytes: int
+    bytes: int | None
     saved: float | None
     is_complete: bool = False
     verified: Verification | None = None
@@ -120,6 +122,11 @@ class RunStep:
     def has_loss(self) -> bool:
         """True if something of it is lost, as far as is known; else it can be loaded, whatever looks odd in it."""
         return not self.is_complete or (self.verified is not None and self.verified.has_loss)
+
+    @property
+    def is_published(self) -> bool:
+        """False for a save that goes on, or was stopped, and after a removal."""
+        return self.state not in ("incomplete", "removed")
 
     @property
     def folder(self) -> Location:
@@ -164,6 +171,17 @@ class Run:
         """The newest whole step; None if there is none, or if it is not known which it is."""
         return self.whole[-1] if self.whole and not self.unread else None
 
+    def way_back(self, unread: Collection[str] = ()) -> str:
+        """Say how to go on from an older step than those that cannot be read; empty if there are no such steps.
+
+        Args:
+            unread: the names of steps that cannot be read, besides those of which looking at the run has shown it.
+        """
+        whole = [step for step in self.whole if step.name not in unread]
+        newer = self.steps[self.steps.index(whole[-1]) + 1 :] if whole else ()
+        names = [step.name for step in newer if step.state == "unread" or step.name in unread]
+        return f"To go on from {whole[-1].name} instead, move {enumerated(names)} out of {self.path}" if names else ""
+
 
 def run_of(path: Location) -> Run | None:
     """Look at the folder of a run; None if it is a checkpoint itself, or holds none in folders that end with a number.
@@ -182,7 +200,7 @@ def viewed_run_of(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple[
     if not is_folder(path) or _is_checkpoint(path):
         return None
     run, views = look_at_folder(path, view)
-    return None if all(step.state == "incomplete" for step in run.steps) else (run, views)
+    return (run, views) if any(step.is_published for step in run.steps) else None
 
 
 def _is_checkpoint(path: Location) -> bool:
@@ -222,12 +240,12 @@ def look_at_folder(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple
             if kind == "folder" or (kind == "file" and entry.name.endswith(".ckpt")):
                 return name.stem, *look_at_step(entry, name.step, view)
         except UnavailableError as error:
-            return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), 0, None), None
+            return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), None, None), None
         return None
 
     looks = [result for result in map_each(path, look, entries) if result is not None]
     # Other folders may end with a number, too: the run's are named as what holds checkpoints.
-    stems = {stem for stem, step, _ in looks if step.state != "incomplete"}
+    stems = {stem for stem, step, _ in looks if step.is_published}
     steps = [step for stem, step, _ in looks if not stems or stem in stems]
     steps.sort(key=lambda step: (step.step, step.attempt, step.name))
     views = {step.name: value for _, step, value in looks if value is not None}
@@ -315,7 +333,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
 
 
 def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T | None]:
-    """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
+    """Say how whole the checkpoint of a step is, without reading data.
 
     Args:
         place: its folder or file in that of the run.
@@ -332,7 +350,8 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
     # Files that come or go meanwhile are of a save or a removal.
     if step.state == "whole" or look_at_files(place) == files_before:
         return step, value
-    return replace(step, state="incomplete", fault=_CHANGING if is_there(place) else _GONE, is_complete=False), None
+    state: State = "incomplete" if is_there(place) else "removed"
+    return replace(step, state=state, fault=_CHANGING if is_there(place) else _GONE, is_complete=False), None
 
 
 def _examine_step(
@@ -345,7 +364,7 @@ def _examine_step(
     step = RunStep(place.name, place, *name, "faulty", "", files.bytes, files.last_write, verified=last)
     # In a store, a removal leaves a mark until the last file is gone; what is there until then is no step any more.
     if isinstance(place, Remote) and is_there(place / publish.MARK):
-        return replace(step, state="incomplete", fault="it is being removed"), None
+        return replace(step, state="removed", fault="it is being removed"), None
     # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.
     try:
         path = _checkpoint_in(place)
@@ -360,10 +379,18 @@ def _examine_step(
         return replace(step, fault=f"{damage_at(step.path).sentence}{with_stock}"), None
     except SourceError as error:
         return replace(step, state="unread", fault=str(error)), None
-    # The last verification has read all bytes.
+    return judged(replace(step, is_complete=damage.kinds <= HARMLESS - {"manifest"}), damage), value
+
+
+def judged(step: RunStep, damage: Damage) -> RunStep:
+    """Return a step with the verdict on it: here, and nowhere else, that is decided, whoever has looked or read.
+
+    Args:
+        damage: what is known of it besides its last verification, which has read all bytes.
+    """
+    last = step.verified
     fault = last.sentence if last and not last.is_whole else damage.sentence
-    is_complete = not damage and damage.kinds <= HARMLESS - {"manifest"}
-    return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=is_complete), value
+    return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=step.is_complete and not damage)
 
 
 def _without_description(step: RunStep) -> RunStep:

@@ -157,7 +157,7 @@ def _seconds(time: object) -> float | None:
 
 def _local_facts(place: Path) -> Iterable[_FileFacts]:
     if not is_folder(place):
-        with suppress(FileNotFoundError), local_errors(place):
+        with suppress(FileNotFoundError, NotADirectoryError), local_errors(place):
             yield _file_facts(".", place.stat())
         return
     pending = [(str(place), "")]

@@ -15,6 +15,8 @@ function findingsSection(look) {
   else if (!health.length && MEASURED.length) said.push(`Nothing is odd in the numbers of ${count(MEASURED.length, "tensor")}.`);
   const leftOut = DATA.stats ? DATA.stats.left_out.length : 0;
   if (leftOut) said.push(`${MEASURED.length ? "" : "No numbers could be measured: "}${count(leftOut, "tensor")} with lost parts ${leftOut === 1 ? "is" : "are"} left out.`);
+  const counters = DATA.tensors.role.filter((role) => role === "steps").length;
+  if (DATA.stats && counters) said.push(`${count(counters, "step counter")} ${counters === 1 ? "is a number" : "are numbers"} without a norm, so ${counters === 1 ? "it is" : "they are"} not measured.`);
   const listed = [...symptoms.map((found) => finding(found, found.names, null, look)), ...health.map((found) => finding(found, found.keys, found.means, look))];
   return section("findings", "Findings", listed.length ? el("ul", { class: "findings" }, listed) : null, said.length ? el("p", { class: "muted" }, said.join(" ")) : null);
 }

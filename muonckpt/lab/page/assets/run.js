@@ -1,7 +1,7 @@
 // The page about a run: its steps, how sizes, norms and drift went, and what was found at each step.
 
 const STEPS = DATA.steps;
-const STATES = { whole: "\u2713", faulty: "\u2715", incomplete: "\u25cb", unread: "?" };
+const STATES = { whole: "\u2713", faulty: "\u2715", incomplete: "\u25cb", removed: "\u25cb", unread: "?" };
 
 function when(seconds) {
   return seconds === null ? "" : new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ");
@@ -19,7 +19,7 @@ const ATTEMPT = DATA.attempts;
 const attemptName = (number) => (number ? "resume " + number : "start");
 
 // Seconds since the step before of the same attempt was saved.
-const SAVED = STEPS.map((step) => (step.state === "incomplete" ? null : step.saved));
+const SAVED = STEPS.map((step) => (["incomplete", "removed"].includes(step.state) ? null : step.saved));
 const BETWEEN = STEPS.map((_, i) => {
   const before = i ? ATTEMPT.lastIndexOf(ATTEMPT[i], i - 1) : -1;
   return before >= 0 && SAVED[i] !== null && SAVED[before] !== null ? Math.max(0, SAVED[i] - SAVED[before]) : null;

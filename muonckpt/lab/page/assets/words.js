@@ -16,6 +16,7 @@ function count(n, noun) {
 }
 
 function bytes(n) {
+  if (n === null) return "-";
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
   while (n >= 1024 && unit < units.length - 1) { n /= 1024; unit += 1; }
