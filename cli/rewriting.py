@@ -19,9 +19,9 @@ from ..converters.options import grouped
 from ..converters.report import Report
 from ..converters.rewrite import convert, reshard
 from ..converters.target.topology import LAYOUTS, ROWS
-from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
+from ..converters.translate.conventions import WeightsFrom
 from ..names.errors import TargetError
-from ..names.vocabulary import Convention
+from ..names.vocabulary import STATE_DTYPES, Convention
 from ..names.wording import counted, listed, size
 from ..programs.detection import FORMS as KEY_FORMS, ROOTS
 from ..programs.registry import DIALECTS

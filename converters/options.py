@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..names.errors import TargetError
-from ..names.vocabulary import Convention
+from ..names.vocabulary import STATE_DTYPES, Convention
 from ..store.io.location import Location
 from ..store.reading.payloads import Progress
 from .engine.job import Job
@@ -77,7 +77,7 @@ class Translation:
         # Most reshards translate nothing, and start sooner without these.
         from ..programs.detection import with_target_keys
         from ..programs.registry import program
-        from .translate.conventions import STATE_DTYPES, WeightsFrom
+        from .translate.conventions import WeightsFrom
         from .translate.groups import GroupTemplate
         from .translate.names import NameRules, load_rules
         from .translate.request import Request

@@ -14,9 +14,6 @@ from enum import StrEnum
 from ...names.errors import SourceError
 from ...names.vocabulary import Convention
 
-STATE_DTYPES = ("float32", "bfloat16")
-"""The dtypes to which state can be rounded."""
-
 
 class WeightsFrom(StrEnum):
     """The source of weights where there are two: the model's rounded ones, or the optimizer's float32 masters."""

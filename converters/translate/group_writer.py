@@ -17,10 +17,9 @@ from ...names.wording import listed
 from ...programs.dialect import Dialect
 from ...programs.model_view import ParameterGroup
 from ...record.record import Blob
-from ..engine.outputs import Action, OutputItem, OutputTensor, Topic
+from ..engine.outputs import Action, Check, OutputItem, OutputTensor, Topic
 from .groups import (
     GroupTemplate,
-    OptionFinding,
     OptionWriter,
     WrittenOptions,
     common_options,
@@ -52,7 +51,7 @@ class GroupWriter:
     source: TranslatedModel
     state: StateWriter
     other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
-    option_findings: dict[tuple[str, OptionFinding], list[str]] = field(default_factory=lambda: defaultdict(list))
+    option_findings: dict[tuple[str, Check], list[str]] = field(default_factory=lambda: defaultdict(list))
     members: dict[str, list[list[str]]] = field(default_factory=dict)
     unsaid: dict[str, frozenset[str]] = field(default_factory=dict)
 
@@ -257,7 +256,7 @@ class GroupWriter:
             is_rescaled = source.choices.target_convention not in (None, source.dialect.convention)
             omitted = target.unwritten_options if is_rescaled else ()
             options = {option: group.options[option] for option in group.options if option not in omitted}
-            findings, unsaid = list[OptionFinding](), source.unsaid_options(parameter)
+            findings, unsaid = list[Check](), source.unsaid_options(parameter)
             if matrices is not None and parameter.regrouped:
                 restructured = restructured_options(options, target, method, matrices, shape)
                 options, findings = dict(restructured.options), [*restructured.findings]
@@ -266,7 +265,7 @@ class GroupWriter:
                 if coding.write(coding.read(stated, shape), shape) is None:
                     values = ", ".join(f"{option}={value!r}" for option, value in stated.items())
                     reason = f"unknown to {target.name}"
-                    findings.append(OptionFinding(Action.SET, values, (), reason))
+                    findings.append(Check(Action.SET, values, (), reason))
             requested_step, step_option = source.choices.step, method.options.get("step")
             if requested_step is not None and step_option in options:
                 options[step_option] = requested_step
@@ -290,7 +289,7 @@ class GroupWriter:
             "its momentum is stored as a matrix" if parameter.is_flattened else f"the parameter has {len(shape)} dims"
         )
         reason = f"{source.dialect.name} does not say it, but {evidence}"
-        flattened = OptionFinding(Action.SET, FLATTEN, ("True",), reason)
+        flattened = Check(Action.SET, FLATTEN, ("True",), reason)
         return replace(written, findings=(*written.findings, flattened))
 
     def _noted(self, parameter: TranslatedParameter, written: WrittenOptions) -> Mapping[str, object]:

@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...algebra.box import Index
 from ...names.coefficients import plain_coefficients
@@ -105,27 +105,18 @@ def common_options(
     return GroupOptions(group_options, common, private, expectations)
 
 
-class OptionFinding(NamedTuple):
-    """An entry of the checklist for one option of a group; `checks_of` says whose it is."""
-
-    action: Action
-    option: str
-    values: tuple[str, ...]
-    reason: str
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenOptions:
     """The options of a group that are written.
 
     Attributes:
         unsaid: those of them that the source does not say.
-        findings: every difference from the source.
+        findings: every difference from the source, by option; `checks_of` says whose they are.
     """
 
     options: Mapping[str, object]
     unsaid: frozenset[str] = frozenset()
-    findings: tuple[OptionFinding, ...] = ()
+    findings: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +139,7 @@ class OptionWriter:
     stored: GroupOptions
     shape: Index
     unsaid: set[str] = field(default_factory=set)
-    findings: list[OptionFinding] = field(default_factory=list)
+    findings: list[Check] = field(default_factory=list)
 
     def write(self, template_options: Mapping[str, object]) -> WrittenOptions:
         """Return the target's options; those of a template count where the source says nothing."""
@@ -288,7 +279,7 @@ class OptionWriter:
         stated = {*target_options, *self.target.unwritten_options, self.method.options.get("step")}
         for option in sorted(required - stated):
             reason = f"{self._silence(option)}; the running optimizer's stays"
-            self.findings.append(OptionFinding(Action.SET, option, (), reason))
+            self.findings.append(Check(Action.SET, option, (), reason))
 
     @property
     def _constants(self) -> Mapping[str, object]:
@@ -296,7 +287,7 @@ class OptionWriter:
 
     def _report(self, action: Action, options: Mapping[str, object], reason: str) -> None:
         values = tuple(map(repr, options.values()))
-        self.findings.append(OptionFinding(action, " and ".join(options), values, reason))
+        self.findings.append(Check(action, " and ".join(options), values, reason))
 
     def _silence(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
@@ -308,7 +299,7 @@ class OptionWriter:
 
 
 def checks_of(
-    findings: Mapping[tuple[str, OptionFinding], Collection[str]], num_parameters: Mapping[str, int]
+    findings: Mapping[tuple[str, Check], Collection[str]], num_parameters: Mapping[str, int]
 ) -> Iterator[Check]:
     """Yield the checklist of options, whose findings have the method and the parameters of their groups.
 
@@ -317,9 +308,9 @@ def checks_of(
     Args:
         num_parameters: by method.
     """
-    for (method, (action, option, values, reason)), names in findings.items():
+    for (method, check), names in findings.items():
         owners = f"{method} groups" if len(names) == num_parameters[method] else listed(sorted(names), 3)
-        yield Check(action, f"{option} of {owners}", values, reason)
+        yield replace(check, subject=f"{check.subject} of {owners}")
 
 
 # Options that say which matrices are in a parameter.
@@ -358,7 +349,7 @@ def restructured_options(
         common = {name: value for name, value in common.items() if name not in meanings}
     losses |= {name: value for name, value in common.items() if value != _SILENT_VALUES[name]}
     reason = f"{target.name} has no option for it"
-    findings = tuple(OptionFinding(Action.SET, name, (repr(value),), reason) for name, value in losses.items())
+    findings = tuple(Check(Action.SET, name, (repr(value),), reason) for name, value in losses.items())
     return WrittenOptions(restructured, findings=findings)
 
 

@@ -262,11 +262,8 @@ def load_rules(name: str) -> NameRules:
     try:
         rules = NameRules.from_toml(READY_MADE.get(plain) or Path(plain).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {_names_near(plain)}") from error
+        near = f"{', '.join(READY_MADE)}{did_you_mean(plain, [*READY_MADE])}"
+        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {near}") from error
     except SourceError as error:
         raise TargetError(f"{plain}: {error}") from error
     return rules if plain == name else rules.inverse()
-
-
-def _names_near(name: str) -> str:
-    return f"{', '.join(READY_MADE)}{did_you_mean(name, [*READY_MADE])}"

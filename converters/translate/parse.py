@@ -121,8 +121,8 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
         names = tuple(dialect.state.full_name(str(name), chain) for name in values.read(options[PARAMS]))
         groups.append(_group(names, options, values, (position,), chain))
     # Options may have a name of their own for parameters that are stored under others, or in parts.
-    stored_names = _stored_names(manifest, dialect) if dialect.option_names else set[str]()
-    members = {key: dialect.stored_names(key[1], stored_names) for key in named_entries}
+    listed_names = dialect.listed_names(_stored_names(manifest, dialect)) if dialect.option_names else {}
+    members = {key: listed_names.get(key[1], (key[1],)) for key in named_entries}
     keys_by_member: dict[tuple[str, str], tuple[str, str]] = {}
     for key in sorted(named_entries, key=lambda key: -len(members[key])):
         for name in members[key]:

@@ -326,11 +326,6 @@ class OptionName:
     stored: tuple[str, ...]
     beside: tuple[str, ...] = ()
 
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names under which the parameter is stored; none if options do not have its name."""
-        match = compiled(self.listed).fullmatch(name)
-        return tuple(filled(stored, match.groupdict()) for stored in self.stored) if match else ()
-
     def listed_name(self, name: str, names: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
         """Return the name that options have, and all stored names for it; None if these are not all there.
 
@@ -466,14 +461,6 @@ class Dialect:
     def options_called(self, name: str) -> frozenset[str]:
         """Return the names of the option with this common name in all methods."""
         return frozenset(method.options[name] for method in self.methods if name in method.options)
-
-    def stored_names(self, listed_name: str, names: Set[str]) -> tuple[str, ...]:
-        """Return the parameters, among the stored names, whose options a name lists; itself if there are none."""
-        candidates: list[tuple[str, ...]] = [(listed_name,)]
-        for form in self.option_names:
-            for candidate in tuple(candidates):
-                candidates.append(sum((form.stored_names(name) or (name,) for name in candidate), ()))
-        return next((candidate for candidate in candidates if names >= {*candidate}), (listed_name,))
 
     def listed_names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return the other names by which options of stored names may be listed, each with all its stored names."""
