@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError, TargetError
@@ -245,10 +245,10 @@ def keys_of(manifest: Manifest) -> Keys:
     )
     if not (names_by_option_place or is_wrapped):
         return replace(keys, models=_find_model(weights, names) or _find_numbered_model(manifest, state))
-    optimizers: list[_WrappedOptimizer] = []
+    optimizers: defaultdict[frozenset[str], dict[KeyPlace, Collection[str]]] = defaultdict(dict)
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
-        optimizers.append(_WrappedOptimizer(place, names_by_place[place] or names_by_option_place[place], kind))
+        optimizers[kind][place] = names_by_place[place] or names_by_option_place[place]
     return _unwrap(keys, optimizers, weights)
 
 
@@ -266,25 +266,20 @@ def _common_wrappers(names: Iterable[str]) -> str:
     return f"{WRAPPER}." * min(counts, default=0)
 
 
-class _WrappedOptimizer(NamedTuple):
-    """An optimizer of Megatron-LM's form: its parameters, and its options or else slots, which tell its class."""
-
-    place: KeyPlace
-    names: Collection[str]
-    kind: frozenset[str]
-
+_WrappedOptimizers = Mapping[frozenset[str], Mapping[KeyPlace, Collection[str]]]
+"""The parameters of optimizers in Megatron-LM's form, by place, by the options or else slots, which tell a class."""
 
 _MODEL = "model"
 _CHUNK = re.compile(f"{_MODEL}[0-9]+")
 """Megatron-LM's keys of the chunks of a virtual pipeline."""
 
 
-def _unwrap(keys: Keys, optimizers: Sequence[_WrappedOptimizer], weights: Iterable[KeyPath]) -> Keys:
+def _unwrap(keys: Keys, optimizers: _WrappedOptimizers, weights: Iterable[KeyPath]) -> Keys:
     """Return the keys with the place of the model, or of its chunks, and what wrappers put before names in optimizers.
 
     Names are compared without wrappers: how many a name has differs between optimizers and model, from run to run.
     """
-    names = set[str]().union(*(optimizer.names for optimizer in optimizers))
+    names = set[str]().union(*chain.from_iterable(members.values() for members in optimizers.values()))
     bare_names = {_without_wrappers(name): name for name in names}
     bare_paths = {(*path[:-1], _without_wrappers(str(path[-1]))): str(path[-1]) for path in weights}
     # Chunks have a number after the model's key; otherwise the model is in one place.
@@ -315,22 +310,19 @@ def _unwrap(keys: Keys, optimizers: Sequence[_WrappedOptimizer], weights: Iterab
 
 
 def _chunks_of(
-    optimizers: Iterable[_WrappedOptimizer], names_by_root: Mapping[KeyPath, Collection[str]]
+    optimizers: _WrappedOptimizers, names_by_root: Mapping[KeyPath, Collection[str]]
 ) -> Iterator[tuple[KeyPlace, KeyPath]]:
     """Yield the place of each optimizer with its chunk: there is one of each class for each chunk, in their order."""
-    optimizers_by_kind: defaultdict[frozenset[str], list[_WrappedOptimizer]] = defaultdict(list)
-    for optimizer in optimizers:
-        optimizers_by_kind[optimizer.kind].append(optimizer)
-    for members in optimizers_by_kind.values():
-        for optimizer, root in zip(members, names_by_root, strict=False):
-            bare_names = set(map(_without_wrappers, optimizer.names))
+    for members in optimizers.values():
+        for (place, names), root in zip(members.items(), names_by_root, strict=False):
+            bare_names = set(map(_without_wrappers, names))
             if len(members) != len(names_by_root) or not bare_names <= {*names_by_root[root]}:
                 raise SourceError(
-                    f"{str(optimizer.place)!r} has parameters of the same names as other chunks of the model, and "
+                    f"{str(place)!r} has parameters of the same names as other chunks of the model, and "
                     "nothing says whose it is; make a copy of each chunk with its optimizers, by `select=` of "
                     "muonckpt.convert"
                 )
-            yield optimizer.place, root
+            yield place, root
 
 
 def _number_order(place: KeyPlace) -> tuple[object, ...]:
