@@ -451,7 +451,8 @@ class ParameterMatcher:
             return f"with {eight_bit_slots[0]} in the checkpoint: state in 8 bits, which is not read"
         live_slots, saved_slots = live.slots.keys(), saved.slots.keys()
         if live_slots != saved_slots and not (self.partial and live_slots <= saved_slots):
-            if others := sorted(saved_slots - live_slots - ZERO_SLOTS - {MASTER}):
+            others = sorted(saved_slots - live_slots - ZERO_SLOTS - {MASTER})
+            if others and live_slots <= saved_slots:
                 return f"with {listed(others, 2)} in the checkpoint, {ELSEWHERE}"
             expected = ", ".join(sorted(live_slots)) or "nothing"
             return f"with {', '.join(sorted(saved_slots))} in the checkpoint, expected {expected}"
