@@ -12,10 +12,10 @@ import click
 from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
 from ..converters.compare.elements import TensorDifference
 from ..converters.look.run_history import RunDifference, diff_runs, resume_lines
-from ..names.wording import counted, listed, size
+from ..names.wording import command, counted, listed, size
 from ..programs.registry import DIALECTS
 from ..store.io.location import Location
-from ..store.verify.diagnosis import command, open_damaged
+from ..store.verify.diagnosis import open_damaged
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress

@@ -22,7 +22,7 @@ from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import WeightsFrom
 from ..names.errors import TargetError
 from ..names.vocabulary import STATE_DTYPES, Convention
-from ..names.wording import counted, listed, size
+from ..names.wording import command, counted, listed, size
 from ..programs.detection import FORMS as KEY_FORMS, ROOTS
 from ..programs.registry import DIALECTS
 from ..store.io.location import Location
@@ -323,5 +323,5 @@ def _compared(report: Report) -> Iterator[str]:
     )
     yield (
         f"for {counted(uncompared, 'tensor')} the source has no fingerprint to compare with (saved without, or "
-        f"computed, joined or cut here): `muonckpt stats {report.destination}` shows the numbers"
+        f"computed, joined or cut here): `{command('stats', report.destination)}` shows the numbers"
     )

@@ -240,9 +240,9 @@ def test_state_of_another_program_is_translated_and_all_there(here):
 def test_state_that_was_converted_for_another_program_is_translated_back(program, here):
     saved = as_dict(*model_and_state(ours))
     muonckpt.save(saved, "ours")
-    assert called("convert", "ours", "OLD", "--to", program).returncode == 0
+    assert called("convert", "ours", "OLD RUN", "--to", program).returncode == 0
     state = zeroed(as_dict(*model_and_state(ours)))
-    told = refusal(state, "OLD")
+    told = refusal(state, "OLD RUN")
     assert "fresh" not in told
     muonckpt.load(state, run_command(told))
     momentum, moments = state["optimizer"]["state"]["weight"], state["optimizer"]["state"]["bias"]

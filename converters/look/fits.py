@@ -22,13 +22,13 @@ from ...algebra.overlap import overlaps
 from ...names.collector import gc_paused
 from ...names.errors import SourceError
 from ...names.vocabulary import FLATTEN
-from ...names.wording import Finding, counted, fields_of, size, unnumbered
+from ...names.wording import Finding, command, counted, fields_of, size, unnumbered
 from ...programs.model_view import Role
 from ...record.record import Boxes, StateRecord, entry_keys, says_convention
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
-from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files, open_damaged
+from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import unless_removed
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, Target

@@ -24,7 +24,7 @@ from ..names.resumption import (
     two_lists,
 )
 from ..names.vocabulary import has_our_options
-from ..names.wording import listed
+from ..names.wording import command, listed
 from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
@@ -160,9 +160,10 @@ class Refusal:
         program = "" if _is_known(self.checkpoint) else " --from PROGRAM"
         if not any(tensor.slot is not None for tensor in with_slots(manifest).tensors):
             return ""  # weights alone
+        convert, inspect = command("convert", place), command("inspect", place)
         return (
-            "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
-            f"convert {place} NEW --to muonckpt{program} (muonckpt inspect {place} says whose keys these are)"
+            "State of another program or optimizer, such as torch.optim.Muon, is translated first: "
+            f"{convert} NEW --to muonckpt{program} ({inspect} says whose keys these are)"
         )
 
     def _dequantisation(self) -> str:
@@ -187,8 +188,8 @@ class Refusal:
         kept = dict.fromkeys(kept_names, frozenset[object]())
         if not live or not (rules := find_rules({**saved, **kept}, {**live, **kept})):
             return ""
-        command = f"muonckpt convert {self.checkpoint.path} NEW --rules FILE"
-        return f"If they were renamed{self._place_in_run()}: {command}, with FILE:\n{as_toml(rules)}"
+        convert = command("convert", self.checkpoint.path, "NEW", "--rules", "FILE")
+        return f"If they were renamed{self._place_in_run()}: {convert}, with FILE:\n{as_toml(rules)}"
 
     def _place_in_run(self) -> str:
         """Return in words where a new checkpoint of this step is taken by the run; empty if this is of no series."""
@@ -249,8 +250,10 @@ class Refusal:
         here, there, _ = self._names
         if here and there:
             return two_lists(sorted(here), sorted(there))
-        inspect = f" (muonckpt inspect {self.checkpoint.path} --tree shows what it has)" if self.checkpoint else ""
-        return f"Build the model of the saved run{inspect}"
+        step = "Build the model of the saved run"
+        if self.checkpoint is None:
+            return step
+        return f"{step} ({command('inspect', self.checkpoint.path, '--tree')} shows what it has)"
 
     # Dtypes.
 
@@ -282,7 +285,8 @@ class Refusal:
         is_exact = saved in _WIDER.get(dtype, ())
         if is_of_state == {True} and self._weight_keys and self.checkpoint:
             if is_exact and dtype == "float32":
-                return f"State alone is cast exactly: muonckpt convert {self.checkpoint.path} NEW --state-dtype {dtype}"
+                convert = command("convert", self.checkpoint.path, "NEW", "--state-dtype", dtype)
+                return f"State alone is cast exactly: {convert}"
             if saved == "float32" and has_our_options(live.flat):
                 return "To keep all bits, give groups momentum_dtype='float32', those of AdamW state_dtype='float32'"
         if not is_exact:

@@ -37,7 +37,7 @@ from ..names.errors import DamageError, MuonckptError, SourceError, TargetError,
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
 from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_initialised, as_tuples, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
-from ..names.wording import counted, fields_of, listed
+from ..names.wording import command, counted, fields_of, listed
 from ..optimizer import Muon
 from ..programs.model_view import Role, view_by_keys
 from ..record.record import StateRecord
@@ -100,7 +100,7 @@ class Preflight:
             return f"no: {self.refusal}"
         fresh = f", {len(self.report.fresh)} would begin from zero" if self.report.fresh else ""
         weights = f"{as_initialised(len(self.report.kept))}, " if self.report.kept else ""
-        known_by = "" if self.verified else f"; bytes not verified (muonckpt verify {self.checkpoint})"
+        known_by = "" if self.verified else f"; bytes not verified ({command('verify', self.checkpoint)})"
         return f"yes: {weights}the state of {len(self.report.loaded)} parameters would be loaded{fresh}{known_by}"
 
     def to_json(self) -> dict[str, Any]:

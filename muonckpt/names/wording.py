@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -93,6 +95,30 @@ def size(count: int) -> str:
 def printable(text: str) -> str:
     """Escape characters of a name that could control a terminal, break a line, or turn its direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shell_line(*words: object) -> str:
+    """Return a command that can be pasted into bash, whatever characters are in its words."""
+    return " ".join(map(_shell_word, map(str, words)))
+
+
+def command(*arguments: object) -> str:
+    """Return a command of ours as it can be pasted into a shell."""
+    return shell_line("muonckpt", *arguments)
+
+
+def _shell_word(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    characters: list[str] = []
+    for character in word:
+        if character in "\\'":
+            characters.append(f"\\{character}")
+        elif character.isprintable():
+            characters.append(character)
+        else:  # also a byte that is no text
+            characters += [f"\\x{byte:02x}" for byte in os.fsencode(character)]
+    return f"$'{''.join(characters)}'"
 
 
 def moment(seconds: float) -> str:

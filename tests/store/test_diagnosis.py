@@ -21,6 +21,7 @@ from support.sharded import as_stock
 
 import muonckpt
 from muonckpt import DamageError, Series
+from muonckpt.names import wording
 from muonckpt.record.chunks import Boxes, Chunks
 from muonckpt.record.columns import Columns
 from muonckpt.record.record import Manifest, StateRecord
@@ -28,6 +29,12 @@ from muonckpt.store.verify.damage import Damage
 from muonckpt.store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 
 NAMES = ("layers.0.weight", "layers.1.weight")
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "two\nlines", "it's\ta \\tab", "\u202eturned", "\x85", "\udcff"])
+def test_bash_reads_the_name_in_a_command_that_is_shown(name):
+    line = wording.printable(wording.command("verify", name)).replace("muonckpt verify", "printf %s")
+    assert subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout == os.fsencode(name)
 
 
 def state(step: int) -> dict[str, Any]:

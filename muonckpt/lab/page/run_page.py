@@ -17,11 +17,11 @@ from ...converters.look.inspection import inspection_of
 from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run, state_of_run
 from ...names.errors import LayoutError, SourceError
 from ...names.version import VERSION
-from ...names.wording import Finding, counted, listed, unnumbered
+from ...names.wording import Finding, command, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import NOTHING_LOST, Damage, open_remains
-from ...store.verify.diagnosis import Remedy, Verdict, command, diagnosis_at, diagnosis_of
+from ...store.verify.diagnosis import Remedy, Verdict, diagnosis_at, diagnosis_of
 from ...store.verify.run import RunStep, judged
 from .checkpoint_page import Reading, StatsChoice, verdict_of
 from .document import HtmlPage, plain, rounded_columns

@@ -52,7 +52,7 @@ from ...names.errors import (
     warn_on_rank,
 )
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
-from ...names.wording import listed
+from ...names.wording import command, listed
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import diagnosis_of_damaged, open
@@ -592,7 +592,7 @@ class Series:
                 continue
             path = self._folder.path(name)
             message = (
-                f"{path} is not whole: {fault}; {consequence}. Whether it can be recovered: muonckpt verify {path}"
+                f"{path} is not whole: {fault}; {consequence}. Whether it can be recovered: {command('verify', path)}"
             )
             warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import re
-import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
 from ...algebra.fingerprint import as_hex
 from ...algebra.grouping import batches
 from ...names.errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
-from ...names.wording import listed
+from ...names.wording import listed, shell_line
 from ...programs.signs import NOT_READ
 from ...record.chunks import in_columns
 from ...record.json_fields import compact, digest_of
@@ -185,7 +184,7 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
     end = start + header.data_length
     if end < size:
         head = file.read(end, min(size - end, 16))
-        command = shlex.join(["truncate", "-s", str(end), str(file.place)])
+        command = shell_line("truncate", "-s", end, file.place)
         raise DamageError(
             f"expected {end} bytes, found {size}: {size - end} bytes lie behind the data, which begin with "
             f"{head!r}; if they are none of yours, cut them with: {command}"

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from ...names.errors import (
     SourceError,
     UnavailableError,
 )
-from ...names.wording import counted
+from ...names.wording import command, counted, shell_line
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.registry import OWN
@@ -267,7 +266,7 @@ def _renamed(path: Location, misplaced: Mapping[str, str]) -> Remedy:
         else:
             places = {key: destination if file == name else file for key, file in places.items()}
         vacant.add(source)
-        commands.append(shlex.join(["mv", str(path / source), str(path / destination)]))
+        commands.append(shell_line("mv", path / source, path / destination))
     return Remedy(" && ".join(commands), "gives every file its name back; then verify it")
 
 
@@ -298,7 +297,7 @@ def _by_stock_description(path: Location) -> Iterator[Remedy]:
     """Yield how to read a checkpoint without our description of it, if DCP's is whole."""
     if isinstance(path, Path) and has_stock_description(path):
         yield Remedy(
-            shlex.join(["mv", str(path / MANIFEST_FILE), str(path / f"{MANIFEST_FILE}.aside")]),
+            shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside"),
             f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
             f"checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others",
         )
@@ -315,11 +314,6 @@ def _free_path(path: Location) -> Location:
         return place.parent / name
     names = chain([f"{place.name}-rebuilt"], (f"{place.name}-rebuilt{number}" for number in count(2)))
     return next(place.parent / name for name in names if not is_there(place.parent / name))
-
-
-def command(*arguments: object) -> str:
-    """Return a command of ours as it can be pasted into a shell."""
-    return shlex.join(["muonckpt", *map(str, arguments)])
 
 
 # --- opening what has to be whole, as far as descriptions and the sizes of files tell ---------------------------------
