@@ -237,7 +237,8 @@ def _copies_of_owner(
     parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> tuple[Copies, Copies, Copies]:
     """Return a rank's copies of the matrices that it owns: it takes, has, and gives back."""
-    # All holders of all parts, replicas too, as copies from the matrix to each.
+    # All holders of all parts, replicas too, as copies from the matrix to each. ``matrix`` and ``part`` have an entry a
+    # part of each matrix; ``row``, ``fragment``, ``holder`` and ``tensor`` one a replica, whose part is ``row``.
     layout, representative = parts.layout, parts.representative[matrices.index]
     matrix, part = expanded(parts.first[representative], np.diff(parts.first)[representative])
     row, fragment = parts.find_replicas(part)
@@ -260,7 +261,7 @@ def _copies_of_holder(
     parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> tuple[Copies, Copies]:
     """Return a rank's copies of others' matrices: it gives, and takes back."""
-    # All parts that this rank holds, as copies back from each owner.
+    # All parts that this rank holds, as copies back from each owner: each array has an entry a part of each matrix.
     layout, representative = parts.layout, parts.representative[matrices.index]
     numbers, first_number = parts.parts_of_rank(ranks[position])
     matrix, row = expanded(first_number[representative], np.diff(first_number)[representative])
@@ -272,7 +273,8 @@ def _copies_of_holder(
     if not _is_replicated(layout):
         return back.inverse(), back
 
-    # It gives the parts that the owner lacks, and reads this rank's replica.
+    # It gives the parts that the owner lacks, and reads this rank's replica. ``replica``: a fragment's number among the
+    # replicas of its box; ``number``: a part's number in its matrix.
     fragments, first_of_box = layout.by_box
     replica = np.empty_like(fragments)
     replica[fragments] = np.arange(len(fragments)) - first_of_box[layout.box[fragments]]
