@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs" / "guide").rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-IN_ORDER = "*Paste the examples in order, in one folder and one Python session.*"
+IN_ORDER = "*Paste the examples in order, in one new folder and one session.*"
 
 
 def commands(block: str) -> list[tuple[str, str]]:
@@ -72,7 +72,7 @@ def test_the_first_example_is_short_and_resumes_with_the_line_that_is_shown(tmp_
     assert len(code.splitlines()) <= 16 and "get_state_dict" not in code
     assert code.count("run.resume(), 10)") == 1
     exec(code.replace("run.resume(), 10)", "run.resume(), 7)"), {})  # interrupted behind its first checkpoint
-    assert capsys.readouterr().out == f"nothing in {tmp_path}/run: starting at step 0 (resume(required=True) refuses)\n"
+    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}/run: starting at step 0 (to make this an error: resume(required=True))\n"
     exec(code, {})
     assert capsys.readouterr().out.startswith("resumed from step 4, ")
     exec(code, {})

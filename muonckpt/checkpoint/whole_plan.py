@@ -451,7 +451,7 @@ def _starts(lengths: NDArray[Any]) -> Column:
 
 def _drifted(label: str, writer: int, rank: int) -> LayoutError:
     return LayoutError(
-        f"{label}: ranks {writer} and {rank} hold different data under one key, and only one would be saved; "
-        "replicas must be equal, as training leaves them if gradients are averaged; a shard is given as the DTensor it "
-        "is a part of, as get_state_dict(model, optimizer) makes it; data that differs by rank needs its own key"
+        f"{label}: ranks {writer} and {rank} hold different data under one key, and only one would be saved. Replicas "
+        "must be equal: shard the model (fully_shard), wrap it in DDP, or seed all ranks alike. A shard is given as the "
+        "DTensor it is a part of (get_state_dict makes it); data that differs by rank needs its own key"
     )

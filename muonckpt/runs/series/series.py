@@ -72,8 +72,8 @@ _SHARD_BYTES = 5 * 10**9
 """The most bytes of weights in a file, unless one weight is larger: the usual size of shards of weights."""
 
 _UNSEEN_SCHEDULER = (
-    "the optimizer has a scheduler that the series does not have, so that no checkpoint has its state. Write "
-    "Series(folder, model, optimizer, scheduler=scheduler), or make the scheduler after resume"
+    "the optimizer has a scheduler that the series does not have, so that no checkpoint has its state, and a resume "
+    "begins it again. Write Series(folder, model, optimizer, scheduler=scheduler)"
 )
 
 
@@ -332,7 +332,7 @@ class Series:
             if begin_from is None:
                 if is_coordinator(self._group):
                     place = self._folder.place
-                    print(f"nothing in {place}: starting at step 0 (resume(required=True) refuses)", flush=True)
+                    print(f"no checkpoint in {place}: starting at step 0 (to make this an error: resume(required=True))", flush=True)
                 return 0
             source, place = os.fspath(begin_from), self._folder.place
             with self._noting_half_loaded(source):
