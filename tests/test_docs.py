@@ -72,7 +72,10 @@ def test_the_first_example_is_short_and_resumes_with_the_line_that_is_shown(tmp_
     assert len(code.splitlines()) <= 16 and "get_state_dict" not in code
     assert code.count("run.resume(), 10)") == 1
     exec(code.replace("run.resume(), 10)", "run.resume(), 7)"), {})  # interrupted behind its first checkpoint
-    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}/run: starting at step 0 (to make this an error: resume(required=True))\n"
+    assert (
+        capsys.readouterr().out
+        == f"no checkpoint in {tmp_path}/run: starting at step 0 (to make this an error: resume(required=True))\n"
+    )
     exec(code, {})
     assert capsys.readouterr().out.startswith("resumed from step 4, ")
     exec(code, {})

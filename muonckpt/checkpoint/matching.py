@@ -270,7 +270,10 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
         faults.append(f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has")
     grown_names = {*joint.grown.values()}
     for pattern in choices.grow.unmatched(grown_names):
-        faults.append(f"grow={pattern!r} matches no tensor that has the shape of the saved one but for more rows")
+        faults.append(
+            f"grow={pattern!r} matches no tensor that has the shape of the saved one but for more rows: leave it out "
+            "where the checkpoint has the new rows already, as after the first save"
+        )
     for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped):
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
     entries = map(stored.entries.__getitem__, taken_keys)

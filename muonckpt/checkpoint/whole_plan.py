@@ -452,6 +452,6 @@ def _starts(lengths: NDArray[Any]) -> Column:
 def _drifted(label: str, writer: int, rank: int) -> LayoutError:
     return LayoutError(
         f"{label}: ranks {writer} and {rank} hold different data under one key, and only one would be saved. Replicas "
-        "must be equal: shard the model (fully_shard), wrap it in DDP, or seed all ranks alike. A shard is given as the "
-        "DTensor it is a part of (get_state_dict makes it); data that differs by rank needs its own key"
+        "must be equal: shard the model (fully_shard), wrap it in DDP, or seed all ranks alike. A shard is given as "
+        "the DTensor it is a part of (get_state_dict makes it); data that differs by rank needs its own key"
     )

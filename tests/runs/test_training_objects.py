@@ -212,7 +212,10 @@ class Job:
 def test_several_optimizers_schedulers_and_other_objects_come_back(tmp_path, capsys):
     job = Job(tmp_path)
     assert job.series.resume() == 0
-    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}: starting at step 0 (to make this an error: resume(required=True))\n"
+    assert (
+        capsys.readouterr().out
+        == f"no checkpoint in {tmp_path}: starting at step 0 (to make this an error: resume(required=True))\n"
+    )
     job.train(3)
     job.series.save(2)
     again = Job(tmp_path, seed=1)

@@ -332,7 +332,8 @@ class Series:
             if begin_from is None:
                 if is_coordinator(self._group):
                     place = self._folder.place
-                    print(f"no checkpoint in {place}: starting at step 0 (to make this an error: resume(required=True))", flush=True)
+                    advice = "to make this an error: resume(required=True)"
+                    print(f"no checkpoint in {place}: starting at step 0 ({advice})", flush=True)
                 return 0
             source, place = os.fspath(begin_from), self._folder.place
             with self._noting_half_loaded(source):
@@ -570,7 +571,7 @@ class Series:
 
         # Later steps stay: this run may have gone back.
         newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
-        if later := [self._saved(name) for name in newer if name not in self._damaged]:
+        if later := [self._saved(name) for name in newer if is_whole(name)]:
             warn_on_rank(
                 f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
                 "be restored; if this run went back, move the later ones out of the folder",
