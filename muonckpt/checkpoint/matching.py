@@ -269,11 +269,11 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
     for pattern in fresh.unmatched(matched_names):
         faults.append(f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has")
     grown_names = {*joint.grown.values()}
-    for pattern in choices.grow.unmatched(grown_names):
-        faults.append(
-            f"grow={pattern!r} matches no tensor that has the shape of the saved one but for more rows: leave it out "
-            "where the checkpoint has the new rows already, as after the first save"
-        )
+    # The script that has let a tensor grow is started again, from a checkpoint that has all of its rows.
+    paths = (stored.entries[key].path for key in taken_keys)
+    loaded_names = {name for name in map(_growing_name, paths) if name is not None}
+    for pattern in choices.grow.unmatched(grown_names | loaded_names):
+        faults.append(f"grow={pattern!r} matches no tensor that is loaded")
     for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped):
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
     entries = map(stored.entries.__getitem__, taken_keys)

@@ -158,10 +158,18 @@ def test_fewer_rows_and_other_columns_are_refused(saved):
     assert "has shape (7, 6), expected (11, 9)" in refusal(wider, saved[0] / "nested", grow=GROW)
 
 
-def test_a_glob_that_grows_nothing_and_a_string_are_errors(saved):
+def test_the_same_script_starts_again_once_the_rows_are_saved(tmp_path):
     state = template(*build(MORE, 1), "nested")
-    told = refusal(state, saved[0] / "nested", grow=[*GROW, "up.*"])
-    assert "grow='up.*' matches no tensor" in told and "leave it out where the checkpoint has" in told
+    muonckpt.save(state, tmp_path / "c")
+    again = template(*build(MORE, 2), "nested")
+    assert not muonckpt.load(again, tmp_path / "c", grow=GROW).grown
+    assert leaves(again) == leaves(state)
+
+
+def test_a_glob_of_no_tensor_and_a_string_are_errors(saved):
+    state = template(*build(MORE, 1), "nested")
+    told = refusal(state, saved[0] / "nested", grow=[*GROW, "upper.*"])
+    assert "grow='upper.*' matches no tensor that is loaded" in told
     with pytest.raises(TypeError, match=r"grow='\*': expected a list of globs, such as grow=\['\*'\]"):
         muonckpt.load(state, saved[0] / "nested", grow="*")
 
