@@ -607,7 +607,7 @@ def load(
             dropped.
         grow: globs of names, such as ``["embed.weight", "lm_head.weight"]``, of parameters that have more rows, which
             is their first dim, than the checkpoint, as after a vocabulary has grown.  The saved rows and their state
-            are loaded; the new ones keep their values, and their state becomes zeros.
+            are loaded; the new ones keep their values, and their state becomes zeros.  Equal ones are loaded.
         ungrouped: globs of names of parameters that are in no parameter group of the checkpoint, as where stock DCP
             has kept the groups of one pipeline stage.  Their state is loaded; their options are those of their group.
         attest: at the end compare fingerprints of the tensors in memory with those of the checkpoint

@@ -225,9 +225,9 @@ def superfluous(
 ) -> Iterator[StepName]:
     """Yield the checkpoints to remove, the newest first; never ``saved``.
 
-    The newest ``keep_last`` whole ones stay, ``saved`` among them, those whose step ``keep_every`` divides, damaged
-    ones that are as new, and those of later steps than ``saved``, which are not its past.  Of a step that was saved
-    again only the last whole attempt stays.
+    The newest ``keep_last`` whole ones stay, ``saved`` among them, with the damaged ones between them, and those whose
+    step ``keep_every`` divides.  Later steps than ``saved`` stay, too: the run may have gone back.  If a step was saved
+    again, only its last whole attempt stays.
     """
     steps: set[int] = set()
     whole = 0

@@ -163,6 +163,19 @@ def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
     }
 
 
+def test_a_later_step_that_cannot_be_read_is_warned_of(tmp_path):
+    """Nothing is known of it, so it is not taken for one that is not whole."""
+    series = Series(tmp_path, keep_last=3)
+    for step in (1, 2):
+        series.save(step, state(step))
+    manifest = tmp_path / "step-00000002" / "muonckpt.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest.name)
+    with pytest.warns(RuntimeWarning, match="step-00000002 is of a later step"):
+        Series(tmp_path, keep_last=3).save(1, state(1), replace=True)
+    assert names(tmp_path) == ["step-00000001.2", "step-00000002"]
+
+
 def restored_with_what_is_told(folder: Path) -> tuple[int | None, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

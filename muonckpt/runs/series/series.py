@@ -569,9 +569,15 @@ class Series:
                 self._whole.add(name)
             return name in self._whole - self._damaged.keys()
 
+        def would_be_asked(name: StepName) -> bool:
+            try:
+                return is_whole(name)
+            except (SourceError, UnavailableError):  # nothing is known of it, so a restore stops there
+                return True
+
         # Later steps stay: this run may have gone back.
         newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
-        if later := [self._saved(name) for name in newer if is_whole(name)]:
+        if later := [self._saved(name) for name in newer if would_be_asked(name)]:
             warn_on_rank(
                 f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
                 "be restored; if this run went back, move the later ones out of the folder",
