@@ -1,4 +1,4 @@
-"""What is stored, as a load looks at it, and the outcome of its matching with a state dict."""
+"""The stored side of a load, and the outcome of its matching with a state dict."""
 
 from __future__ import annotations
 

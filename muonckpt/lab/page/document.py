@@ -43,7 +43,7 @@ class HtmlPage(ABC):
 
     @property
     def facts(self) -> Iterator[tuple[str, str]]:
-        """What a browser without scripts shows of it besides the diagnosis, as labelled lines."""
+        """The labelled lines that a browser without scripts shows besides the diagnosis."""
         yield from ()
 
     @property

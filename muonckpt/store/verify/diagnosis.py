@@ -44,7 +44,7 @@ class Remedy:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What is wrong with a checkpoint or a run, in one sentence without the path, and what to do; true if anything is.
+    """The faults of a checkpoint or a run, in one sentence without the path, and what to do; true if anything is.
 
     Attributes:
         remedies: the cheapest and most exact first.
