@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from ..names.errors import ArgumentError
@@ -71,7 +72,8 @@ class Training:
                 "parallelize_module, .to() of another device, load_state_dict(assign=True)"
             )
         weights, state = get_state_dict(self.model, self.optimizers)
-        states = [scheduler.state_dict() for scheduler in self.schedulers]
+        # Parts of a scheduler may share rates that are tensors, and have others in a checkpoint: each gets its own.
+        states = [tree_map_only(Tensor, Tensor.clone, scheduler.state_dict()) for scheduler in self.schedulers]
         schedules = {SCHEDULER: states[0] if len(states) == 1 else states} if states else {}
         return {MODEL: weights, OPTIMIZER: state, **schedules, **self.extra}
 

@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.swa_utils import SWALR
 
 import muonckpt
 from muonckpt import Translation
@@ -189,6 +190,11 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "polynomial": lambda optimizer: PolynomialLR(optimizer, 25, 1.3),
     "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer), ExponentialLR(optimizer, 0.9)]),
     "in turn": lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ExponentialLR(optimizer, 0.9)], [4]),
+    "averaged": lambda optimizer: SWALR(optimizer, 1e-4, anneal_epochs=5),
+    "turns in turns": lambda optimizer: SequentialLR(
+        optimizer, [SCHEDULES["in turn"](optimizer), cosine(optimizer)], [7]
+    ),
+    "chains in a chain": lambda optimizer: ChainedScheduler([SCHEDULES["chained"](optimizer), cosine(optimizer)]),
 }
 
 
@@ -236,6 +242,22 @@ def test_several_schedules_go_on_at_their_own_step_which_is_not_that_of_the_opti
     schedulers[0].step()
     with pytest.raises(muonckpt.ArgumentError, match=r"expected schedulers at one step .*, found 3 and 4\. Make"):
         begun(tmp_path / "apart")
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer has a scheduler that the series does not have")
+@pytest.mark.parametrize(("given", "expected"), [({}, 2), ({"begin_step": 5}, 5)])
+def test_a_schedule_that_was_not_saved_goes_on_at_the_number_of_updates(given, expected, tmp_path):
+    """The step of a series counts batches, three of which make an update."""
+    model = net()
+    optimizer = adamw(model)
+    scheduler = cosine(optimizer)
+    train(model, optimizer, scheduler, 0, 2)
+    muonckpt.Series(tmp_path / "adamw", model, optimizer).save(5)
+    other = net()
+    ours = muon(other)
+    series = muonckpt.Series(tmp_path / "run", other, ours, scheduler=cosine(ours))
+    assert series.resume(begin_from=tmp_path / "adamw" / "step-00000005", **given) == given.get("begin_step", 6)
+    assert [group["lr"] for group in ours.param_groups] == rates(cosine, ours, expected)
 
 
 def test_schedules_that_depend_on_more_than_steps_are_refused_by_name(tmp_path):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader
 
 import muonckpt
@@ -229,6 +229,27 @@ def test_several_optimizers_schedulers_and_other_objects_come_back(tmp_path, cap
     assert [s.get_last_lr() for s in job.schedulers] == [s.get_last_lr() for s in again.schedulers]
     again.series.async_save(4).result()
     assert again.series.latest().step == 4
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_rates_that_are_tensors_come_back_to_parts_that_share_them(tmp_path):
+    """The first part of a schedule in turn has the rates of the whole, until the next begins."""
+
+    def begun() -> tuple[muonckpt.Series, SequentialLR]:
+        model = nn.Linear(6, 6, bias=False)
+        optimizer = Muon(model.parameters(), lr=torch.tensor(0.02))
+        scheduler = SequentialLR(optimizer, [LinearLR(optimizer), ExponentialLR(optimizer, 0.9)], [2])
+        return muonckpt.Series(tmp_path, model, optimizer, scheduler=scheduler), scheduler
+
+    run, scheduler = begun()
+    for _ in range(3):
+        scheduler.step()
+    run.save(2)
+    run, again = begun()
+    assert run.resume(strict=True) == 3
+    for each in (scheduler, again):
+        each.step()
+    assert torch.equal(again.get_last_lr()[0], scheduler.get_last_lr()[0])
 
 
 @pytest.mark.parametrize("saved", [None, "other kind"])

@@ -7,7 +7,7 @@ those of the code, and schedulers go on at the step of the other run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +182,8 @@ def begin(
         raise error.with_text(str(error).replace(str(copy), source)) from error
     training.load_model_and_optimizers(weights | template[MODEL], state)
     # 3. Schedulers go on with the rates of the code's groups.
-    schedule_steps = max(found.epochs, default=first)
+    taken_steps = found.updates or first if step is None else step
+    schedule_steps = max(found.epochs, default=taken_steps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first
         for scheduler in training.schedulers:
@@ -223,10 +224,17 @@ def _refuse_schedules(schedulers: Sequence[Any]) -> None:
                 f"{kind}: its rate depends on more than the number of steps, so that the rate at the step of another "
                 "run is not known. Make the series without it, call resume, and make the scheduler then"
             )
-        # A scheduler of several has the steps of its parts.
-        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
-            if getattr(part, "last_epoch", 0) > 0:
-                raise ArgumentError(f"{kind}: expected a new scheduler, found one at its step {part.last_epoch}")
+        if step := max(_steps_of(scheduler)):
+            raise ArgumentError(f"{kind}: expected a new scheduler, found one at its step {step}")
+
+
+def _steps_of(scheduler: Any) -> Iterator[int]:
+    """Yield how often a scheduler has been stepped; a chained one has only the steps of its parts."""
+    if hasattr(scheduler, "last_epoch"):
+        yield scheduler.last_epoch
+    else:
+        for part in scheduler._schedulers:
+            yield from _steps_of(part)
 
 
 def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tuple[int | None, bool]:
