@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..names.errors import TargetError
+from ..names.errors import ArgumentError, TargetError, constructed_like
 from ..names.vocabulary import STATE_DTYPES, Convention
 from ..store.io.location import Location
 from ..store.reading.payloads import Progress
@@ -15,14 +15,15 @@ from .engine.job import Job
 from .engine.run import MEMORY, THREADS, run_job
 from .engine.workers import TIMEOUT, Workers
 from .report import Report, report_of
+from .translate.names import NameRules, load_rules
 
 if TYPE_CHECKING:
-    from .translate.names import NameRules
     from .translate.request import Request
 
 Choice = TypeVar("Choice", bound=str)
 
 
+@constructed_like("muonckpt.Translation(rules='hf-qkv', convention='ema')")
 @dataclass(frozen=True, slots=True)
 class Translation:
     """Options of a translation: what it has to know beside the program to write for, and no checkpoint says.
@@ -67,6 +68,10 @@ class Translation:
     state_dtype: str | None = None
     like: str | os.PathLike[str] | Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step < 0:
+            raise ArgumentError(f"step={self.step!r}: expected the number of steps taken, 0 or more")
+
     def request(self, to_dialect: str | None) -> Request:
         """Return the request for this program; None means the source's.
 
@@ -79,7 +84,6 @@ class Translation:
         from ..programs.registry import program
         from .translate.conventions import WeightsFrom
         from .translate.groups import GroupTemplate
-        from .translate.names import NameRules, load_rules
         from .translate.request import Request
 
         # Names become values here, so that nothing below has to check them again.
@@ -113,6 +117,7 @@ class Translation:
         )
 
 
+@constructed_like("muonckpt.Execution(memory=1 << 30, jobs=8)")
 @dataclass(frozen=True, slots=True)
 class Execution:
     """Options of how the work is done.
@@ -131,6 +136,11 @@ class Execution:
     dry_run: bool = False
     timeout: float = TIMEOUT
     progress: Progress = lambda count, total: None
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "jobs", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a number above 0")
 
     def run(self, job: Job, place: Location, notes: tuple[str, ...], workers: Workers) -> Report | None:
         """Do a worker's share of a job, and return what was done, or would be; None in all but the coordinator.

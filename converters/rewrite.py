@@ -9,7 +9,7 @@ from functools import update_wrapper
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ..names.errors import DestinationError, SourceError, TargetError
+from ..names.errors import DestinationError, SourceError, TargetError, called_like
 from ..names.wording import listed
 from ..record.record import Manifest
 from ..store.formats.dcp import is_torch_dist
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _ONE_RANK = MappingProxyType({"dp": 1})
 
 
+@called_like("muonckpt.reshard(source, destination, mesh={'dp': 8})")
 def reshard(
     source: str | os.PathLike[str] | Remote,
     destination: str | os.PathLike[str] | Remote,

@@ -276,9 +276,9 @@ def unusable(advice: str = "") -> Iterator[None]:
             "THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
             f"checkpoint into it, or make it again{advice}"
         )
-        half_loaded = error.with_text(error.fault, ". ".join(filter(None, (error.advice, loss))))
-        half_loaded.has_overwritten = True
-        raise half_loaded from error
+        raise error.with_text(
+            error.fault, ". ".join(filter(None, (error.advice, loss))), has_overwritten=True
+        ) from error
 
 
 def is_coordinator(process_group: dist.ProcessGroup | None) -> bool:

@@ -11,7 +11,7 @@ import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from itertools import chain
@@ -40,9 +40,9 @@ class MuonckptError(Exception):
         self.fault, self.advice = fault, advice
         self.keys, self.has_overwritten = keys, has_overwritten
 
-    def with_text(self, fault: str, advice: str = "") -> Self:
+    def with_text(self, fault: str, advice: str = "", *, has_overwritten: bool = False) -> Self:
         """Return an error of this kind, with what else it says, and another text."""
-        return type(self)(fault, advice, keys=self.keys, has_overwritten=self.has_overwritten)
+        return type(self)(fault, advice, keys=self.keys, has_overwritten=has_overwritten or self.has_overwritten)
 
 
 class LayoutError(MuonckptError, ValueError):
@@ -226,21 +226,13 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
+        signature, caller = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
         flags = [name for name, parameter in signature.parameters.items() if parameter.annotation == "bool"]
-
-        def refuse_kinds(arguments: Mapping[str, object], hints: Mapping[str, Any], cause: Exception | None) -> None:
-            for name, hint in hints.items():
-                if name in arguments and not _fits(arguments[name], hint):
-                    kind = hint.__name__ if isinstance(hint, type) else re.sub(r"(\w+\.)+", "", str(hint))
-                    kind = "True or False" if hint is bool else kind
-                    found = f"{name}={value_in_short(arguments[name])}"
-                    caller = function.__qualname__.removesuffix(".__init__")
-                    raise ArgumentError(f"{caller}: {found}: expected {kind}. Write {line}") from cause
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            refuse_kinds(kwargs, dict.fromkeys(flags, bool), None)  # anything is true or false, so nothing else would
+            # Anything is true or false, so that nothing else would refuse it.
+            _refuse_kinds(caller, line, kwargs, dict.fromkeys(flags, bool))
             try:
                 return function(*args, **kwargs)
             except (MuonckptError, ValueError):  # a ValueError of torch names the value
@@ -256,8 +248,8 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                         by_name = [key for key, each in signature.parameters.items() if each.kind == each.KEYWORD_ONLY]
                         hint = f"; by name only: {', '.join(by_name)}." if by_name else "."
                     cure = elsewhere.get(name, line)
-                    raise ArgumentError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
-                refuse_kinds(arguments, get_type_hints(function), error)
+                    raise ArgumentError(f"{caller}: {misfit}{hint} Write {cure}") from None
+                _refuse_kinds(caller, line, arguments, get_type_hints(function), error)
                 raise
 
         return call
@@ -269,23 +261,35 @@ def constructed_like(line: str) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass with an example of its construction, with which values of another kind are refused."""
 
     def decorate(kind: type[T]) -> type[T]:
-        initialise = kind.__init__
+        initialise = called_like(line)(kind.__init__)
         hints = cache(lambda: get_type_hints(initialise))
 
         @wraps(initialise)
         def initialise_checked(self: T, *args: Any, **kwargs: Any) -> None:
             initialise(self, *args, **kwargs)
-            if not all(_fits(getattr(self, name), hint) for name, hint in hints().items() if name != "return"):
-                raise TypeError  # `called_like` says which
+            values = {name: getattr(self, name) for name in hints() if name != "return"}
+            _refuse_kinds(kind.__qualname__, line, values, hints())
 
-        kind.__init__ = called_like(line)(initialise_checked)  # type: ignore[method-assign, arg-type]
+        kind.__init__ = initialise_checked  # type: ignore[method-assign, assignment]
         return kind
 
     return decorate
 
 
+def _refuse_kinds(
+    caller: str, line: str, values: Mapping[str, object], hints: Mapping[str, Any], cause: Exception | None = None
+) -> None:
+    """Raise `ArgumentError`, with the line to write, for the first value that is not of the kind that its hint says."""
+    for name, hint in hints.items():
+        if name in values and not _fits(values[name], hint):
+            kind = hint.__name__ if isinstance(hint, type) else re.sub(r"(\w+\.)+", "", str(hint))
+            kind = "True or False" if hint is bool else kind
+            found = f"{name}={value_in_short(values[name])}"
+            raise ArgumentError(f"{caller}: {found}: expected {kind}. Write {line}") from cause
+
+
 def _fits(value: object, hint: Any) -> bool:
-    """Return whether a value is of the kind that an annotation says, and the members of a list or tuple as well."""
+    """Return whether a value is of the kind that an annotation says, and the members of a list or mapping as well."""
     kind, choices = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, choice) for choice in choices)
@@ -295,6 +299,10 @@ def _fits(value: object, hint: Any) -> bool:
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if hint is Any or not isinstance(kind, type):
         return True
+    if isinstance(value, str) and issubclass(kind, Iterable):  # its letters are not meant
+        return kind is str
+    if isinstance(value, Mapping) and len(choices) == 2:
+        return isinstance(value, kind) and all(_fits(k, choices[0]) and _fits(v, choices[1]) for k, v in value.items())
     is_uniform = len(choices) == 1 or choices[1:] == (...,)
     members = value if isinstance(value, list | tuple) and is_uniform else []
     return isinstance(value, kind) and all(_fits(member, choices[0]) for member in members)

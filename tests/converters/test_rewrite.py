@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from support.sharded import bits, elements_of
 from support.trees import tree
 
 import muonckpt
-from muonckpt import DestinationError, SourceError, TargetError
+from muonckpt import ArgumentError, DestinationError, Execution, SourceError, TargetError, Translation
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.names.wording import as_json
@@ -106,6 +107,38 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_written(case, sour
     with pytest.raises(TargetError, match=message):
         muonckpt.reshard(source, tmp_path / "out", **grouped(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+OTHER_KINDS: list[tuple[type, str, list[Any]]] = [
+    (Translation, "from_dialect", [3, True]),
+    (Translation, "roots", ["model", {"model": 3}]),
+    (Translation, "rules", [None, [3]]),
+    (Translation, "mu", ["0.9", True]),
+    (Translation, "step", ["3", 2.5, -1]),
+    (Translation, "drop", ["step", [3]]),
+    (Translation, "model_only", ["no", 1]),
+    (Translation, "like", [3]),
+    (Execution, "memory", ["1GiB", 0]),
+    (Execution, "jobs", [1.5, 0]),
+    (Execution, "dry_run", [1]),
+    (Execution, "timeout", [None, -1.0, float("nan")]),
+    (Execution, "progress", ["bar"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "values"), OTHER_KINDS)
+def test_options_of_another_kind_are_refused_where_they_are_given(kind, name, values):
+    for value in values:
+        with pytest.raises(ArgumentError, match=rf"\b{name}="):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize("rewrite", [muonckpt.reshard, muonckpt.convert])
+def test_arguments_of_another_kind_are_refused_with_the_call_to_write(rewrite, source, tmp_path):
+    for options in ({"translation": {"mu": 0.9}}, {"execution": 8}, {"mesh": 8}):
+        [name] = options
+        with pytest.raises(ArgumentError, match=rf"{name}=.*Write muonckpt\.reshard\("):
+            rewrite(source, tmp_path / "out", **options)
 
 
 def test_places_that_cannot_be_are_errors_of_their_side(source, tmp_path):
