@@ -245,7 +245,7 @@ class _Known:
 
     Attributes:
         sources: keys of tensors of the checkpoint by those that all ranks know them under.
-        unloaded_keys: those of the checkpoint that ``allow_extra`` leaves there.
+        unloaded_keys: those of the checkpoint that ``allow_extra`` and ``fresh`` leave there.
         grown_keys: those of tensors whose rows the checkpoint has in part.
     """
 
@@ -418,15 +418,14 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
         raise SourceError(asked.refusal(matching))
     # Drop the rest; all ranks know the loaded state by the same keys.
     claimed = matching.covered_keys.union(*(question.matching.sources.values() for question in ranks))
-    unloaded_keys = sorted(
-        key
-        for key, entry in stored.entries.items()
-        if key not in claimed
-        and call.checked_choices.allow_extra.match(key)
-        and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
-    )
+    unloaded_keys = []
+    for key, entry in stored.entries.items():
+        is_dropped = isinstance(entry, StateRecord) and not {key, entry.name}.isdisjoint(report.dropped)
+        is_left = is_dropped or call.checked_choices.allow_extra.match(key)
+        if key not in claimed and is_left and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS:
+            unloaded_keys.append(key)
     sources = _joint_sources([(question.boxes, question.matching) for question in ranks])
-    known = _Known(sources, unloaded_keys, sorted(matching.grown))
+    known = _Known(sources, sorted(unloaded_keys), sorted(matching.grown))
     # The requests of all ranks; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
     request = JointRequest.of([(question.boxes, question.matching.sources) for question in ranks])

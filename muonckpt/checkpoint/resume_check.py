@@ -178,7 +178,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     if unrestored_names:
         unchecked.append(f"{in_short(sorted(unrestored_names))}, which the checkpoint does not have")
     if loaded.unloaded_keys:
-        unchecked.append(f"{in_short(loaded.unloaded_keys)}, which allow_extra left in the checkpoint")
+        unchecked.append(f"{in_short(loaded.unloaded_keys)}, which stay in the checkpoint")
     equal_keys = loaded.prints.keys() & live_tensors.tensors.keys() - differences.keys()
     equal_tensors = {loaded.origins.get(key, key) for key in equal_keys}
     equal_items = max(answer.equal_items for answer in answers)

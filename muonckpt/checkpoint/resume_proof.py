@@ -50,7 +50,7 @@ class LoadedState:
         prints: the recorded fingerprints of the tensors that were loaded on any rank, by key of the template; the first
             rank's count.
         world_size: how many processes wrote the checkpoint; None if that is not recorded.
-        unloaded_keys: of the checkpoint, those that ``allow_extra`` left there; the first rank's count.
+        unloaded_keys: of the checkpoint, those that ``allow_extra`` and ``fresh`` leave there; the first rank's count.
         grown: keys of tensors that have more rows here, without a fingerprint; likewise.
         initialised: keys of weights that ``fresh`` left as they were initialised.
         frozen: names of the model's parameters that did not require gradients; None if that is not recorded.

@@ -462,7 +462,16 @@ def test_what_allow_extra_left_in_the_checkpoint_is_said(tmp_path):
     restored = muonckpt.Series(tmp_path).restore(state, allow_extra=["rates.*"])
     training.set({**state, "rates": rates})
     [beside] = others_unchecked(restored.check(training.model, training.optimizer))
-    assert beside.startswith("rates.") and beside.endswith("which allow_extra left in the checkpoint")
+    assert beside.startswith("rates.") and beside.endswith("which stay in the checkpoint")
+
+
+def test_what_fresh_left_in_the_checkpoint_is_said(tmp_path, capsys):
+    """A layer that the model has no longer: its weight as well as its state."""
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2)))
+    muonckpt.Series(tmp_path, model, torch.optim.AdamW(model.parameters())).save(0)
+    assert muonckpt.Series(tmp_path, model[:1], torch.optim.AdamW(model[:1].parameters())).resume(fresh=["1.*"]) == 1
+    state = "model.1.weight, optimizer.state.1.weight.exp_avg, optimizer.state.1.weight.exp_avg_sq"
+    assert f"; not checked: {state}, optimizer.state.1.weight.step, which stay in" in capsys.readouterr().out
 
 
 def test_arguments_that_are_something_else_are_refused_with_a_sentence(tmp_path):
