@@ -274,7 +274,7 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
     loaded_names = {name for name in map(_growing_name, paths) if name is not None}
     for pattern in choices.grow.unmatched(grown_names | loaded_names):
         faults.append(f"grow={pattern!r} matches no tensor that is loaded")
-    for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped):
+    for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped | joint.loaded):
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
     entries = map(stored.entries.__getitem__, taken_keys)
     report = LoadReport(

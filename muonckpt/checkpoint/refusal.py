@@ -6,10 +6,9 @@ Every step keeps all that can be kept.  A test follows each of them to the end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from glob import escape
 
 from torch import Tensor
 
@@ -21,10 +20,11 @@ from ..names.resumption import (
     advise_on_state,
     describe_differences,
     in_globs,
+    in_modules,
     two_lists,
 )
 from ..names.vocabulary import has_our_options
-from ..names.wording import command, listed
+from ..names.wording import command, counted, enumerated, listed
 from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
@@ -33,7 +33,7 @@ from ..store.verify.run import StepName, new_attempt
 from .bits import dtype_name
 from .live_state import LiveState
 from .stored import Matching, Stored
-from .training import MODEL, OPTIMIZER
+from .training import MODEL, OPTIMIZER, SCHEDULER
 
 _MAX_KEYS = 2
 """Keys of one kind that the error lists."""
@@ -104,16 +104,16 @@ class Refusal:
             names = repr(min(here)) if len(here) == 1 else f"{len(here)} parameters such as {min(here)!r}"
             yield f"it has no {names}{', and the same shapes under other names' if is_renamed else ''}"
         elif matching.missing_keys:
-            yield f"missing key {listed(map(repr, matching.missing_keys), _MAX_KEYS)}"
+            keys = in_modules(matching.missing_keys, self.stored.entries)
+            yield f"missing key {listed(map(repr, keys), _MAX_KEYS)}"
         if matching.extra_keys and not has_others:
-            yield f"extra key {listed(map(repr, matching.extra_keys), _MAX_KEYS)}"
+            keys = in_modules(matching.extra_keys, matching.sources)
+            yield f"extra key {listed(map(repr, keys), _MAX_KEYS)}"
         if matching.misfits:
             yield listed((f"{key!r} {fault}" for key, fault in matching.misfits.items()), _MAX_KEYS, "; ")
         # Where a weight is missing, its state is too.
         differences = {
-            name: reason
-            for name, reason in matching.differences.items()
-            if name not in here and not (has_others and name in there)
+            name: reason for name, reason in matching.differences.items() if name not in here and name not in there
         }
         if differences:
             yield describe_differences(differences, matching.names)
@@ -137,14 +137,34 @@ class Refusal:
         if ungrouped and call in (LOAD, RESTORE, RESUME):
             globs = in_globs(ungrouped, matching.names - {*ungrouped})
             return f"To load it with the options of their groups here: {call}(..., ungrouped={globs!r})"
+        _, there, _ = self._names
+        if there and {*matching.differences} == {*there}:
+            globs = in_globs(sorted(there), matching.names - there.keys())
+            return f"To load it, build the model of the saved run; to go on without: {call}(..., fresh={globs!r})"
         if matching.differences:
             return advise_on_state(matching.differences, matching.names, f"{call}(..., {{}})")
         # 4. Keys that only the checkpoint has.
         if call not in (LOAD, RESTORE, RESUME, REDISTRIBUTE):
             return ""
-        globs = [*_globs_of_extra(matching.extra_keys, matching.sources)]
-        receiver = "to Series" if call == RESUME else "in the state dict"
-        return f"To load it, give it {receiver}; to leave it there: {call}(..., allow_extra={globs!r})"
+        globs = in_modules(matching.extra_keys, matching.sources)
+        line = "To load it, give it in the state dict"
+        if call == RESUME:
+            line = self._absent_objects() or "To load it, give it to Series"
+        return f"{line}; to leave it there: {call}(..., allow_extra={globs!r})"
+
+    def _absent_objects(self) -> str:
+        """Return how a series gets the objects that only the checkpoint has the state of; empty if there are none."""
+        roots = {str(self.stored.entries[key].path[0]) for key in self.matching.extra_keys}
+        roots -= {str(path[0]) for path in self.live.paths.values()}
+        others = sorted(roots - {SCHEDULER})
+        names, arguments = [*map(repr, others)], []
+        if SCHEDULER in roots:
+            names.append("a scheduler")
+            arguments.append("scheduler=scheduler")
+        if others:
+            arguments.append(f"extra={{{', '.join(f'{name!r}: {name}' for name in others)}}}")
+        line = f"and this Series has none. Write Series(..., {', '.join(arguments)})"
+        return f"The checkpoint has the state of {enumerated(names)}, {line}" if names else ""
 
     # Names and programs: each name by itself would be missing or extra.
 
@@ -240,6 +260,20 @@ class Refusal:
                 "and the schedule's rates at that step, begin a run in another folder: "
                 f"resume(begin_from={self._source!r})"
             )
+        here, there, shared_names = self._names
+        if here and there:
+            # One form on both sides is a renaming that is not known; without it and a shared weight, it is another run.
+            is_other = sorted(map(repr, here.values())) != sorted(map(repr, there.values()))
+            if is_other and self.call in (RESTORE, RESUME) and not self._weight_keys - self.matching.misfits.keys():
+                weights = sum(record.slot is None for record in self.stored.tensors)
+                return (
+                    f"The checkpoint is of another model: none of its {counted(weights, 'weight')} has the name and "
+                    "shape of one here. Give Series another folder"
+                )
+            return two_lists(sorted(here), sorted(there))
+        if here and not self.live.numbered:
+            globs = in_globs(sorted(here), (self.matching.names | shared_names) - here.keys())
+            return f"If they are new: {self.call}(..., fresh={globs!r}), and they stay as initialised"
         # A part without tensors that the checkpoint lacks is no model or optimizer: it can be left out as one.
         roots = {entry.path[0] for entry in self.stored.entries.values()}
         roots.update(self.live.paths[key][0] for key, value in self.live.flat.items() if isinstance(value, Tensor))
@@ -247,9 +281,6 @@ class Refusal:
         if absent:
             names = ", ".join(sorted(map(repr, absent)))
             return f"The checkpoint has nothing of {names}: to load all else, leave it out of the state dict"
-        here, there, _ = self._names
-        if here and there:
-            return two_lists(sorted(here), sorted(there))
         step = "Build the model of the saved run"
         if self.checkpoint is None:
             return step
@@ -328,13 +359,3 @@ def _is_known(checkpoint: OpenCheckpoint) -> bool:
 
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
-
-
-def _globs_of_extra(keys: Iterable[str], asked_keys: Collection[str]) -> Iterator[str]:
-    """Yield globs for what only the checkpoint has: the roots that the state dict has nothing of, or keys."""
-    roots = {key.partition(".")[0] for key in asked_keys}
-    globs: dict[str, None] = {}
-    for key in keys:
-        root, dot, _ = key.partition(".")
-        globs[escape(key) if root in roots or not dot else f"{escape(root)}.*"] = None
-    yield from [*globs][:12]

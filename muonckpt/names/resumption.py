@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, NamedTuple
@@ -128,6 +129,11 @@ class Choices:
             extra = Globs(_patterns("allow_extra", allow_extra, "True or a list of globs", "lr_scheduler.*"))
         return cls(extra, Globs.of(fresh), Globs.of(grow, "grow"), Globs.of(ungrouped, "ungrouped"))
 
+    def without_fresh(self, patterns: object) -> Choices:
+        """Return the choices without those patterns of ``fresh`` that a run has followed before it saved."""
+        followed = patterns if isinstance(patterns, list) else []
+        return replace(self, fresh=Globs(tuple(pattern for pattern in self.fresh.patterns if pattern not in followed)))
+
     def as_arguments(self) -> dict[str, tuple[str, ...]]:
         """Return the globs by argument."""
         return {name: getattr(self, name).patterns for name in self.__slots__}
@@ -198,6 +204,9 @@ class LoadReport:
         return "\n".join(lines)
 
 
+_DOT = re.compile(r"\.")
+
+
 def as_initialised(weights: int) -> str:
     """Return how many weights a resume has left as the program initialised them, in words."""
     return f"{counted(weights, 'weight')} {'stays' if weights == 1 else 'stay'} as initialised"
@@ -210,10 +219,27 @@ def in_globs(names: Collection[str], other_names: Iterable[str]) -> list[str]:
     for name in names:
         members_by_glob[unnumbered(escape(name))].append(name)
     globs: list[str] = []
-    # A glob that would match another name is spelled out.
+    # A glob that would match another name is spelled out, or as its module.
+    spelled: list[str] = []
     for glob, members in members_by_glob.items():
         is_common = len(members) > 1 and not any(fnmatchcase(name, glob) for name in other_names)
-        globs += [glob] if is_common else map(escape, members)
+        if is_common:
+            globs.append(glob)
+        else:
+            spelled += members
+    return [*globs, *(in_modules(spelled, other_names) if other_names else map(escape, spelled))]
+
+
+def in_modules(names: Iterable[str], other_names: Iterable[str]) -> list[str]:
+    """Return names as globs: one for several that are all of a module, such as ``blocks.2.*``."""
+    others = {name[: dot.start()] for name in other_names for dot in _DOT.finditer(name)}
+    members_by_module: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        modules = (name[: dot.start()] for dot in _DOT.finditer(name))
+        members_by_module[next((module for module in modules if module not in others), name)].append(name)
+    globs: list[str] = []
+    for module, members in members_by_module.items():
+        globs.append(escape(members[0]) if len(members) == 1 else f"{escape(module)}.*")
     return globs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +278,12 @@ def test_objects_that_a_run_has_no_longer_stay_in_its_checkpoint(tmp_path):
     job = Job(tmp_path)
     job.series.save(2)
     series = muonckpt.Series(tmp_path, job.model, job.optimizers)
-    with pytest.raises(muonckpt.SourceError, match="To load it, give it to Series; to leave it there: ") as refused:
+    line = r"state of 'loader' and a scheduler, and .* Write Series\(..., (scheduler=scheduler, extra={.*})\); to leave"
+    with pytest.raises(muonckpt.SourceError, match=line) as refused:
         series.resume()
+    [arguments] = re.findall(line, str(refused.value))
+    given = eval(f"dict({arguments})", {"scheduler": job.schedulers, "loader": job.loader})
+    assert muonckpt.Series(tmp_path, job.model, job.optimizers, **given).resume() == 3
     [globs] = re.findall(r"allow_extra=(\[.*\])\)", str(refused.value))
     with pytest.raises(muonckpt.AttestError, match="a scheduler that the series does not have, so that no checkpoint"):
         series.resume(allow_extra=eval(globs), strict=True)
@@ -286,6 +291,51 @@ def test_objects_that_a_run_has_no_longer_stay_in_its_checkpoint(tmp_path):
         UserWarning, match="a scheduler that the series does not have, so that no checkpoint has its state"
     ):
         assert series.resume(allow_extra=eval(globs)) == 3
+
+
+def blocks(number: int) -> nn.Module:
+    torch.manual_seed(number)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(number)))
+
+
+def started(folder: Path, model: nn.Module, **choices: Any) -> tuple[int, dict[str, Any]]:
+    """Resume as a script does, train a step and save it; return the step, and the state that was set by then."""
+    series = muonckpt.Series(folder, model, optimizer := Muon(groups(model)))
+    step = series.resume(**choices)
+    resumed = {"weights": deepcopy(model.state_dict()), "state": deepcopy(optimizer.state_dict()["state"])}
+    model(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    series.save(step)
+    return step, resumed
+
+
+@pytest.mark.parametrize(("saved", "now"), [(2, 3), (3, 2)])
+def test_a_layer_more_or_less_goes_on_by_the_line_to_write_and_the_same_script_starts_again(
+    saved, now, tmp_path, capsys
+):
+    started(tmp_path, blocks(saved))
+    with pytest.raises(muonckpt.SourceError, match=r"Series\.resume\(\.\.\., fresh=\['2\.\*'\]\)"):
+        started(tmp_path, blocks(now))
+    model = blocks(now)
+    assert started(tmp_path, model, fresh=["2.*"])[0] == 1
+    trained = deepcopy(model.state_dict())
+    capsys.readouterr()
+    # The checkpoint has the state of the new layer by now, so nothing begins again.
+    step, resumed = started(tmp_path, blocks(now), fresh=["2.*"])
+    [line] = capsys.readouterr().out.splitlines()
+    assert step == 2 and "proved" in line and "not checked" not in line
+    assert all(map(torch.equal, resumed["weights"].values(), trained.values()))
+    assert all(slots for slots in resumed["state"].values())
+
+
+def test_a_checkpoint_of_another_model_is_no_renaming_and_its_folder_is_left(tmp_path):
+    started(tmp_path / "run", blocks(2))
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+    scheduler = ExponentialLR(optimizer := Muon(groups(model)), 0.5)
+    fault = r"of another model: none of its 8 weights has the name and shape of one here\. Give Series another folder$"
+    with pytest.raises(muonckpt.SourceError, match=fault):
+        muonckpt.Series(tmp_path / "run", model, optimizer, scheduler=scheduler).resume()
+    assert muonckpt.Series(tmp_path / "another folder", model, optimizer, scheduler=scheduler).resume() == 0
 
 
 def test_a_new_rate_is_set_by_the_line_to_write_and_then_kept_in_silence(tmp_path, recwarn):

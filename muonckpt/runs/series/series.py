@@ -55,6 +55,7 @@ from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
 from ...names.wording import command, listed
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
+from ...store.open_checkpoint import OpenCheckpoint
 from ...store.verify.diagnosis import diagnosis_of_damaged, open
 from ...store.verify.run import StepName
 from ..run_audit import record_damage
@@ -139,6 +140,8 @@ class Series:
         self._whole: set[StepName] = set()
         self._damaged: dict[StepName, str] = {}
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
+        self._fresh: tuple[str, ...] = ()
+        """The patterns of ``fresh`` of the last restore: they are saved, so that the next start does not lose state."""
         self._half_loaded = ""
         """The checkpoint whose restore has overwritten tensors and failed, until one succeeds."""
         self._signals = Signals(on, process_group)
@@ -259,7 +262,7 @@ class Series:
         self, step: int, state_dict: Mapping[str, Any] | None, provenance: Mapping[str, Any] | None, call: str
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Return the state dict to save, and what the manifest says of it."""
-        details = {**(provenance or {}), "step": step}
+        details = {**(provenance or {}), "step": step, **({"fresh": self._fresh} if self._fresh else {})}
         if self._half_loaded:
             raise DestinationError(
                 f"nothing is saved: a restore of {self._half_loaded} has failed after it had overwritten tensors, so "
@@ -300,7 +303,8 @@ class Series:
             strict: a difference from the saved state is an error, and so is a scheduler that the series does not have.
                 The code's own rates are none, as those of the checkpoint take their place.
             required: an empty folder is an error.
-            allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.
+            allow_extra, fresh, grow, ungrouped: as for `muonckpt.load`.  A checkpoint that the run has saved since then
+                has the state that began fresh, so the same lines start the run again.
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
                 `convert` reads: weights go on, and the state of parameters whose method stays.  Other state begins at
                 zero.  Options are the code's, and schedulers go on at the step of that run.
@@ -450,7 +454,7 @@ class Series:
         Args:
             state_dict: the template, as for `muonckpt.load`.
             required: an empty series is an error.
-            allow_extra, fresh, grow, ungrouped, attest: as for `muonckpt.load`.
+            allow_extra, fresh, grow, ungrouped, attest: as for `muonckpt.load`; ``fresh`` as in `resume`.
 
         Returns:
             The loaded state; None if no checkpoint has been saved yet.
@@ -471,11 +475,16 @@ class Series:
         """Load the newest whole checkpoint, as `restore` says, for a call of the user."""
         refuse_lone_process(str(self._folder.place))
         refuse_mixed_calls(self._group, call)
-        arguments = choices.as_arguments()
+        self._fresh = choices.fresh.patterns
         known: Mapping[StepName, str] = {}
+
+        def find() -> tuple[tuple[Newest, object], OpenCheckpoint | None]:
+            newest, opened = self._folder.newest(self._damaged)
+            return (newest, opened.outline.provenance.get("fresh") if opened else None), opened
+
         while True:
             # The newest checkpoint, and all that are newer and not whole.
-            newest, sent = send_checkpoint(self._group, partial(self._folder.newest, self._damaged))
+            (newest, followed), sent = send_checkpoint(self._group, find)
             if newest.name is None:
                 self._refuse_empty(newest.faults, required)
                 return None
@@ -484,6 +493,7 @@ class Series:
             known = newest.faults
             try:
                 with self._noting_half_loaded(saved.path):
+                    arguments = choices.without_fresh(followed).as_arguments()
                     load = LoadCall(state_dict, saved.path, arguments, call, attest, group=self._group)
                     loaded = load_sent(load, sent)
             except UnavailableError as error:
