@@ -12,7 +12,7 @@ from ..converters.compare.stats import STATS_MEMORY
 from ..converters.look.run_history import history_of
 from ..lab.page.checkpoint_page import Page, Reading, StatsChoice, UnreadablePage, report
 from ..lab.page.run_page import RunPage, page_of_run
-from ..names.wording import counted
+from ..names.wording import command, counted
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
@@ -23,8 +23,7 @@ from .runs import exit_code
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.argument("other", type=CHECKPOINT, required=False)
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="FILE",
-    help="Page to write.",
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Page to write.",
 )  # fmt: skip
 @click.option(
     "--stats", type=click.Choice(get_args(StatsChoice)),
@@ -37,7 +36,7 @@ from .runs import exit_code
 def report_command(
     checkpoint: Location,
     other: Location | None,
-    output: Path,
+    output: Path | None,
     stats: StatsChoice | None,
     select: Sequence[str],
     as_json: bool,
@@ -54,6 +53,9 @@ def report_command(
     muonckpt report run/step-00001100 run/step-00001000 -o report.html --stats norms
     muonckpt report run -o run.html
     """
+    if output is None:
+        line = command("report", checkpoint, "-o", f"{checkpoint.name}.html")
+        raise click.UsageError(f"expected the page to write. Write {line}")
     history = history_of(checkpoint)
     if history is not None and other is not None:
         raise click.UsageError(f"{checkpoint} is a run, which is not compared with another; name one of its steps")

@@ -66,7 +66,7 @@ def newest_checkpoint(place: Location) -> Location:
 def print_steps(steps: Sequence[RunStep]) -> None:
     print_line()
     rows, colours = [], []
-    for step in steps:
+    for step in reversed(steps):
         rows.append(row_of(step))
         colours.append(None if step.state == "whole" else "red")
     print_table(HEADERS, rows, colours)

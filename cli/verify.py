@@ -10,11 +10,10 @@ from typing import Any
 import click
 
 from ..names.wording import Finding, counted, fields_of, size
-from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
+from ..runs.run_audit import StepVerdict, next_step_after, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.diagnosis import next_step
 from ..store.verify.run import Run, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
@@ -124,8 +123,8 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
                 not_verified.append({"name": step.name, "state": step.state, "fault": step.fault})
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
-        print_line(f"newest whole  {_newest_whole(run)}")
-        if text := next_step(run, [step for step in run.steps if step.name in verified_steps]):
+        print_line(f"{'newest usable' if newest and newest.fault else 'newest whole '} {_newest_whole(run)}")
+        if text := next_step_after(run, verdicts):
             print_line(f"next: {text}")
         print_duration()
     if any(verdict.is_damaged for verdict in verdicts):

@@ -280,11 +280,11 @@ def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     formats = dict.fromkeys(view.format for view in history.views.values())
     total = size(sum(step.bytes or 0 for step in run.steps))
     yield "run", f"{run.path}: {counted(len(run.steps), 'step')}, {total}, {', '.join(formats) or 'none readable'}"
-    for step in run.steps:
+    for step in reversed(run.steps):
         if step.state != "whole":
             yield step.state, f"{step.name}: {step.fault}"
     unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
-    yield "newest whole", verdict_of(newest) if newest else unknown or "none"
+    yield "newest usable" if newest and newest.fault else "newest whole", verdict_of(newest) if newest else unknown or "none"
     if run.pointer:
         yield "latest", _pointed(history)
 

@@ -1,11 +1,10 @@
 """The job may not read a file of the newest step, as another user owns it."""
 
 import os
-import re
 import tempfile
 from pathlib import Path
 
-from night import begin, message_of, solved, train
+from night import begin, follow, message_of, solved, train
 
 with tempfile.TemporaryDirectory() as folder:
     os.chdir(folder)
@@ -20,10 +19,9 @@ with tempfile.TemporaryDirectory() as folder:
 
     # A file that cannot be read now is no damage: the job ends, and takes no older step.
     assert "Permission denied" in message and "resumed" not in message
-    [(step, unread, folder)] = re.findall(r"To go on from (\S+) instead, move (\S+) out of (\S+)$", message.strip())
-    Path(folder, unread).rename(unread)
-    assert f"resumed from step {int(step[5:])}" in message_of(train, folder, 2)
-    Path(unread).rename(Path(folder, unread))
+    follow(message.partition("To go on from step-00000001 instead: ")[2], ELSEWHERE="elsewhere")
+    assert "resumed from step 1" in message_of(train, "run", 2)
+    Path("elsewhere").rename(file.parent)
 
     # Or the job gets the right to read it.
     file.chmod(0o600)

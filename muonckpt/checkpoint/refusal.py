@@ -271,7 +271,7 @@ class Refusal:
                     "shape of one here. Give Series another folder"
                 )
             return two_lists(sorted(here), sorted(there))
-        if here and not self.live.numbered:
+        if here and self._weight_keys and not self.live.numbered:
             globs = in_globs(sorted(here), (self.matching.names | shared_names) - here.keys())
             return f"If they are new: {self.call}(..., fresh={globs!r}), and they stay as initialised"
         # A part without tensors that the checkpoint lacks is no model or optimizer: it can be left out as one.

@@ -15,10 +15,9 @@ from ..names.errors import DestinationError, SourceError, UnavailableError
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
-from ..store.io.location import Location, entries_of, is_link, is_there, map_each
+from ..store.io.location import Location, entries_of, is_folder, is_link, is_there, map_each
 from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_folder, look_at_step
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
@@ -205,15 +204,15 @@ class StepFolder:
         return {name for name, files in saved_files if MANIFEST_FILE in files and not is_link(self.path(name))}
 
     def _saved_files(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
-        """Return the files of steps that have a description or a rank's file, and are not being saved or removed."""
+        """Return the files of steps that are not being saved or removed, by name."""
 
-        def files_of(name: StepName) -> tuple[StepName, set[str]]:
+        def files_of(name: StepName) -> tuple[StepName, set[str] | None]:
             files = _files(self.path(name))
             unfinished = publish.MARK in files or (CLAIM in files and not files >= set(DESCRIPTIONS))
-            is_saved = any(file in DESCRIPTIONS or rank_in_name(file) is not None for file in files)
-            return name, files if is_saved and not unfinished else set()
+            is_saved = bool(files) or is_folder(self.path(name))
+            return name, files if is_saved and not unfinished else None
 
-        return {name: files for name, files in map_each(self.place, files_of, names) if files}
+        return {name: files for name, files in map_each(self.place, files_of, names) if files is not None}
 
 
 def superfluous(

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -32,9 +33,9 @@ def test_inspect_prints_a_table_of_steps_that_fits_80_columns(run):
     table = lines[2:6]
     assert [line.split()[:2] for line in table] == [
         ["step", "state"],
-        ["step-00000001", "whole"],
-        ["step-00000002", "whole"],
         ["step-00000003", "faulty"],
+        ["step-00000002", "whole"],
+        ["step-00000001", "whole"],
     ]
     assert max(map(len, table)) <= 80
     assert "newest whole  step-00000002, by names and sizes of files; not verified yet" in lines
@@ -91,9 +92,56 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     assert lines[0].startswith("step-00000003: faulty: ")
     assert lines[1].startswith("step-00000002: whole, ")
     assert lines[2] == f"newest whole  {run / 'step-00000002'}"
-    # The next command says what to do, and exits with 1 as the alarm does.
-    following = lines[3].partition("next: muonckpt ")[2].partition(" (what")[0].split()
-    assert following == ["verify", str(run / "step-00000003")] and "What to do:" in printed(1, *following)
+    # Both were read just now, so the next step is no verification of either.
+    assert lines[3] == "next: start the job again (it resumes from step-00000002)"
+    with pytest.warns(RuntimeWarning, match="step-00000003 is not whole: .* A later save may remove it"):
+        assert Series(run).latest().step == 2
+
+
+def test_what_keeps_the_newest_step_comes_before_the_one_before(run):
+    newest = run / "step-00000003"
+    (newest / "__0_0.distcp").rename(newest / "__1_0.distcp")
+    [line] = [line for line in printed(1, "verify", run).splitlines() if line.startswith("next: ")]
+    assert line == f"next: muonckpt verify {newest} (what to do about step-00000003)"
+    assert f"(a) mv {newest / '__1_0.distcp'} {newest / '__0_0.distcp'}" in printed(1, "verify", newest)
+
+
+@pytest.mark.parametrize("lost", ["all files", "both descriptions"])
+def test_a_step_without_descriptions_is_the_same_damage_to_all(lost, run):
+    newest = run / "step-00000003"
+    for file in newest.iterdir():
+        if lost == "all files" or file.name in (".metadata", "muonckpt.json"):
+            file.unlink()
+    found = printed(1, "verify", newest).splitlines()[0].partition(f"{newest}: ")[2].rstrip(".")
+    assert found.startswith("it cannot be opened: expected ")
+    assert f"{newest.name}: faulty, not verified: {found}" in printed(1, "verify", run)
+    assert f"{newest.name}: {found}" in printed(1, "inspect", run)
+    with pytest.warns(RuntimeWarning, match=f"{newest} is not whole: .*; {run / 'step-00000002'} is the newest"):
+        assert Series(run).latest().step == 2
+
+
+def test_a_loop_of_links_is_called_one(run):
+    (run / "step-00000004").symlink_to("step-00000005")
+    (run / "step-00000005").symlink_to("step-00000004")
+    shown = printed(3, "verify", run)
+    assert f"cannot read {run / 'step-00000005'}: its symbolic links are a loop; remove the wrong one" in shown
+    (run / "step-00000005").unlink()
+    assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
+
+
+def test_both_commands_show_the_newest_step_first(run):
+    flip_last_bit(run / "step-00000003"), flip_last_bit(run / "step-00000002")
+    verified, shown = printed(1, "verify", run), printed(1, "inspect", run)
+    for output in (verified, shown):
+        assert re.findall(r"^(step-\d+)", output, re.MULTILINE) == [f"step-{step:08}" for step in (3, 2, 1)]
+
+
+def test_a_report_without_a_file_says_which_command_to_write(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = called("report", run)
+    assert done.returncode == 2
+    line = done.stderr.partition("expected the page to write. Write muonckpt ")[2]
+    assert called(*shlex.split(line)).returncode == 0 and Path(f"{run.name}.html").exists()
 
 
 def lose_metadata(step: Path) -> None:
@@ -119,9 +167,9 @@ def test_all_name_one_step_as_the_newest_whole_where_nothing_of_a_harmed_one_is_
     for options in ([], ["--all"]):
         lines = printed(1, "verify", run, *options).splitlines()
         [fault] = [line.partition(": faulty: ")[2] for line in lines if line.startswith(f"{newest.name}: ")]
-        assert fault and f"newest whole  {newest}, which has lost nothing, but: {fault}" in lines
+        assert fault and f"newest usable {newest}, which has lost nothing, but: {fault}" in lines
         assert json.loads(printed(1, "verify", run, *options, "--json"))["newest_whole"] == newest.name
-    assert "newest whole  step-00000003, which has lost nothing, but: " in printed(1, "inspect", run)
+    assert "newest usable step-00000003, which has lost nothing, but: " in printed(1, "inspect", run)
     assert f"the newest whole: {newest.name}" in called("inspect", run, "--groups").stderr
     with pytest.warns(RuntimeWarning, match="is taken, as nothing of it is lost, but: "):
         assert Series(run).restore({"w": torch.zeros(4)}).step == 3

@@ -333,7 +333,7 @@ def test_a_gradient_that_no_group_has_is_told_once_and_trained_by_the_step_to_ta
     inner[1].requires_grad_(True)
     (told,) = warned((model, optimizer))
     assert told.category is RuntimeWarning and told.filename == __file__
-    assert "changes them: 0.weight, 1.weight, 1.bias." in str(told.message)
+    assert "changes them: 0.weight, 1.*." in str(told.message)
     assert not warned((model, optimizer))
     weights, state = get_state_dict(model, optimizer)
     muonckpt.save({"model": weights, "optimizer": state}, tmp_path / "saved")

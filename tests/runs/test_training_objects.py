@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import megatron_training
+from support.commands import called
 from support.forked import Scripts
 from support.megatron_model import Topology, on_cpu
 from support.megatron_training import with_the_package
@@ -326,6 +327,33 @@ def test_a_layer_more_or_less_goes_on_by_the_line_to_write_and_the_same_script_s
     assert step == 2 and "proved" in line and "not checked" not in line
     assert all(map(torch.equal, resumed["weights"].values(), trained.values()))
     assert all(slots for slots in resumed["state"].values())
+
+
+def test_a_lost_momentum_of_the_only_step_begins_from_zero_by_the_line_that_verify_prints(tmp_path, capsys):
+    key, step = "optimizer.state.0.0.weight.momentum_buffer", tmp_path / "step-00000000"
+    started(tmp_path, blocks(1))
+    with muonckpt.open(step) as opened:
+        payload = opened.tensors[key].record.chunks[0].payload
+    data = bytearray((step / payload.file).read_bytes())
+    data[payload.end - 1] ^= 1
+    (step / payload.file).write_bytes(data)
+    with pytest.raises(muonckpt.DamageError, match=r"What to do: \(a\) muonckpt verify (\S+) ") as refused:
+        started(tmp_path, blocks(1))
+    [path] = re.findall(r"\(a\) muonckpt verify (\S+) ", str(refused.value))
+    [line] = re.findall(r"\([a-z]\) Series\.resume\(\.\.\., (.*)\)$", called("verify", path).stdout, re.MULTILINE)
+    choices = eval(f"dict({line})")
+    with pytest.warns(RuntimeWarning), pytest.raises(muonckpt.DamageError, match="expected a whole checkpoint"):
+        started(tmp_path, blocks(1), fresh=["0.1.*"])  # another parameter than the one that has lost its momentum
+    model = blocks(1)
+    with pytest.warns(RuntimeWarning, match="is not whole: .* 1 of 1 momenta .*; restoring it but for fresh state"):
+        number, resumed = started(tmp_path, model, **choices)
+    assert number == 1 and not resumed["state"][0]["momentum_buffer"].any()
+    trained = deepcopy(model.state_dict())
+    capsys.readouterr()
+    number, resumed = started(tmp_path, blocks(1), **choices)
+    assert number == 2 and "not checked" not in capsys.readouterr().out
+    assert all(map(torch.equal, resumed["weights"].values(), trained.values()))
+    assert resumed["state"][0]["momentum_buffer"].any()
 
 
 def test_a_checkpoint_of_another_model_is_no_renaming_and_its_folder_is_left(tmp_path):

@@ -176,7 +176,7 @@ def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file,
         assert file in done.stdout + done.stderr
     newest, before = muonckpt.verify_run(run)
     assert newest.is_unread and not newest.is_damaged and before.is_whole
-    way_back = f"To go on from step-00000001 instead, move {NEWEST} out of {run}"
+    way_back = f"To go on from step-00000001 instead: mv {run}/{NEWEST} ELSEWHERE"
     with pytest.raises(UnavailableError, match=rf"{file}.*\. {way_back}$"):
         Series(run).restore(state(0))
     for command in ("verify", "inspect"):
@@ -224,7 +224,7 @@ def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call,
     assert called("verify", run).returncode == (1 if call == "preadv" else 3)  # all that tells steps apart is sizes
     assert not Path(run, RECORD, NEWEST).exists()
     with pytest.raises(
-        DiskError, match=rf"__0_0\.distcp: Input/output error.*\. To go on from .* move {NEWEST} out of"
+        DiskError, match=rf"__0_0\.distcp: Input/output error.*\. To go on from .*: mv {run}/{NEWEST} ELSEWHERE"
     ):
         Series(run).restore(state(0))
     monkeypatch.undo()

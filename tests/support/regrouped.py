@@ -16,7 +16,7 @@ from muonckpt.optimizer import Muon
 CHANGES = {
     "head.w*": "moved from 'muon' to 'adamw': head.weight",
     "qkv.1.weight": "pieces=(4, 4, 4) in the checkpoint, (6, 6) now: qkv.1.weight",
-    "norm.*": "new, without state in the checkpoint: norm.weight, norm.bias",
+    "norm.*": "new, without state in the checkpoint: norm.*",
     "old.*": "only in the checkpoint: old.weight",
 }
 """What `after` has changed, by the glob that lets it go."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -54,9 +54,10 @@ from ...names.errors import (
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
 from ...names.wording import command, listed
 from ...programs.signs import METADATA_FILE
+from ...record.record import MANIFEST_FILE
 from ...store.io.location import Location, is_there, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.verify.diagnosis import diagnosis_of_damaged, open
+from ...store.verify.diagnosis import diagnosis_of_damaged, open, open_to_load
 from ...store.verify.run import StepName
 from ..run_audit import record_damage
 from ..step_folder import Newest, StepFolder
@@ -477,9 +478,15 @@ class Series:
         refuse_mixed_calls(self._group, call)
         self._fresh = choices.fresh.patterns
         known: Mapping[StepName, str] = {}
+        lost: set[StepName] = set()
 
         def find() -> tuple[tuple[Newest, object], OpenCheckpoint | None]:
             newest, opened = self._folder.newest(self._damaged)
+            # Where none is whole, one may be but for state that starts fresh: all that is read is checked.
+            if choices.fresh.patterns and newest.name is None:
+                described = (name for name in newest.faults if is_there(self._folder.path(name) / MANIFEST_FILE))
+                if name := max({*described} - lost, default=None):
+                    newest, opened = replace(newest, name=name), open_to_load(self._folder.path(name))
             return (newest, opened.outline.provenance.get("fresh") if opened else None), opened
 
         while True:
@@ -489,7 +496,9 @@ class Series:
                 self._refuse_empty(newest.faults, required)
                 return None
             saved = self._saved(newest.name)
-            self._warn_of(newest, f"restoring {saved.path} instead", known)
+            is_lossy = newest.name in newest.faults
+            consequence = "restoring it but for fresh state" if is_lossy else f"restoring {saved.path} instead"
+            self._warn_of(newest, consequence, known)
             known = newest.faults
             try:
                 with self._noting_half_loaded(saved.path):
@@ -506,6 +515,7 @@ class Series:
                     raise
                 # Damage that only reading shows: the one before is next.
                 self._damaged[newest.name] = error.fault
+                lost.add(newest.name)
             else:
                 return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
 
@@ -609,7 +619,8 @@ class Series:
                 continue
             path = self._folder.path(name)
             message = (
-                f"{path} is not whole: {fault}; {consequence}. Whether it can be recovered: {command('verify', path)}"
+                f"{path} is not whole: {fault}; {consequence}. A later save may remove it. "
+                f"Whether it can be recovered: {command('verify', path)}"
             )
             warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:

@@ -542,6 +542,8 @@ def unavailable(place: object, error: Exception) -> UnavailableError:
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     if getattr(error, "errno", None) == errno.EIO and not isinstance(place, Remote):
         return DiskError(f"cannot read {place}: {reason}; a disk fails: copy the checkpoint, or move it away")
+    if getattr(error, "errno", None) == errno.ELOOP:
+        return UnavailableError(f"cannot read {place}: its symbolic links are a loop; remove the wrong one")
     return UnavailableError(f"cannot read {place}: {reason}; this is no damage, so try again when it can be read")
 
 

@@ -226,8 +226,9 @@ def _remedies(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collect
     names = sorted({tensor.name or "" for tensor in damage.tensors})
     are_names = len(names) <= _MAX_NAMES and all(name and not name.isdecimal() for name in names)
     if is_state_alone and are_names and checkpoint.format is OWN and not damage.mixed_up:
+        is_of_series = StepName.parsed(_with_name(path).name) is not None
         yield Remedy(
-            f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
+            f"{'Series.resume(...' if is_of_series else f'muonckpt.load(state, {str(path)!r}'}, fresh={names!r})",
             f"in Python: the state of {counted(len(names), 'parameter')} begins from zero, also its undamaged part",
         )
 

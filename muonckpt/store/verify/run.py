@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
-from ...names.wording import enumerated
+from ...names.wording import enumerated, shell_line
 from ...programs.signs import METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
@@ -180,7 +180,12 @@ class Run:
         whole = [step for step in self.whole if step.name not in unread]
         newer = self.steps[self.steps.index(whole[-1]) + 1 :] if whole else ()
         names = [step.name for step in newer if step.state == "unread" or step.name in unread]
-        return f"To go on from {whole[-1].name} instead, move {enumerated(names)} out of {self.path}" if names else ""
+        if not names:
+            return ""
+        line = f"move {enumerated(names)} out of {self.path}"
+        if not isinstance(self.path, Remote):
+            line = shell_line("mv", *(self.path / name for name in names), "ELSEWHERE")
+        return f"To go on from {whole[-1].name} instead: {line}"
 
 
 def run_of(path: Location) -> Run | None:
@@ -397,7 +402,7 @@ def _without_description(step: RunStep) -> RunStep:
     """Return a step in which nothing shows a format: of ours it is damaged, as only a whole one gets its name."""
     is_ours = StepName.parsed(step.name) is not None and not is_there(step.path / publish.CLAIM)
     if is_ours:
-        return replace(step, fault=_NO_DESCRIPTION)
+        return replace(step, fault=damage_at(step.path).sentence)
     return replace(step, state="incomplete", fault=_NOT_FINISHED)
 
 
@@ -407,7 +412,6 @@ _WITH_STOCK = (
 )
 _GONE = "it is gone"
 _CHANGING = "its files changed while they were looked at, by a save or a removal"
-_NO_DESCRIPTION = f"it has lost {MANIFEST_FILE} and {METADATA_FILE}, which describe its files"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
 
 
