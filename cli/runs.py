@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..converters.look.run_history import RunHistory, overview_of_run
+from ..converters.look.run_history import STEP_HEADERS, RunHistory, overview_of_run, step_row
 from ..names.errors import SourceError
-from ..names.wording import counted, moment, size
+from ..names.wording import counted
 from ..store.io.location import Location
 from ..store.verify.diagnosis import next_step
 from ..store.verify.run import Run, RunStep, run_of
 from .printing import print_labelled, print_line, print_table
-
-HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
 
 
 def print_run(history: RunHistory) -> None:
@@ -67,13 +65,7 @@ def print_steps(steps: Sequence[RunStep]) -> None:
     print_line()
     rows, colours = [], []
     for step in reversed(steps):
-        rows.append(row_of(step))
+        rows.append(step_row(step))
         colours.append(None if step.state == "whole" else "red")
-    print_table(HEADERS, rows, colours)
+    print_table(STEP_HEADERS, rows, colours)
     print_line()
-
-
-def row_of(step: RunStep) -> tuple[str, ...]:
-    saved = "-" if step.saved is None else moment(step.saved)
-    last = "never" if step.verified is None else moment(step.verified.timestamp)
-    return step.name, step.state, "-" if step.bytes is None else size(step.bytes), saved, last

@@ -285,8 +285,22 @@ def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
             yield step.state, f"{step.name}: {step.fault}"
     unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
     yield "newest usable" if newest and newest.fault else "newest whole", verdict_of(newest) if newest else unknown or "none"
+    last = history.resumes[-1] if history.resumes else None
+    if last is not None and run.steps and last.step > run.steps[-1].step:
+        yield "missing", f"step {last.step}, from which the run was resumed {moment(last.timestamp)} UTC"
     if run.pointer:
         yield "latest", _pointed(history)
+
+
+STEP_HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
+"""The headers of the columns of `step_row`."""
+
+
+def step_row(step: RunStep) -> tuple[str, ...]:
+    """Return the row of a step in a table of the run."""
+    saved = "-" if step.saved is None else moment(step.saved)
+    last = "never" if step.verified is None else moment(step.verified.timestamp)
+    return step.name, step.state, "-" if step.bytes is None else size(step.bytes), saved, last
 
 
 _MAX_RESUMES = 10

@@ -32,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..checkpoint.bits import dtype_name
 from ..checkpoint.loading import LoadCall, rehearse_load
+from ..checkpoint.refusal import LOAD, RESUME
 from ..checkpoint.stored import Stored
 from ..names.errors import DamageError, MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
@@ -228,9 +229,10 @@ def _put(state_dict: dict[str, Any], root: KeyPath, values: Mapping[str, Any]) -
 
 
 def _as_load(opened: OpenCheckpoint, state_dict: dict[str, Any], choices: Mapping[str, Any]) -> _Outcome:
-    """Ask `load` itself, up to where it would begin to read."""
+    """Ask `load` itself, up to where it would begin to read; for a step of a series as `resume` calls it."""
     try:
-        matching, report, refusal = rehearse_load(LoadCall(state_dict, str(opened.path), choices), opened)
+        call = LOAD if StepName.parsed(opened.path.name) is None else RESUME
+        matching, report, refusal = rehearse_load(LoadCall(state_dict, str(opened.path), choices, call), opened)
     except UnavailableError:  # is no answer
         raise
     except MuonckptError as error:

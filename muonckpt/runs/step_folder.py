@@ -18,6 +18,7 @@ from ..store.io import publish
 from ..store.io.location import Location, entries_of, is_folder, is_link, is_there, map_each
 from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
+from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_folder, look_at_step
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
@@ -204,12 +205,16 @@ class StepFolder:
         return {name for name, files in saved_files if MANIFEST_FILE in files and not is_link(self.path(name))}
 
     def _saved_files(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
-        """Return the files of steps that are not being saved or removed, by name."""
+        """Return the files of steps that have a description or a rank's file, or have lost all files, by name.
+
+        Left out are those that are being saved or removed.
+        """
 
         def files_of(name: StepName) -> tuple[StepName, set[str] | None]:
             files = _files(self.path(name))
             unfinished = publish.MARK in files or (CLAIM in files and not files >= set(DESCRIPTIONS))
-            is_saved = bool(files) or is_folder(self.path(name))
+            is_saved = any(file in DESCRIPTIONS or rank_in_name(file) is not None for file in files)
+            is_saved = is_saved or (not files and is_folder(self.path(name)))
             return name, files if is_saved and not unfinished else None
 
         return {name: files for name, files in map_each(self.place, files_of, names) if files is not None}

@@ -120,11 +120,25 @@ def test_a_step_without_descriptions_is_the_same_damage_to_all(lost, run):
         assert Series(run).latest().step == 2
 
 
+def test_a_step_that_is_gone_is_missed_where_a_resume_was_recorded(run):
+    newest, template = run / "step-00000003", {"w": torch.zeros(4)}
+    for step in run.iterdir():
+        shutil.rmtree(step)
+    for step in (1, 3):
+        Series(run).save(step, template)
+    Series(run).restore(template)
+    assert "missing" not in printed(0, "inspect", run)
+    newest.rename(run.parent / "elsewhere")
+    assert re.search(
+        r"^missing +step 3, from which the run was resumed 2.* UTC$", printed(0, "inspect", run), re.MULTILINE
+    )
+
+
 def test_a_loop_of_links_is_called_one(run):
     (run / "step-00000004").symlink_to("step-00000005")
     (run / "step-00000005").symlink_to("step-00000004")
     shown = printed(3, "verify", run)
-    assert f"cannot read {run / 'step-00000005'}: its symbolic links are a loop; remove the wrong one" in shown
+    assert f"cannot read {run / 'step-00000005'}: Too many levels of symbolic links: they are a loop" in shown
     (run / "step-00000005").unlink()
     assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
 

@@ -284,6 +284,14 @@ def test_the_answer_says_whether_the_bytes_were_verified(tmp_path):
     assert preflight(path, ours()).sentence.endswith(" parameters would be loaded")
 
 
+def test_the_cure_for_a_step_of_a_series_is_a_call_of_the_series(tmp_path):
+    run = muonckpt.Series(tmp_path, *ours()())
+    larger = ours(net(vocabulary=32))
+    refusal = preflight(run.save(3), larger).refusal
+    [globs] = re.findall(r"Series\.resume\(\.\.\., grow=(\[.*\])\)$", refusal)
+    assert muonckpt.Series(tmp_path, *larger()).resume(grow=eval(globs)) == 4
+
+
 def test_the_answer_says_from_where_a_run_takes_a_converted_checkpoint(tmp_path):
     step = muonckpt.Series(tmp_path / "run").save(3, state_of(ours())).path
     assert preflight(step, ours()).next_step == ""

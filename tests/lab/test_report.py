@@ -260,6 +260,13 @@ def test_a_page_has_verdict_and_cures_without_scripts(run, tmp_path):
             assert f"<code>{remedy.command}</code><p>{remedy.gives}</p>" in shown[-1]
     assert "<dt>newest whole</dt><dd>step-00000020, by names" in shown[0]
     assert "<dt>faulty</dt><dd>step-00000030: rank 0's file __0_0.distcp is missing" in shown[0]
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", shown[0])
+    assert rows == [
+        ("step", "state"),
+        ("step-00000030", "faulty"),
+        ("step-00000020", "whole"),
+        ("step-00000010", "whole"),
+    ]
     assert "Nothing is known to be lost." in muonckpt.report(tmp_path / "run" / "step-00000010", stats="none").html()
 
 

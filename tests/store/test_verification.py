@@ -96,8 +96,8 @@ def test_all_are_verified_those_longest_ago_last_verified_first(run):
     verify_recorded(run / "step-00000002", verify)
     verdicts = list(verify_run(run, every=True))
     assert [v.step.step for v in verdicts] == [4, 3, 1, 2]
-    assert [v.report is None for v in verdicts] == [True, False, False, False]
-    assert recorded(run) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert [v.is_damaged for v in verdicts] == [True, False, False, False]
+    assert recorded(run) == [f"step-{step:08}" for step in (1, 2, 3, 4)]
 
 
 def test_what_was_read_before_an_interruption_is_recorded(run):

@@ -47,6 +47,11 @@ class HtmlPage(ABC):
         yield from ()
 
     @property
+    def table(self) -> Sequence[Sequence[str]]:
+        """The rows of a table that such a browser shows, the header first; none if there is no table."""
+        return ()
+
+    @property
     def lines(self) -> Iterator[str]:
         """The lines for a terminal with the faults and the next step; none if there is no fault."""
         return self.diagnosis.lines
@@ -75,6 +80,9 @@ class HtmlPage(ABC):
         yield f"<h2>Verdict</h2>\n<p><b>{_escaped(self.diagnosis.sentence or 'Nothing is known to be lost')}.</b></p>"
         rows = [f"<dt>{_escaped(label)}</dt><dd>{_escaped(text)}</dd>" for label, text in self.facts]
         yield f'<dl class="facts">{"".join(rows)}</dl>'
+        if self.table:
+            cells = ("".join(f"<td>{_escaped(cell)}</td>" for cell in row) for row in self.table)
+            yield f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
         if self.diagnosis.remedies:
             yield '<h3>What to do</h3>\n<ol type="a" class="remedies">'
             for remedy in self.diagnosis.remedies:

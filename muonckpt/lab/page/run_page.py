@@ -14,7 +14,14 @@ from typing import Any
 
 from ...converters.compare.stats import STATS_MEMORY
 from ...converters.look.inspection import inspection_of
-from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run, state_of_run
+from ...converters.look.run_history import (
+    STEP_HEADERS,
+    RunHistory,
+    look_at_run,
+    overview_of_run,
+    state_of_run,
+    step_row,
+)
 from ...names.errors import LayoutError, SourceError
 from ...names.version import VERSION
 from ...names.wording import Finding, command, counted, listed, unnumbered
@@ -87,6 +94,10 @@ class RunPage(HtmlPage):
     @property
     def facts(self) -> Iterator[tuple[str, str]]:
         return state_of_run(self.history)
+
+    @property
+    def table(self) -> Sequence[Sequence[str]]:
+        return (STEP_HEADERS, *map(step_row, reversed(self.history.steps)))
 
     @property
     def findings(self) -> int:

@@ -53,7 +53,7 @@ function runVerdict() {
   return verdictSection({
     well: (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell.",
     verdict: DATA.verdict,
-    facts: [about(["newest whole", "latest"]),
+    facts: [about(["newest whole", "newest usable", "latest"]),
       differing.map((resume) => el("p", { class: "bad" }, "\u2715 resume " + resume.attempt + ", from step " + resume.step + ": " + resume.verdict)),
       bad.length ? el("ul", {}, bad.slice(-few).reverse().map(told)) : null,
       bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).reverse().map(told))) : null],
