@@ -36,7 +36,7 @@ from ..checkpoint.refusal import LOAD, RESUME
 from ..checkpoint.stored import Stored
 from ..names.errors import DamageError, MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
-from ..names.resumption import NAMES_OF_GROUPS, LoadReport, as_initialised, as_tuples, in_globs
+from ..names.resumption import NAMES_OF_GROUPS, Choices, LoadReport, as_initialised, as_tuples, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
 from ..names.wording import command, counted, fields_of, listed
 from ..optimizer import Muon
@@ -231,7 +231,9 @@ def _put(state_dict: dict[str, Any], root: KeyPath, values: Mapping[str, Any]) -
 def _as_load(opened: OpenCheckpoint, state_dict: dict[str, Any], choices: Mapping[str, Any]) -> _Outcome:
     """Ask `load` itself, up to where it would begin to read; for a step of a series as `resume` calls it."""
     try:
-        call = LOAD if StepName.parsed(opened.path.name) is None else RESUME
+        call = LOAD
+        if StepName.parsed(opened.path.name) is not None:
+            call, choices = RESUME, Choices.of(**choices).without_fresh(opened.provenance.get("fresh")).as_arguments()
         matching, report, refusal = rehearse_load(LoadCall(state_dict, str(opened.path), choices, call), opened)
     except UnavailableError:  # is no answer
         raise

@@ -5,7 +5,7 @@ There is no record besides its files, so any process may look at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..store.io.location import Location, entries_of, is_folder, is_link, is_the
 from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.damage import rank_in_name
+from ..store.verify.diagnosis import open_to_load
 from ..store.verify.run import RunStep, StepName, look_at_folder, look_at_step
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
@@ -83,6 +84,26 @@ class StepFolder:
                 if self._names() == names:
                     return Newest(None, faults), None
             # While we looked, one was removed, for which a newer one may have been published: look again.
+
+    def newest_to_restore(
+        self, damaged: Mapping[StepName, str], lost: Collection[StepName] | None
+    ) -> tuple[tuple[Newest, object], OpenCheckpoint | None]:
+        """Find the newest checkpoint as `newest` does; where none is whole, one that may be but for a part.
+
+        Args:
+            lost: checkpoints without which a load has failed; None if no part of one may be left out.
+
+        Returns:
+            The `Newest`, with the fault of its own checkpoint where that is not whole; the patterns of ``fresh`` that
+            the run had followed when it saved it; and the open checkpoint.
+        """
+        newest, checkpoint = self.newest(damaged)
+        if newest.name is None and lost is not None:
+            described = (name for name in newest.faults if is_there(self.path(name) / MANIFEST_FILE))
+            # All that is read is checked.
+            if name := max({*described} - {*lost}, default=None):
+                newest, checkpoint = replace(newest, name=name), open_to_load(self.path(name))
+        return (newest, checkpoint.outline.provenance.get("fresh") if checkpoint else None), checkpoint
 
     def way_back(self, unread: StepName) -> str:
         """Say how a run goes on from an older step than one that cannot be read; empty if none is whole."""

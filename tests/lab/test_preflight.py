@@ -290,6 +290,11 @@ def test_the_cure_for_a_step_of_a_series_is_a_call_of_the_series(tmp_path):
     refusal = preflight(run.save(3), larger).refusal
     [globs] = re.findall(r"Series\.resume\(\.\.\., grow=(\[.*\])\)$", refusal)
     assert muonckpt.Series(tmp_path, *larger()).resume(grow=eval(globs)) == 4
+    # What the run has begun fresh before is loaded the next time.
+    run = muonckpt.Series(tmp_path, *ours()())
+    assert "would begin from zero" in preflight(run.latest(), ours(), fresh=["head.*"]).sentence
+    run.resume(fresh=["head.*"])
+    assert "would begin from zero" not in preflight(run.save(4), ours(), fresh=["head.*"]).sentence
 
 
 def test_the_answer_says_from_where_a_run_takes_a_converted_checkpoint(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -54,10 +54,8 @@ from ...names.errors import (
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
 from ...names.wording import command, listed
 from ...programs.signs import METADATA_FILE
-from ...record.record import MANIFEST_FILE
 from ...store.io.location import Location, is_there, location
-from ...store.open_checkpoint import OpenCheckpoint
-from ...store.verify.diagnosis import diagnosis_of_damaged, open, open_to_load
+from ...store.verify.diagnosis import diagnosis_of_damaged, open
 from ...store.verify.run import StepName
 from ..run_audit import record_damage
 from ..step_folder import Newest, StepFolder
@@ -478,19 +476,11 @@ class Series:
         refuse_mixed_calls(self._group, call)
         self._fresh = choices.fresh.patterns
         known: Mapping[StepName, str] = {}
-        lost: set[StepName] = set()
-
-        def find() -> tuple[tuple[Newest, object], OpenCheckpoint | None]:
-            newest, opened = self._folder.newest(self._damaged)
-            # Where none is whole, one may be but for state that starts fresh: all that is read is checked.
-            if choices.fresh.patterns and newest.name is None:
-                described = (name for name in newest.faults if is_there(self._folder.path(name) / MANIFEST_FILE))
-                if name := max({*described} - lost, default=None):
-                    newest, opened = replace(newest, name=name), open_to_load(self._folder.path(name))
-            return (newest, opened.outline.provenance.get("fresh") if opened else None), opened
+        lost = set[StepName]()
 
         while True:
             # The newest checkpoint, and all that are newer and not whole.
+            find = partial(self._folder.newest_to_restore, self._damaged, lost if choices.fresh.patterns else None)
             (newest, followed), sent = send_checkpoint(self._group, find)
             if newest.name is None:
                 self._refuse_empty(newest.faults, required)

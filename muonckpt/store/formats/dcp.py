@@ -284,8 +284,6 @@ def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
             f"expected a checkpoint, found a folder of {counted(len(checkpoints), 'checkpoint')}, such as a run's: "
             f"{path}{unfinished}. Give the path of one, such as {path / checkpoints[-1]}"
         )
-    if not names:
-        return DamageError(f"expected a checkpoint in {path}, found an empty folder")
     if data_files := fnmatch.filter(names, "__*_*.distcp"):
         return DamageError(f"expected {METADATA_FILE} beside {data_files[0]}, found none{unfinished}")
     if not unfinished and (other_format := _unread_format(path)):

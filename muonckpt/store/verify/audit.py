@@ -41,6 +41,7 @@ from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_by_files, damage_of_files, findings_by_files, misplaced_files, open_remains
 from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of
+from .run import has_lost_all
 from .small_tensors import examine_small
 from .verification import unless_removed
 
@@ -108,7 +109,9 @@ def verify(
     with unless_removed(place):
         try:
             opened = open_remains(place)
-        except DamageError as error:
+        except SourceError as error:
+            if not (isinstance(error, DamageError) or has_lost_all(place)):
+                raise
             finding = Finding("description", str(error))
             return AuditReport(0, 0, 0, 0, 0, {}, (finding,), (), diagnosis_at(place))
         with opened as checkpoint:

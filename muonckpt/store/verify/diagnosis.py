@@ -30,7 +30,16 @@ from ..formats.registry import OWN
 from ..io.location import Location, Remote, is_folder, is_there, location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import Damage, damage_by_files, damage_of_unreadable, open_remains, rank_in_name
-from .run import Run, RunStep, StepName, has_stock_description, last_verification, new_attempt, whole_before
+from .run import (
+    Run,
+    RunStep,
+    StepName,
+    has_lost_all,
+    has_stock_description,
+    last_verification,
+    new_attempt,
+    whole_before,
+)
 from .verification import Verification
 
 
@@ -386,5 +395,7 @@ def open_damaged(place: Location) -> OpenCheckpoint:
     """
     try:
         return OpenCheckpoint(place)
-    except DamageError as error:
+    except SourceError as error:
+        if not (isinstance(error, DamageError) or has_lost_all(place)):
+            raise
         raise diagnosis_at(place).error from error

@@ -398,6 +398,11 @@ def judged(step: RunStep, damage: Damage) -> RunStep:
     return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=step.is_complete and not damage)
 
 
+def has_lost_all(path: Location) -> bool:
+    """Return whether a folder has the name of a step of ours and no files: only a whole one gets its name."""
+    return StepName.parsed(path.name) is not None and is_folder(path) and not entries_of(path)
+
+
 def _without_description(step: RunStep) -> RunStep:
     """Return a step in which nothing shows a format: of ours it is damaged, as only a whole one gets its name."""
     is_ours = StepName.parsed(step.name) is not None and not is_there(step.path / publish.CLAIM)
