@@ -284,7 +284,8 @@ def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
         if step.state != "whole":
             yield step.state, f"{step.name}: {step.fault}"
     unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
-    yield "newest usable" if newest and newest.fault else "newest whole", verdict_of(newest) if newest else unknown or "none"
+    label = "newest usable" if newest and newest.fault else "newest whole"
+    yield label, verdict_of(newest) if newest else unknown or "none"
     last = history.resumes[-1] if history.resumes else None
     if last is not None and run.steps and last.step > run.steps[-1].step:
         yield "missing", f"step {last.step}, from which the run was resumed {moment(last.timestamp)} UTC"
