@@ -124,12 +124,8 @@ class OptionWriter:
     """Translates the options of a group to the target's names and values, and reports the lost and the added ones.
 
     The stored options of the source count first, then the template, then a new optimizer of the target's program; what
-    none of them has, the running optimizer keeps.
-
-    Attributes:
-        source_method, method: how the source and the target store the state.
-        unsaid: gets the options that a new optimizer of the target's program lends.
-        findings: gets every difference.
+    none of them has, the running optimizer keeps.  ``source_method`` and ``method`` are how the source and the target
+    store the state.
     """
 
     source: Dialect
@@ -138,23 +134,38 @@ class OptionWriter:
     method: StoredMethod
     stored: GroupOptions
     shape: Index
-    unsaid: set[str] = field(default_factory=set)
-    findings: list[Check] = field(default_factory=list)
 
     def write(self, template_options: Mapping[str, object]) -> WrittenOptions:
         """Return the target's options; those of a template count where the source says nothing."""
         # Options that the target can express, and others: a loss that would change the update is refused.
-        target_options, losses = self._translated()
-        self._report_losses(losses)
-        self._report_constants()
-        self._report_private()
-        # Options that the source leaves out.
-        target_options |= self._template_additions(target_options, template_options)
-        target_options |= self._default_additions(target_options, losses)
-        self._report_missing(target_options)
-        if self.target.method_option:
-            target_options[self.target.method_option] = self.method.name
-        return WrittenOptions(target_options, frozenset(self.unsaid), tuple(self.findings))
+        target, method = self.target, self.method
+        options, losses = self._translated()
+        lent = {name: self._lent_options(name) for name in losses}
+        findings = [*self._lost(losses, lent), *self._assumed(), *self._left_behind()]
+        # The template's options that the source does not say; those that change no update are not reported.
+        additions = {o: v for o, v in template_options.items() if o not in {*options, target.method_option}}
+        reason = f"{self.source.name} does not say it; taken from the template"
+        for option in additions.keys() - method.inert_options.keys() - _EXECUTION_OPTIONS:
+            findings.append(_check(Action.CARRIED, {option: additions[option]}, reason))
+        options |= additions
+        # Options of a new optimizer of the target's program, which cannot run without them.
+        unsaid = set[str]()
+        for option, value in method.default_options.items():
+            if option in options or option in target.unwritten_options:
+                continue
+            options[option] = value
+            if not any(option in replacements for replacements in lent.values()):
+                unsaid.add(option)
+                reason = f"{self._silence(option)}; the value is a new optimizer's, recorded as unsaid"
+                findings.append(_check(Action.SET, {option: value}, reason))
+        options = {**options, **{o: v for o, v in method.inert_options.items() if o not in options}}
+        # What no source gives, the running optimizer decides.
+        required = {o for coding in method.encodings if not coding.optional for o in coding.options}
+        for option in required - options.keys() - target.unwritten_options - {method.options.get("step")}:
+            findings.append(Check(Action.SET, option, (), f"{self._silence(option)}; the running optimizer's stays"))
+        if target.method_option:
+            options[target.method_option] = method.name
+        return WrittenOptions(options, frozenset(unsaid), tuple(findings))
 
     def _translated(self) -> tuple[dict[str, object], dict[str, object]]:
         """Return the common options by the target's names, and by common name the values that it cannot store."""
@@ -178,124 +189,79 @@ class OptionWriter:
             del target_options[option]
         return target_options, losses
 
-    def _report_losses(self, losses: Mapping[str, object]) -> None:
-        """Report values that the target cannot store, in the source's words.
+    def _lost(self, losses: Mapping[str, object], lent: Mapping[str, Mapping[str, object]]) -> Iterator[Check]:
+        """Report values that the target cannot store, in the source's words, and those that stand in their place.
 
         Raises:
             SourceError: without one of them the update is another one altogether.
         """
-        groups = f"{self.method.name} groups"
         for name, value in sorted(losses.items()):
             if name in _REFUSED:
                 raise SourceError(
-                    f"{groups} have {name}={value!r}: {_REFUSED[name]}; {self.target.name} has no such thing, so "
-                    "training would go on altogether differently. Leave out the state of these parameters with "
-                    "`select=`"
+                    f"{self.method.name} groups have {name}={value!r}: {_REFUSED[name]}; {self.target.name} has no "
+                    "such thing, so training would go on altogether differently. Leave out the state of these "
+                    "parameters with `select=`"
                 )
-            words = self._source_words(name, value)
-            reason, lent = f"{self.target.name} has no option for it", self._lent_options(name)
-            if lent:
-                written = ", ".join(f"{option}={default!r}" for option, default in lent.items())
-                reason = f"{self.target.name} cannot say it; {written} is written, as in a new optimizer"
-            if lent.get(name) == value:
+            if lent[name].get(name) == value:
                 continue
+            words, reason = self._source_words(name, value), f"{self.target.name} has no option for it"
+            if lent[name]:
+                written = ", ".join(f"{option}={default!r}" for option, default in lent[name].items())
+                reason = f"{self.target.name} cannot say it; {written} is written, as in a new optimizer"
             if name == "adjust_lr_fn" and self.method.derived:
-                self._report(Action.CARRIED, words, f"by {', '.join(self.method.derived)} of each parameter")
+                yield _check(Action.CARRIED, words, f"by {', '.join(self.method.derived)} of each parameter")
             else:
-                self._report(Action.LEFT if name in _ROUNDING else Action.SET, words, reason)
+                yield _check(Action.LEFT if name in _ROUNDING else Action.SET, words, reason)
 
     def _source_words(self, name: str, value: object) -> Mapping[str, object]:
         """Return the source's options that say a common one, with their values; else the common one."""
-        method, group_options = self.source_method, {**self.stored.options}
-        if name in method.options:
-            return {method.options[name]: value}
-        for coding in method.codings:
-            if name not in coding.common:
-                continue
-            if name in FUSION:  # rules may have changed it
-                return coding.write(coding.meanings(self.stored.common), self.shape) or {name: value}
-            options = coding.options if name not in coding.options else (name,)
-            return {o: group_options[o] for o in options if o in group_options} or {name: value}
-        return {name: value}
+        coding = next((coding for coding in self.source_method.encodings if name in coding.common), None)
+        if coding is None:
+            return {name: value}
+        if name in FUSION:  # rules may have changed it
+            return coding.write(coding.meanings(self.stored.common), self.shape) or {name: value}
+        options = (name,) if name in coding.options else coding.options
+        return {o: self.stored.options[o] for o in options if o in self.stored.options} or {name: value}
 
     def _lent_options(self, name: str) -> Mapping[str, object]:
         """Return the options of a new optimizer that replace those with which the target would express a common one."""
         options = [o for coding in self.method.codings if name in coding.common for o in coding.options]
-        return {
-            option: self.method.default_options[option] for option in options if option in self.method.default_options
-        }
+        return {o: self.method.default_options[o] for o in options if o in self.method.default_options}
 
-    def _report_constants(self) -> None:
+    def _assumed(self) -> Iterator[Check]:
         """Report the constants of the target's program, with which it computes whatever the source did and left out."""
-        for name in sorted(self._constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys()):
+        for name in self._constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys():
             hint = self.source.hints.get(name, "unknown")
             reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
-            self._report(Action.SET, {name: self._constants[name]}, reason)
+            yield _check(Action.SET, {name: self._constants[name]}, reason)
 
-    def _report_private(self) -> None:
+    def _left_behind(self) -> Iterator[Check]:
         """Report options without a common name, which stay behind, as the target may mean something else by them."""
         target_names = set[str]().union(*(method.all_options for method in self.target.methods))
-        for option, value in sorted(self.stored.private.items()):
+        for option, value in self.stored.private.items():
             reason = f"no counterpart in {self.target.name}"
             if option in self.stored.expectations:
                 reason = f"expected {self.stored.expectations[option]}, so what it means is unknown"
             elif option in target_names:
                 reason = f"nothing says that it means what {self.target.name}'s option of this name does"
-            self._report(Action.LEFT, {option: value}, reason)
-
-    def _template_additions(
-        self, target_options: Mapping[str, object], template_options: Mapping[str, object]
-    ) -> dict[str, object]:
-        """Return the template's options that the source does not say; those that change no update are not reported."""
-        source_options = {*target_options, self.target.method_option}
-        additions = {option: value for option, value in template_options.items() if option not in source_options}
-        for option in sorted(additions.keys() - self.method.inert_options.keys() - _EXECUTION_OPTIONS):
-            reason = f"{self.source.name} does not say it; taken from the template"
-            self._report(Action.CARRIED, {option: additions[option]}, reason)
-        return additions
-
-    def _default_additions(
-        self, target_options: Mapping[str, object], losses: Mapping[str, object]
-    ) -> dict[str, object]:
-        """Return options of a new optimizer of the target's program, which cannot run without them."""
-        additions: dict[str, object] = {}
-        lost_options = {option for name in losses for option in self._lent_options(name)}
-        for option, value in self.method.default_options.items():
-            if option in {*target_options, *self.target.unwritten_options}:
-                continue
-            additions[option] = value
-            if option not in lost_options:
-                self.unsaid.add(option)
-                reason = f"{self._silence(option)}; the value is a new optimizer's, recorded as unsaid"
-                self._report(Action.SET, {option: value}, reason)
-        for option, value in self.method.inert_options.items():
-            if option not in target_options:
-                additions.setdefault(option, value)
-        return additions
-
-    def _report_missing(self, target_options: Mapping[str, object]) -> None:
-        """Report options that the target's program needs and no source gives: the running optimizer decides them."""
-        required = {o for coding in self.method.encodings if not coding.optional for o in coding.options}
-        stated = {*target_options, *self.target.unwritten_options, self.method.options.get("step")}
-        for option in sorted(required - stated):
-            reason = f"{self._silence(option)}; the running optimizer's stays"
-            self.findings.append(Check(Action.SET, option, (), reason))
+            yield _check(Action.LEFT, {option: value}, reason)
 
     @property
     def _constants(self) -> Mapping[str, object]:
         return self.target.constant_options.get(self.method.name, {})
 
-    def _report(self, action: Action, options: Mapping[str, object], reason: str) -> None:
-        values = tuple(map(repr, options.values()))
-        self.findings.append(Check(action, " and ".join(options), values, reason))
-
     def _silence(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
-        names: dict[str, str] = {}
+        names: list[str] = []
         for coding in self.method.encodings:
-            names |= {o: o if o in coding.common else next(iter(coding.common), "") for o in coding.options}
-        hint = self.source.hints.get(names.get(option, ""), "")
+            if option in coding.options:
+                names += [option] if option in coding.common else coding.common[:1]
+        hint = next((self.source.hints[name] for name in names if name in self.source.hints), "")
         return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
+
+
+def _check(action: Action, options: Mapping[str, object], reason: str) -> Check:
+    return Check(action, " and ".join(options), tuple(map(repr, options.values())), reason)
 
 
 def checks_of(
