@@ -14,7 +14,7 @@ from ...names.keys import PARAM_GROUPS
 from ...names.resumption import as_tuples
 from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, STEP
 from ...names.wording import listed
-from ...programs.dialect import Dialect
+from ...programs.dialect import Dialect, Keys
 from ...programs.model_view import ParameterGroup
 from ...record.record import Blob
 from ..engine.outputs import Action, Check, OutputItem, OutputTensor, Topic
@@ -93,7 +93,7 @@ class GroupWriter:
         if target.common is not None:
             return [written_at(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
         self._number(groups)
-        if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
+        if isinstance(target.keys, Keys) and any(place.flat for place in target.keys.optimizers):
             self._report_schedules(groups)
         return [*self._entries(groups), *derived]
 

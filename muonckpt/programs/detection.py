@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,19 +20,7 @@ from ..names.errors import SourceError, TargetError
 from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.vocabulary import STEP, KeyPath
 from ..record.record import Manifest, StateRecord
-from .dialect import (
-    FLAT,
-    NESTED,
-    NUMBERED,
-    WRAPPED,
-    WRAPPERS,
-    Dialect,
-    Mark,
-    Template,
-    option_template,
-    refuse_eight_bits,
-    state_template,
-)
+from .dialect import WRAPPERS, Dialect, Keys, Mark, Templates, refuse_eight_bits
 from .registry import DIALECTS, with_plugins
 from .signs import SOURCE_ROOTS
 
@@ -44,59 +32,27 @@ KNOWN_SLOTS = frozenset[str]().union(
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """The places of a checkpoint's optimizers, and of its model.
+class Evidence:
+    """The keys of a checkpoint's optimizers and model, without places where nothing tells, and what is in them.
 
     Attributes:
-        models: where the model is, or the chunks that a virtual pipeline has of it; empty if nothing tells.
-        numbered: the optimizers in which parameters are known by their number.
         groups: the names of the options of each group.
         slots: the names of the slots of state.
         example: a key of state.
-        wrappers: what stands before the names of parameters in optimizers of Megatron-LM's form; None in torch's.
-        qualifiers: what tells parameters of the same name in several chunks apart, by place of optimizers and chunks.
     """
 
-    optimizers: tuple[KeyPlace, ...] = ()
-    models: tuple[KeyPlace, ...] = ()
-    numbered: frozenset[KeyPlace] = frozenset()
-    groups: tuple[frozenset[str], ...] = ()
-    slots: frozenset[str] = frozenset()
-    example: str = ""
-    wrappers: str | None = None
-    qualifiers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def form(self) -> str:
-        if any(place.flat for place in self.optimizers):
-            return "flat"
-        return "numbered" if self.numbered else "nested"
-
-
-_FORMS = (NESTED, NUMBERED, FLAT, WRAPPED)
+    keys: Keys
+    groups: tuple[frozenset[str], ...]
+    slots: frozenset[str]
+    example: str
 
 
 def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
-    """Return the dialect with templates for these places; itself if nothing changes.
-
-    Only keys of torch's forms, and those of Megatron-FSDP, have roots.
-    """
-    if dialect.state not in _FORMS:
+    """Return the dialect at these places, and at its own for what has none; only keys of `Keys`' forms have places."""
+    if isinstance(own := dialect.keys, Templates):
         return dialect
-
-    def at_places(places: Sequence[KeyPlace], template_at: Callable[[KeyPlace], Template]) -> Template:
-        return Template.of_several({str(place): template_at(place) for place in places}, keys.qualifiers)
-
-    # Several optimizers, or chunks of a model, have templates each, told apart by their place.
-    state, option, model = dialect.state, dialect.option, dialect.model
-    if keys.optimizers:
-        wrappers = keys.wrappers
-        state = at_places(keys.optimizers, lambda place: state_template(place, place in keys.numbered, wrappers))
-        option = at_places(keys.optimizers, lambda place: option_template(place, wrappers))
-    if keys.models:
-        model = at_places(keys.models, lambda place: Template((f"{place.prefix}{{name}}",), place.root))
-    unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
-    return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
+    models = keys.models or own.models
+    return dialect.at(replace(keys, models=models) if keys.optimizers else replace(own, models=models))
 
 
 FORMS = ("nested", "flat")
@@ -116,8 +72,9 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     Raises:
         TargetError: its keys are not of torch's forms, or have no such form.
     """
-    is_wrapped = dialect.state == WRAPPED
-    if dialect.state not in _FORMS or form not in (None, *FORMS) or (is_wrapped and form == "flat"):
+    keys = dialect.keys
+    is_wrapped = _is_wrapped(dialect)
+    if isinstance(keys, Templates) or form not in (None, *FORMS) or (is_wrapped and form == "flat"):
         raise TargetError(
             f"`keys=` and `roots=`: expected {' or '.join(FORMS)}, and a program with torch's keys; found {form!r} for "
             f"{dialect.name}"
@@ -127,20 +84,23 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     if "parameters" in roots and not is_wrapped:
         raise TargetError(f"`roots=`: optimizers of {dialect.name} have the model's names, so parameters have no root")
     # The target's optimizer is in one place, in its own form or the requested one.
-    flat = dialect.state == FLAT if form is None else form == "flat"
+    flat = keys.optimizers[0].flat if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
-    models = (_model_place(_path(roots["model"]), is_wrapped),) if "model" in roots else ()
+    models = (_model_place(_path(roots["model"]), is_wrapped),) if "model" in roots else keys.models
     optimizer = KeyPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
     numbered = frozenset({optimizer} if dialect.numbered else ())
-    wrappers = None
-    if is_wrapped:
-        wrappers = "".join(f"{part}." for part in _path(roots["parameters"])) if "parameters" in roots else WRAPPERS
-    located = dialect_at(dialect, Keys((optimizer,), models, numbered, wrappers=wrappers))
+    wrappers = "".join(f"{part}." for part in _path(roots["parameters"])) if "parameters" in roots else keys.wrappers
+    located = dialect.at(Keys((optimizer,), models, numbered, wrappers))
     if not is_wrapped:
         return located
     # Roots that are the program's own are still a request: `target_of` takes only the program itself for none.
     return replace(located, chains={} if "optimizer" in roots else dialect.chains)
+
+
+def _is_wrapped(dialect: Dialect) -> bool:
+    """Return whether the keys are of Megatron-LM's form."""
+    return isinstance(dialect.keys, Keys) and dialect.keys.wrappers is not None
 
 
 def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[str, Any]) -> Dialect:
@@ -149,7 +109,7 @@ def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[st
     How many wrappers a program of Megatron-LM's form has, and whether its optimizers are chained, is decided by its
     run: what came from one goes back as it was, unless roots are given.
     """
-    if requested is None or requested.state != WRAPPED or requested is not DIALECTS.get(requested.name):
+    if requested is None or not _is_wrapped(requested) or requested is not DIALECTS.get(requested.name):
         return requested or source
     if source.name == requested.name:
         return source
@@ -161,16 +121,13 @@ def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[st
 
 def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
     """Return the roots with which `with_target_keys` makes this dialect of Megatron-LM's form; none of another form."""
-    if dialect.option is None or f"{PARAMETER_OPTIONS}." not in str(dialect.option):
+    keys = dialect.keys
+    if isinstance(keys, Templates) or keys.wrappers is None:
         return {}
     # Chunks of a model have one root, as the names in them differ.
-    state, model = dialect.state, dialect.model
-    model_root = (_MODEL,) if model.chained else model.root
-    roots = {
-        "model": str(KeyPlace(model_root, model.parts[0].removesuffix("{name}"))),
-        "parameters": state.parts[1].removesuffix("{name}").removesuffix("."),
-    }
-    return {dialect.name: roots if dialect.chained else {**roots, "optimizer": key_of(state.root)}}
+    model = keys.models[0] if len(keys.models) == 1 else replace(keys.models[0], root=(_MODEL,))
+    roots = {"model": str(model), "parameters": keys.wrappers.removesuffix(".")}
+    return {dialect.name: roots if dialect.chained else {**roots, "optimizer": key_of(keys.optimizers[0].root)}}
 
 
 def _model_place(path: KeyPath, is_wrapped: bool) -> KeyPlace:
@@ -195,7 +152,7 @@ def looks_like_state(path: KeyPath) -> bool:
     return has_slot or not {PARAM_GROUPS, PARAMETER_OPTIONS}.isdisjoint(parts)
 
 
-def keys_of(manifest: Manifest) -> Keys:
+def evidence_in(manifest: Manifest) -> Evidence:
     """Return the places of the optimizers and of the model of a checkpoint.
 
     An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
@@ -236,20 +193,20 @@ def keys_of(manifest: Manifest) -> Keys:
     # Options by parameter are Megatron-LM's form, and so are the names of its wrappers where there are no options.
     is_wrapped = names and names_by_place.keys().isdisjoint(groups) and all(n.startswith(WRAPPERS) for n in names)
     places = tuple(sorted({*names_by_place, *names_by_option_place}, key=_number_order))
-    keys = Keys(
-        places,
-        numbered=frozenset(numbered),
-        groups=tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
-        slots=frozenset(reading.leaf for reading in state.values()),
-        example=next((keys_by_path[path] for path in state), ""),
+    evidence = Evidence(
+        Keys(places, (), frozenset(numbered)),
+        tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
+        frozenset(reading.leaf for reading in state.values()),
+        next((keys_by_path[path] for path in state), ""),
     )
     if not (names_by_option_place or is_wrapped):
-        return replace(keys, models=_find_model(weights, names) or _find_numbered_model(manifest, state))
+        models = _find_model(weights, names) or _find_numbered_model(manifest, state)
+        return replace(evidence, keys=replace(evidence.keys, models=models))
     optimizers: defaultdict[frozenset[str], dict[KeyPlace, Collection[str]]] = defaultdict(dict)
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
         optimizers[kind][place] = names_by_place[place] or names_by_option_place[place]
-    return _unwrap(keys, optimizers, weights)
+    return replace(evidence, keys=_unwrap(evidence.keys, optimizers, weights))
 
 
 WRAPPER = "module"
@@ -397,19 +354,20 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
             several places is that of the model.
     """
     if named is not None:
-        return Detected(dialect_at(named, keys_of(manifest)), ("`from_dialect=` names it",))
+        return Detected(dialect_at(named, evidence_in(manifest).keys), ("`from_dialect=` names it",))
     # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
-        if dialect.unique_keys and dialect.state not in _FORMS and (example := _state_key(dialect, manifest)):
+        if dialect.unique_keys and isinstance(dialect.keys, Templates) and (example := _state_key(dialect, manifest)):
             return Detected(dialect, (f"its state is under keys such as {example!r}",))
     # Options by parameter tell Megatron-FSDP's, whatever wraps its names.
-    keys = keys_of(manifest)
-    if keys.wrappers is not None:
-        reason = f"its state is under keys such as {keys.example!r}" if keys.example else "it has param_to_group_meta"
-        return Detected(dialect_at(DIALECTS["fsdp_dtensor"], keys), (reason,))
+    evidence = evidence_in(manifest)
+    if evidence.keys.wrappers is not None:
+        example = evidence.example
+        reason = f"its state is under keys such as {example!r}" if example else "it has param_to_group_meta"
+        return Detected(dialect_at(DIALECTS["fsdp_dtensor"], evidence.keys), (reason,))
     # State in torch's forms tells it by slots and options.
-    if keys.optimizers:
-        return _by_marks(keys)
+    if evidence.keys.optimizers:
+        return _by_marks(evidence)
     # A model without an optimizer tells only where it lies.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
     models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
@@ -420,7 +378,7 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
     if len(roots) == 1 and not has_state and (root := roots.pop())[-1:] in ((), ("model",), ("state_dict",)):
         place = KeyPlace(root)
         where = f"under {str(place)!r}" if root else "at the top"
-        return Detected(dialect_at(DIALECTS["dcp"], Keys(models=(place,))), (f"weights only, {where}",))
+        return Detected(dialect_at(DIALECTS["dcp"], Keys((), (place,))), (f"weights only, {where}",))
     raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); {_NAME_IT}")
 
 
@@ -478,14 +436,16 @@ def _state_key(dialect: Dialect, manifest: Manifest) -> str | None:
     return None
 
 
-def _by_marks(keys: Keys) -> Detected:
+def _by_marks(evidence: Evidence) -> Detected:
     """Return the program that the slots and options tell, or none."""
+    keys = evidence.keys
     places = ", ".join(map(str, keys.optimizers))
-    reason = f"{places} has torch's {keys.form} keys, such as {keys.example!r}"
+    form = "flat" if any(place.flat for place in keys.optimizers) else "numbered" if keys.numbered else "nested"
+    reason = f"{places} has torch's {form} keys, such as {evidence.example!r}"
     # Plug-ins are asked only where no built-in program has a mark.
-    marks, void = _marks(keys, DIALECTS)
+    marks, void = _marks(evidence, DIALECTS)
     if not marks:
-        marks, void = _marks(keys, with_plugins())
+        marks, void = _marks(evidence, with_plugins())
     if len(marks) > 1:
         programs_marked = ", ".join(f"{dialect.name} (only it writes the {mark})" for dialect, mark in marks)
         raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
@@ -499,7 +459,7 @@ def _unknown_program(keys: Keys, *reasons: str) -> Detected:
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
-def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Sequence[tuple[Dialect, Mark]], Iterable[str]]:
+def _marks(evidence: Evidence, dialects: Mapping[str, Dialect]) -> tuple[Sequence[tuple[Dialect, Mark]], Iterable[str]]:
     """Return the programs of which the checkpoint bears a mark, each with its first, and sentences about void ones.
 
     A mark is void if groups have an option that the program never writes.
@@ -508,12 +468,12 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Sequence[tuple[
     for dialect in dialects.values():
         # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
-        groups = [group for group in keys.groups if momentum_options & group] or keys.groups
+        groups = [group for group in evidence.groups if momentum_options & group] or evidence.groups
         unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.unknown_options, groups)))
         for mark in dialect.marks:
-            has_options = not mark.options or any(mark.options <= group for group in keys.groups)
-            is_away = mark.at_home and not (keys.models and dialect_at(dialect, keys) is dialect)
-            if is_away or not (mark.slots <= keys.slots and has_options):
+            has_options = not mark.options or any(mark.options <= group for group in evidence.groups)
+            is_away = mark.at_home and not (evidence.keys.models and evidence.keys == dialect.keys)
+            if is_away or not (mark.slots <= evidence.slots and has_options):
                 continue
             if unknown_options:
                 void[
@@ -538,5 +498,5 @@ def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str
                 f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
                 f"wrote it; {_NAME_IT}"
             )
-            return _unknown_program(keys_of(manifest), detected.reasons[0], doubt)
+            return _unknown_program(evidence_in(manifest).keys, detected.reasons[0], doubt)
     return detected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -135,33 +135,69 @@ def _pattern(part: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-# Keys that many programs have.
+# The keys of a program.
 
 
-def state_template(place: KeyPlace, numbered: bool = False, wrappers: str | None = None) -> Template:
-    """Return the template of state; ``wrappers`` is what Megatron-LM's form has before names, None in torch's."""
-    if place.flat:
-        return Template((f"{place.prefix}{STATE}.{{name}}.{{slot}}",), place.root)
-    return Template((STATE, "{number}" if numbered else f"{wrappers or ''}{{name}}", "{slot}"), place.root)
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """Keys in forms of a program's own; ``option`` is None if groups are not stored as items."""
+
+    model: Template
+    state: Template
+    option: Template | None = None
 
 
-def option_template(place: KeyPlace, wrappers: str | None = None) -> Template:
-    """Return the template of options; ``wrappers`` is what Megatron-LM's form has before names, None in torch's."""
-    if wrappers is not None:
-        return Template((PARAMETER_OPTIONS, f"{wrappers}{{name}}", "{option}"), place.root)
-    if place.flat:
-        return Template((f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",), place.root)
-    return Template((PARAM_GROUPS, "{group}", "{option}"), place.root)
-
-
-_NESTED, _FLAT = KeyPlace(("optimizer",)), KeyPlace(("optimizer",), flat=True)
-MODEL = Template(("{name}",), ("model",))
-NESTED, LISTED = state_template(_NESTED), option_template(_NESTED)
-NUMBERED = state_template(_NESTED, numbered=True)
-FLAT, FLAT_OPTIONS = state_template(_FLAT), option_template(_FLAT)
 WRAPPERS = "module.module.module."
 """Prefixes that Megatron-LM's three wrappers give the names of parameters in its optimizers."""
-WRAPPED, PARAMETER_GROUPS = state_template(_NESTED, wrappers=WRAPPERS), option_template(_NESTED, WRAPPERS)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys in torch's forms, or in Megatron-LM's, by the places of optimizers and model.
+
+    Attributes:
+        optimizers: several ones are told apart by their place, and so are chunks of a model.
+        models: where the model is, or the chunks that a virtual pipeline has of it.
+        numbered: the optimizers in which parameters are known by their number.
+        wrappers: what stands before the names of parameters in optimizers of Megatron-LM's form; None in torch's.
+        qualifiers: what tells parameters of the same name in several chunks apart, by place of optimizers and chunks.
+    """
+
+    optimizers: tuple[KeyPlace, ...] = (KeyPlace(("optimizer",)),)
+    models: tuple[KeyPlace, ...] = (KeyPlace(("model",)),)
+    numbered: frozenset[KeyPlace] = frozenset()
+    wrappers: str | None = None
+    qualifiers: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> Template:
+        return self._at(self.models, lambda place: (f"{place.prefix}{{name}}",))
+
+    @cached_property
+    def state(self) -> Template:
+        def parts(place: KeyPlace) -> tuple[str, ...]:
+            if place.flat:
+                return (f"{place.prefix}{STATE}.{{name}}.{{slot}}",)
+            return STATE, "{number}" if place in self.numbered else f"{self.wrappers or ''}{{name}}", "{slot}"
+
+        return self._at(self.optimizers, parts)
+
+    @cached_property
+    def option(self) -> Template:
+        def parts(place: KeyPlace) -> tuple[str, ...]:
+            if self.wrappers is not None:
+                return PARAMETER_OPTIONS, f"{self.wrappers}{{name}}", "{option}"
+            if place.flat:
+                return (f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",)
+            return PARAM_GROUPS, "{group}", "{option}"
+
+        return self._at(self.optimizers, parts)
+
+    def _at(self, places: Iterable[KeyPlace], parts: Callable[[KeyPlace], tuple[str, ...]]) -> Template:
+        return Template.of_several({str(p): Template(parts(p), p.root) for p in places}, self.qualifiers)
+
+
+FLAT = KeyPlace(("optimizer",), flat=True)
 
 
 # Programs.
@@ -369,7 +405,7 @@ class Dialect:
         always: options of every group with momentum, in all versions of the program: its convention holds for these.
         beside: options that a group with momentum may have beside those of its method; None if it may have any.
         kinds: the kinds of options that have another one in this program than in most.
-        model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
+        keys: of its model, its state and its options.
         option_names: names by which options are listed, where parameters are stored under others.
         marks: each of them alone tells the program.
         unique_keys: whether the form of its keys tells the program.
@@ -399,9 +435,7 @@ class Dialect:
     always: frozenset[str] = frozenset()
     beside: frozenset[str] | None = None
     kinds: Mapping[str, OptionKind] = field(default_factory=dict)
-    model: Template = MODEL
-    state: Template = NESTED
-    option: Template | None = LISTED
+    keys: Keys | Templates = Keys()
     option_names: tuple[OptionName, ...] = ()
     marks: tuple[Mark, ...] = ()
     unique_keys: bool = False
@@ -421,6 +455,22 @@ class Dialect:
     arguments: Callable[[Mapping[str, object]], Iterable[tuple[str, tuple[str, ...], str]]] | None = None
     format: str | None = None
     runs_keep: Convention | None = None
+
+    @property
+    def model(self) -> Template:
+        return self.keys.model
+
+    @property
+    def state(self) -> Template:
+        return self.keys.state
+
+    @property
+    def option(self) -> Template | None:
+        return self.keys.option
+
+    def at(self, keys: Keys | Templates) -> Dialect:
+        """Return the dialect with these keys; itself if nothing changes."""
+        return self if keys == self.keys else replace(self, keys=keys)
 
     @property
     def numbered(self) -> bool:
@@ -484,13 +534,12 @@ class Dialect:
     def with_optimizers_of(self, methods: Iterable[str]) -> Dialect:
         """Return the dialect with an optimizer for each method, if `chains` puts them into several."""
         chains = sorted(map(str, {*map(self.chains.get, methods)} - {None}))
-        if self.chained or len(chains) < 2 or self.option is None:
+        if self.chained or len(chains) < 2 or not isinstance(self.keys, Keys):
             return self
-
-        def below(template: Template) -> Template:
-            return Template.of_several({chain: replace(template, root=(*template.root, chain)) for chain in chains})
-
-        return replace(self, state=below(self.state), option=below(self.option))
+        (optimizer,) = self.keys.optimizers
+        places = {chain: replace(optimizer, root=(*optimizer.root, chain)) for chain in chains}
+        names = {method: str(places[chain]) for method, chain in self.chains.items() if chain in places}
+        return replace(self, keys=replace(self.keys, optimizers=tuple(places.values())), chains=names)
 
     def writes(self, method: StoredMethod) -> StoredMethod:
         """Return the method of this dialect for state that another dialect stores as ``method``.

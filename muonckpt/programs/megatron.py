@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..algebra.box import Index
+from ..names.keys import KeyPlace
 from ..names.vocabulary import MASTER, Convention
 from .codings import Coding, OptionValues, betas
-from .dialect import PARAMETER_GROUPS, WRAPPED, Dialect, OptionName, StoredMethod, Template
+from .dialect import WRAPPERS, Dialect, Keys, OptionName, StoredMethod, Template, Templates
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -130,9 +131,7 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
         who,
         None,
         _methods(_MASTER, {}),
-        model=Template(("{weight}",)),
-        state=Template(("{chain}optimizer.state.{slot}.{name}",)),
-        option=None,
+        keys=Templates(Template(("{weight}",)), Template(("{chain}optimizer.state.{slot}.{name}",))),
         unique_keys=not chains,
         hints=_HINTS,
         common=(COMMON_STATE,),
@@ -151,9 +150,7 @@ FSDP_DTENSOR = Dialect(
     "dialect A: Megatron-LM with Megatron-FSDP",
     None,
     _methods({}, _STEP, by_parameter=True),
-    model=Template(("module.{name}",), ("model",)),
-    state=WRAPPED,
-    option=PARAMETER_GROUPS,
+    keys=Keys(models=(KeyPlace(("model",), "module."),), wrappers=WRAPPERS),
     option_names=_OPTION_NAMES,
     unique_keys=True,
     hints=_HINTS,
@@ -173,8 +170,11 @@ LAYER_WISE = Dialect(
     "Megatron's layer_wise_optimizer_{rank}.pt, under names",
     None,
     _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
-    state=Template(("layer_wise", "state", "{name}", "{slot}")),
-    option=Template(("layer_wise", "param_groups", "{group}", "{option}")),
+    keys=Templates(
+        Keys().model,
+        Template(("layer_wise", "state", "{name}", "{slot}")),
+        Template(("layer_wise", "param_groups", "{group}", "{option}")),
+    ),
     unique_keys=True,
     writable=False,
     private=_ITEMS,

@@ -6,19 +6,18 @@ from collections.abc import Mapping
 
 from ..names import vocabulary
 from ..names.coefficients import COEFFICIENTS
+from ..names.keys import KeyPlace
 from ..names.vocabulary import Convention
 from .codings import ALGORITHM, COUPLED, betas, coefficients, scale
 from .dialect import (
     FLAT,
-    FLAT_OPTIONS,
-    NUMBERED,
     RATES,
     TRIPLE,
     UNFUSED,
     Dialect,
+    Keys,
     Mark,
     StoredMethod,
-    Template,
 )
 
 KELLER = COEFFICIENTS["keller"].tail
@@ -85,9 +84,7 @@ TITAN = Dialect(
     ALWAYS,
     _BESIDE,
     kinds={"ns_coefficients": TRIPLE},
-    model=Template(("{name}",)),
-    state=FLAT,
-    option=FLAT_OPTIONS,
+    keys=Keys((FLAT,), (KeyPlace(()),)),
     marks=(Mark(options=ALWAYS, at_home=True),),
     constant_options={"muon": {**PLAIN, **STANDARD}, "adamw": PLAIN},
 )
@@ -101,7 +98,7 @@ BY_NUMBER = Dialect(
     "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",
     None,
     METHODS,
-    state=NUMBERED,
+    keys=Keys(numbered=frozenset(Keys().optimizers)),
     unwritten_options=_NEVER_ADDED,
 )
 UNKNOWN = Dialect(

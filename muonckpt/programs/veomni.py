@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import GRAM, coefficients, equal_parts, scale
-from .dialect import FLAT, FLAT_OPTIONS, Dialect, Mark, StoredMethod
+from .dialect import FLAT, Dialect, Keys, Mark, StoredMethod
 from .torch import ADAMW, MUON_DEFAULTS, MUON_OPTIONS, PLAIN, SCALES
 
 _MUON = StoredMethod(
@@ -23,8 +23,7 @@ PROGRAM = Dialect(
     (_MUON, ADAMW),
     frozenset({"momentum", "ns_implementation"}),
     ADAMW.all_options,
-    state=FLAT,
-    option=FLAT_OPTIONS,
+    keys=Keys((FLAT,)),
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
     constant_options={"muon": PLAIN, "adamw": PLAIN},
 )
