@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from ...names.errors import LayoutError, SourceError
+from ...names.keys import STATE, key_of, optimizers_of
 from ...names.vocabulary import CONVENTION, PARAMS
 from ...names.wording import unnumbered
 from ...programs.detection import Detected, confirm, detect, with_slots_of
@@ -239,6 +240,20 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
         manifest = replace(manifest, tensors=tuple(tensors))
     view = model_view(manifest, dialect, groups.groups, groups.names)
     return FirstLook(program, manifest, groups, view, steps_of(view, values))
+
+
+def unknown_state(look: FirstLook, not_read: Sequence[str]) -> Iterator[str]:
+    """Yield the keys of entries in the state of optimizers with groups, and in no slot of a parameter."""
+    manifest, items = look.manifest, dict[str, Entry]()
+    for parameter in look.view.parameters.values():
+        items |= {item.key: item for item in parameter.items.values() if parameter.state}
+    blobs = (blob for blob in manifest.blobs if blob.key not in items)
+    entries: list[Entry] = [*look.view.tensors_of(Role.OTHER), *blobs]
+    keys = [*(entry.key for entry in entries if STATE in entry.path), *(name for name in not_read if STATE in name)]
+    if keys:
+        places = optimizers_of([*(tensor.path for tensor in manifest.tensors), *(blob.path for blob in manifest.blobs)])
+        beginnings = tuple(f"{key_of((*place.root, STATE))}." for place in places if not place.flat)
+        yield from (key for key in keys if key.startswith(beginnings))
 
 
 def recorded_step(manifest: Manifest) -> int | float | None:

@@ -32,7 +32,7 @@ from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damage
 from ...store.verify.verification import unless_removed
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, Target
-from .contents import FirstLook, first_look
+from .contents import FirstLook, first_look, unknown_state
 from .holders import balance_of
 
 Counts = NDArray[np.int64]
@@ -69,7 +69,8 @@ class Fit:
         mesh: sizes by axis, outermost first; ``layout`` and ``rules`` as `reshard` takes them.
         tensors: how many there are; ``uneven_tensors`` of them are cut into unequal shares, and of ``empty_tensors``
             some ranks would hold nothing: at most ``empty_ranks`` of one.
-        optimizer: what its state needs: ``"load"``, ``"convert"``, or ``"none"`` if there is none.
+        optimizer: what its state needs: ``"load"``, ``"convert"``, ``"none"`` if there is none, or ``"unknown"`` if
+            its form is.
         shares: for each slot ``tensors``, ``bytes``, and the ``least``, ``mean``, ``most`` that a rank would hold; the
             last entry is of all.
         uneven: what ranks would hold unequal shares of, folded by layers.
@@ -124,6 +125,7 @@ class Fit:
         answer = {
             "load": "yes: `load` reshards it",
             "convert": "yes for its weights, which `load` reshards; its optimizer state after `convert`",
+            "unknown": "yes for its weights, which `load` reshards; its optimizer state has an unknown form",
             "none": "yes: `load` reshards its weights; it has no optimizer state, which would start fresh",
         }[self.optimizer]
         return f"{answer}; {' and '.join(shares) or 'all ranks hold equal shares'}"
@@ -199,7 +201,7 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
         uneven_tensors=sum(entry.tensors for entry in uneven),
         empty_tensors=sum(entry.tensors for entry in uneven if entry.empty_ranks),
         empty_ranks=max((entry.empty_ranks for entry in uneven), default=0),
-        optimizer=_optimizer(look),
+        optimizer=_optimizer(look, opened.not_read),
         shares=tuple(shares.by_slot(tensors)),
         uneven=uneven,
         findings=tuple(_findings(look, target, tensors, opened.path)),
@@ -208,12 +210,12 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
     )
 
 
-def _optimizer(look: FirstLook) -> str:
-    """Return whether the optimizer's state can be loaded, has to be converted, or is missing."""
+def _optimizer(look: FirstLook, not_read: Sequence[str]) -> str:
+    """Return whether the optimizer's state can be loaded, has to be converted, is of an unknown form, or is missing."""
     manifest = look.manifest
     if not any(parameter.state for parameter in look.view.parameters.values()):
         has_slots = any(tensor.slot is not None for tensor in manifest.tensors)
-        return "convert" if has_slots else "none"
+        return "convert" if has_slots else "unknown" if any(unknown_state(look, not_read)) else "none"
     return "load" if says_convention((*manifest.tensors, *manifest.blobs)) else "convert"
 
 
@@ -317,7 +319,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
         )
     # Steps that the run has to take for its optimizer.
     dialect = look.view.dialect
-    if _optimizer(look) == "convert":
+    if _optimizer(look, ()) == "convert":
         who = dialect.name if dialect else "no known program"
         source = "" if dialect else " --from PROGRAM"
         to_ours = command("convert", path, f"{path}-for-muonckpt", "--to", "muonckpt")

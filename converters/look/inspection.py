@@ -16,10 +16,9 @@ from typing import Any
 from ...algebra.box import box_at
 from ...names.collector import gc_paused
 from ...names.errors import SourceError, TargetError
-from ...names.keys import STATE, key_of, optimizers_of
 from ...names.renaming import wrappers_in
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
-from ...programs.model_view import Entry, ModelView, Role
+from ...programs.model_view import ModelView, Role
 from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...record.columns import UNKNOWN
 from ...record.record import Manifest, StateRecord, by_key, entry_keys, find_key, match_keys, names_of
@@ -28,7 +27,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import tensor_bytes
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import Verification, unless_removed
-from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges
+from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges, unknown_state
 from .holders import (
     Branch,
     StoredShard,
@@ -256,7 +255,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         step=look.step,
         steps=dataclasses.asdict(look.steps),
         optimizer=tuple(_methods(view)),
-        unknown_state=tuple(_unknown_state(manifest, view, checkpoint.not_read)),
+        unknown_state=tuple(unknown_state(look, checkpoint.not_read)),
         conventions=tuple(_conventions(view)),
         groups=tuple(_groups(view)),
         unread_groups=groups.unread,
@@ -326,19 +325,6 @@ def _methods(view: ModelView) -> Iterator[dict[str, Any]]:
             matrices[name] += parameter.is_matrix
     for name, count in parameters.most_common():
         yield {"method": name, "parameters": count, "matrices": matrices[name]}
-
-
-def _unknown_state(manifest: Manifest, view: ModelView, not_read: Sequence[str]) -> Iterator[str]:
-    """Yield the keys of entries in the state of optimizers with groups, and in no slot of a parameter."""
-    items = dict[str, Entry]()
-    for parameter in view.parameters.values():
-        items |= {item.key: item for item in parameter.items.values() if parameter.state}
-    entries: list[Entry] = [*view.tensors_of(Role.OTHER), *(blob for blob in manifest.blobs if blob.key not in items)]
-    keys = [*(entry.key for entry in entries if STATE in entry.path), *(name for name in not_read if STATE in name)]
-    if keys:
-        places = optimizers_of([*(tensor.path for tensor in manifest.tensors), *(blob.path for blob in manifest.blobs)])
-        beginnings = tuple(f"{key_of((*place.root, STATE))}." for place in places if not place.flat)
-        yield from (key for key in keys if key.startswith(beginnings))
 
 
 def _conventions(view: ModelView) -> Iterator[dict[str, Any]]:

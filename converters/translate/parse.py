@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...names.errors import SourceError, UnknownOptimizerError
-from ...names.keys import STATE
+from ...names.keys import STATE, optimizers_of
 from ...names.vocabulary import PARAMS
 from ...programs.detection import looks_like_state
 from ...programs.dialect import Dialect
@@ -64,8 +64,9 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[Pa
             f"found neither weights nor state: {_key_forms(dialect)}, but the checkpoint has keys such as {examples}"
         )
     others: tuple[Entry, ...] = (*view.tensors_of(Role.OTHER), *other_items(manifest, dialect))
+    optimizers = optimizers_of(entry.path for entry in entries_of(manifest))
     for entry in others:
-        if looks_like_state(entry.path) and not dialect.holds_groups(entry.path):
+        if looks_like_state(entry.path, optimizers) and not dialect.holds_groups(entry.path):
             raise _unread(entry, dialect)
     return view
 

@@ -145,8 +145,10 @@ def _path(root: str) -> KeyPath:
     return path
 
 
-def looks_like_state(path: KeyPath) -> bool:
-    """Return whether a path that no template reads has a part that only optimizers have."""
+def looks_like_state(path: KeyPath, optimizers: Collection[KeyPlace] = ()) -> bool:
+    """Return whether a path that no template reads is in an optimizer's state, or has a part that only they have."""
+    if any(path[: len(place.root) + 1] == (*place.root, STATE) for place in optimizers if not place.flat):
+        return True
     parts = key_of(path).split(".")
     has_slot = STATE in parts and not KNOWN_SLOTS.isdisjoint(parts[1:])
     return has_slot or not {PARAM_GROUPS, PARAMETER_OPTIONS}.isdisjoint(parts)

@@ -348,6 +348,23 @@ def test_weights_beside_state_of_an_unknown_form_are_read_and_the_state_named(ki
         assert [tensor.numpy().tolist() for tensor in opened.tensors.values()] == [[[1] * 3] * 4]
 
 
+def test_state_of_an_unknown_form_is_not_taken_along(tmp_path):
+    """State of another form beside the weights is refused, with the copy of the weights as the way forward."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(4, 3)}, source / "model.safetensors")
+    groups = [{"params": [0], "lr": 0.5}]
+    torch.save({"state": UNKNOWN["nested"], "param_groups": groups}, source / "optimizer.pt")
+    fit = muonckpt.fits(source, {"dp": 2})
+    assert fit and fit.optimizer == "unknown" and "its optimizer state has an unknown form" in fit.sentence
+    with pytest.raises(SourceError, match=r"quant_state__.absmax1' is state of an optimizer that .* by `select=`"):
+        muonckpt.convert(source, tmp_path / "made", to_dialect="muonckpt")
+    muonckpt.convert(source, tmp_path / "weights", select=["model.*"])
+    muonckpt.convert(tmp_path / "weights", tmp_path / "made", to_dialect="muonckpt")
+    with muonckpt.open(tmp_path / "made") as made:
+        assert {key: tensor.numpy().tolist() for key, tensor in made.tensors.items()} == {"model.w": [[1] * 3] * 4}
+
+
 def one_group(group: dict, number: int = 0) -> dict:
     slots = {"exp_avg": torch.ones(4, 3), "exp_avg_sq": torch.ones(4, 3), "step": torch.tensor(1.0)}
     return {"state": {number: slots}, "param_groups": [group]}
