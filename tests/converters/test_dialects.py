@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,8 +19,8 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
 from muonckpt.names.vocabulary import Convention
-from muonckpt.programs.detection import detect, with_slots
-from muonckpt.programs.dialect import Template
+from muonckpt.programs.detection import detect, with_slots, with_slots_of
+from muonckpt.programs.dialect import Dialect, Template
 from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -365,3 +366,72 @@ def test_what_a_template_writes_it_reads(name):
 def test_what_could_not_be_read_back_is_not_written(parts, fields):
     with pytest.raises(SourceError, match="cannot hold"):
         Template(parts).write(**fields)
+
+
+# Every program.
+
+# Options of a group that have no value in a new optimizer of their program.
+SAID = dict.fromkeys(("lr", "weight_decay", "wd", "eps", "adamw_eps"), 0.125) | {"nesterov": True, "ns_steps": 5}
+SAID |= dict.fromkeys(("momentum", "mu", "beta1", "beta2"), 0.75) | dict.fromkeys(("betas", "adamw_betas"), (0.75, 0.5))
+SAID |= {"step": 3, "flatten": False, "use_muon": True}
+
+
+def checkpoint_of(dialect: Dialect) -> dict:
+    """A state dict with a matrix and a vector as the program's table says, each in a group of its own."""
+    tree = {}
+    for number, (kind, shape) in enumerate({"muon": (4, 3), "adamw": (3,)}.items()):
+        method = min((method for method in dialect.methods if method.name == kind), key=lambda m: len(m.slots))
+        name, chain = f"layers.0.{kind}", dialect.chains.get(kind, "")
+        known, entries = str(number) if dialect.numbered else name, {dialect.model.write(name=name): torch.ones(shape)}
+        for slot in (*method.slots.values(), *dialect.derived):
+            value = torch.tensor(3.0) if slot in dialect.slots_called("step") else torch.randn(shape)
+            value = 1.0 if slot in dialect.derived else value
+            entries[dialect.state.write(name=known, slot=slot, chain=chain)] = value
+        required = [o for coding in method.encodings if not coding.optional for o in coding.options]
+        options = {**method.inert_options, **method.default_options}
+        unknown = [option for option in (*options, *required) if options.get(option) is None]
+        options |= {option: SAID[option] for option in unknown if option in SAID or option not in options}
+        options = {option: value for option, value in options.items() if option not in dialect.unwritten_options}
+        options |= {dialect.method_option: kind} if dialect.method_option else {}
+        if dialect.option is not None and dialect.option.listed:
+            group = {"params": [number if dialect.numbered else name], "param_names": [name], **options}
+            entries[dialect.option.write(group=str(number), option="params")[:-1]] = group
+        for option, value in options.items() if dialect.option and not dialect.option.listed else ():
+            entries[dialect.option.write(name=known, option=option)] = value
+        for path, value in entries.items():
+            *parents, last = path
+            node = tree
+            for part in parents:
+                node = node.setdefault(part, {})
+            node[last] = value
+    return tree
+
+
+def state_in(path, dialect: Dialect) -> dict[tuple[str, str], np.ndarray]:
+    """The state of the two parameters by the common names of slots, which differ from method to method."""
+    found = {}
+    with muonckpt.open(path) as opened:
+        for tensor in with_slots_of(opened.manifest, detect(opened.manifest).dialect).tensors:
+            if tensor.slot is not None:
+                kind = {"0": "muon", "1": "adamw"}.get(tensor.name, tensor.name.rpartition(".")[2])
+                names = {slot: c for m in dialect.methods if m.name == kind for c, slot in m.slots.items()}
+                found[kind, names[tensor.slot]] = opened.tensors[tensor.key].numpy()
+    return found
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_state_of_every_program_is_recognised_goes_to_ours_and_comes_back(name, tmp_path):
+    """A program is tried as soon as it is registered.  The sum of a coefficient of 0.75 is 4 times the average."""
+    dialect = DIALECTS[name]
+    manifest, path = saved(tmp_path, checkpoint_of(dialect))
+    assert detect(manifest).dialect.name == name.removesuffix("_chained")
+    asked = grouped(convention=None if dialect.convention else "ema", step=3)
+    muonckpt.convert(path, tmp_path / "ours", to_dialect="muonckpt", **asked)
+    state, ours = state_in(path, dialect), state_in(tmp_path / "ours", DIALECTS["muonckpt"])
+    factors = {("muon", "momentum"): 0.25 if dialect.convention is Convention.SUM else 1}
+    for key in (("muon", "momentum"), ("adamw", "first"), ("adamw", "second")):
+        assert np.array_equal(ours[key], state[key] * factors.get(key, 1)) and state[key].all(), key
+    if dialect.writable:
+        muonckpt.convert(tmp_path / "ours", tmp_path / "back", to_dialect=name)
+        back = state_in(tmp_path / "back", dialect)
+        assert back.keys() == state.keys() and all(np.array_equal(back[key], state[key]) for key in state)
