@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ...names.errors import SourceError, TargetError, did_you_mean
-from ...names.renaming import PLACEHOLDER
+from ...names.renaming import PLACEHOLDER, as_toml
 
 
 def _placeholders(pattern: str) -> frozenset[str]:
@@ -110,7 +110,7 @@ class NameRules:
 
     def to_toml(self) -> str:
         """Return the table as text that :meth:`from_toml` reads."""
-        return "\n".join(map(_toml, self.rules))
+        return f"{as_toml(map(_row, self.rules))}\n"
 
     def inverse(self) -> NameRules:
         return NameRules(tuple(rule.inverse() for rule in reversed(self.rules)))
@@ -147,22 +147,12 @@ def _checked(kind: type[T], value: object) -> T:
     return value
 
 
-def _toml(rule: NameRule) -> str:
-    lines = ["[[rule]]"]
-    for key, side in (("from", rule.source), ("to", rule.target)):
-        lines.append(f"{key} = {_text(side[0]) if len(side) == 1 else '[' + ', '.join(map(_text, side)) + ']'}")
-    for field in fields(rule)[2:]:
-        value = getattr(rule, field.name)
-        if value != field.default:
-            text = _text(value) if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
-            lines.append(f"{field.name} = {text.lower() if isinstance(value, bool) else text}")
-    return "\n".join(lines) + "\n"
-
-
-def _text(value: str) -> str:
-    if "'" in value or not value.isprintable():
-        raise SourceError(f"rules: a name with quotes or control characters cannot be written as TOML: {value!r}")
-    return f"'{value}'"
+def _row(rule: NameRule) -> dict[str, object]:
+    """Return the keys of a rule's table, without those that have the default."""
+    sides = {"from": rule.source, "to": rule.target}
+    row: dict[str, object] = {key: side[0] if len(side) == 1 else side for key, side in sides.items()}
+    options = ((field, getattr(rule, field.name)) for field in fields(rule)[2:])
+    return row | {field.name: value for field, value in options if value != field.default}
 
 
 # Ready-made tables.

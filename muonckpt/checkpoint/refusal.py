@@ -209,7 +209,8 @@ class Refusal:
         if not live or not (rules := find_rules({**saved, **kept}, {**live, **kept})):
             return ""
         convert = command("convert", self.checkpoint.path, "NEW", "--rules", "FILE")
-        return f"If they were renamed{self._place_in_run()}: {convert}, with FILE:\n{as_toml(rules)}"
+        table = as_toml({"from": old, "to": new} for old, new in rules)
+        return f"If they were renamed{self._place_in_run()}: {convert}, with FILE:\n{table}"
 
     def _place_in_run(self) -> str:
         """Return in words where a new checkpoint of this step is taken by the run; empty if this is of no series."""

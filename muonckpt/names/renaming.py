@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import chain, product
 from string import ascii_lowercase
 
+from .errors import SourceError
+
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too, mostly."""
 
@@ -54,9 +56,26 @@ def filled(pattern: str, values: Mapping[str, str]) -> str:
     return PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
 
 
-def as_toml(rules: Iterable[Rule]) -> str:
-    """Return rules as the file that ``muonckpt convert --rules`` reads."""
-    return "\n".join(f"[[rule]]\nfrom = '{old}'\nto = '{new}'" for old, new in rules)
+def as_toml(rules: Iterable[Mapping[str, object]]) -> str:
+    """Return rules, each by the keys of its table, as the file that ``muonckpt convert --rules`` reads.
+
+    Raises:
+        SourceError: a name cannot be written.
+    """
+    tables = (["[[rule]]", *(f"{key} = {_as_toml(value)}" for key, value in rule.items())] for rule in rules)
+    return "\n\n".join(map("\n".join, tables))
+
+
+def _as_toml(value: object) -> str:
+    match value:
+        case str() if "'" in value or not value.isprintable():
+            raise SourceError(f"rules: a name with quotes or control characters cannot be written as TOML: {value!r}")
+        case str():
+            return f"'{value}'"
+        case [*parts]:
+            return f"[{', '.join(map(_as_toml, parts))}]"
+        case _:
+            return str(value).lower()
 
 
 def find_rules(saved: Mapping[str, Hashable], live: Mapping[str, Hashable]) -> tuple[Rule, ...]:
@@ -76,7 +95,8 @@ def find_rules(saved: Mapping[str, Hashable], live: Mapping[str, Hashable]) -> t
     depth = max((name.count(".") + 1 for name in chain(*pairs.items())), default=0)
     for extra_parts, has_numbers in product(range(depth + 1), (False, True)):
         rules = tuple(dict.fromkeys(_rule(old, new, extra_parts, has_numbers) for old, new in pairs.items()))
-        is_writable = len(rules) <= _MAX_RULES and "'" not in "".join(chain(*rules))
+        text = "".join(chain(*rules))
+        is_writable = len(rules) <= _MAX_RULES and "'" not in text and text.isprintable()
         if is_writable and all(_renamed(rules, name) == pairs.get(name, name) for name in saved):
             return rules
     return ()
