@@ -32,7 +32,7 @@ KNOWN_SLOTS = frozenset[str]().union(
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class FoundKeys:
     """The keys of a checkpoint's optimizers and model, without places where nothing tells, and what is in them.
 
     Attributes:
@@ -154,7 +154,7 @@ def looks_like_state(path: KeyPath, optimizers: Collection[KeyPlace] = ()) -> bo
     return has_slot or not {PARAM_GROUPS, PARAMETER_OPTIONS}.isdisjoint(parts)
 
 
-def evidence_in(manifest: Manifest) -> Evidence:
+def keys_in(manifest: Manifest) -> FoundKeys:
     """Return the places of the optimizers and of the model of a checkpoint.
 
     An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
@@ -195,7 +195,7 @@ def evidence_in(manifest: Manifest) -> Evidence:
     # Options by parameter are Megatron-LM's form, and so are the names of its wrappers where there are no options.
     is_wrapped = names and names_by_place.keys().isdisjoint(groups) and all(n.startswith(WRAPPERS) for n in names)
     places = tuple(sorted({*names_by_place, *names_by_option_place}, key=_number_order))
-    evidence = Evidence(
+    found_keys = FoundKeys(
         Keys(places, (), frozenset(numbered)),
         tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
         frozenset(reading.leaf for reading in state.values()),
@@ -203,12 +203,12 @@ def evidence_in(manifest: Manifest) -> Evidence:
     )
     if not (names_by_option_place or is_wrapped):
         models = _find_model(weights, names) or _find_numbered_model(manifest, state)
-        return replace(evidence, keys=replace(evidence.keys, models=models))
+        return replace(found_keys, keys=replace(found_keys.keys, models=models))
     optimizers: defaultdict[frozenset[str], dict[KeyPlace, Collection[str]]] = defaultdict(dict)
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
         optimizers[kind][place] = names_by_place[place] or names_by_option_place[place]
-    return replace(evidence, keys=_unwrap(evidence.keys, optimizers, weights))
+    return replace(found_keys, keys=_unwrap(found_keys.keys, optimizers, weights))
 
 
 WRAPPER = "module"
@@ -356,20 +356,20 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
             several places is that of the model.
     """
     if named is not None:
-        return Detected(dialect_at(named, evidence_in(manifest).keys), ("`from_dialect=` names it",))
+        return Detected(dialect_at(named, keys_in(manifest).keys), ("`from_dialect=` names it",))
     # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
         if dialect.unique_keys and isinstance(dialect.keys, Templates) and (example := _state_key(dialect, manifest)):
             return Detected(dialect, (f"its state is under keys such as {example!r}",))
     # Options by parameter tell Megatron-FSDP's, whatever wraps its names.
-    evidence = evidence_in(manifest)
-    if evidence.keys.wrappers is not None:
-        example = evidence.example
+    found_keys = keys_in(manifest)
+    if found_keys.keys.wrappers is not None:
+        example = found_keys.example
         reason = f"its state is under keys such as {example!r}" if example else "it has param_to_group_meta"
-        return Detected(dialect_at(DIALECTS["fsdp_dtensor"], evidence.keys), (reason,))
+        return Detected(dialect_at(DIALECTS["fsdp_dtensor"], found_keys.keys), (reason,))
     # State in torch's forms tells it by slots and options.
-    if evidence.keys.optimizers:
-        return _by_marks(evidence)
+    if found_keys.keys.optimizers:
+        return _by_marks(found_keys)
     # A model without an optimizer tells only where it lies.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
     models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
@@ -438,16 +438,16 @@ def _state_key(dialect: Dialect, manifest: Manifest) -> str | None:
     return None
 
 
-def _by_marks(evidence: Evidence) -> Detected:
+def _by_marks(found_keys: FoundKeys) -> Detected:
     """Return the program that the slots and options tell, or none."""
-    keys = evidence.keys
+    keys = found_keys.keys
     places = ", ".join(map(str, keys.optimizers))
     form = "flat" if any(place.flat for place in keys.optimizers) else "numbered" if keys.numbered else "nested"
-    reason = f"{places} has torch's {form} keys, such as {evidence.example!r}"
+    reason = f"{places} has torch's {form} keys, such as {found_keys.example!r}"
     # Plug-ins are asked only where no built-in program has a mark.
-    marks, void = _marks(evidence, DIALECTS)
+    marks, void = _marks(found_keys, DIALECTS)
     if not marks:
-        marks, void = _marks(evidence, with_plugins())
+        marks, void = _marks(found_keys, with_plugins())
     if len(marks) > 1:
         programs_marked = ", ".join(f"{dialect.name} (only it writes the {mark})" for dialect, mark in marks)
         raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
@@ -461,7 +461,9 @@ def _unknown_program(keys: Keys, *reasons: str) -> Detected:
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
-def _marks(evidence: Evidence, dialects: Mapping[str, Dialect]) -> tuple[Sequence[tuple[Dialect, Mark]], Iterable[str]]:
+def _marks(
+    found_keys: FoundKeys, dialects: Mapping[str, Dialect]
+) -> tuple[Sequence[tuple[Dialect, Mark]], Iterable[str]]:
     """Return the programs of which the checkpoint bears a mark, each with its first, and sentences about void ones.
 
     A mark is void if groups have an option that the program never writes.
@@ -470,12 +472,12 @@ def _marks(evidence: Evidence, dialects: Mapping[str, Dialect]) -> tuple[Sequenc
     for dialect in dialects.values():
         # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
-        groups = [group for group in evidence.groups if momentum_options & group] or evidence.groups
+        groups = [group for group in found_keys.groups if momentum_options & group] or found_keys.groups
         unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.unknown_options, groups)))
         for mark in dialect.marks:
-            has_options = not mark.options or any(mark.options <= group for group in evidence.groups)
-            is_away = mark.at_home and not (evidence.keys.models and evidence.keys == dialect.keys)
-            if is_away or not (mark.slots <= evidence.slots and has_options):
+            has_options = not mark.options or any(mark.options <= group for group in found_keys.groups)
+            is_away = mark.at_home and not (found_keys.keys.models and found_keys.keys == dialect.keys)
+            if is_away or not (mark.slots <= found_keys.slots and has_options):
                 continue
             if unknown_options:
                 void[
@@ -500,5 +502,5 @@ def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str
                 f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
                 f"wrote it; {_NAME_IT}"
             )
-            return _unknown_program(evidence_in(manifest).keys, detected.reasons[0], doubt)
+            return _unknown_program(keys_in(manifest).keys, detected.reasons[0], doubt)
     return detected
