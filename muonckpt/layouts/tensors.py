@@ -157,6 +157,11 @@ def _placements_and_shape(
 
     Cached by what torch calls equal: a model has thousands of equal tensors.
     """
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            f"expected a placement for each axis of mesh {mesh.shape}, found {placements} of a tensor of shape "
+            f"{tuple(shape)}. Where Megatron-FSDP has replicas and shards nothing, let it shard optimizer states"
+        )
     axis_placements = tuple(_placement(placement, len(shape)) for placement in placements)
     local = local_shape(tuple(shape), mesh, axis_placements, rank) if rank in mesh.ranks else None
     return axis_placements, local

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonckpt import LayoutError
@@ -119,6 +120,18 @@ def uneven_by_hand(rank: int, world: int) -> str:
 def test_a_local_tensor_that_contradicts_its_placements_is_refused():
     for rank, message in enumerate(run(2, uneven_by_hand)):
         assert f"rank {rank} holds a local tensor of shape" in message
+
+
+def lacks_a_placement(rank: int, world: int) -> None:
+    """As Megatron-FSDP makes tensors where it has replicas and shards nothing."""
+    mesh = init_device_mesh("cpu", (1, world))
+    spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(torch.Size((3, 4)), (4, 1), torch.float32))
+    with pytest.raises(LayoutError, match=r"expected a placement for each axis of mesh \(1, 2\), found \(Replicate"):
+        layout_of(DTensor(torch.ones(3, 4), spec, requires_grad=False))
+
+
+def test_a_tensor_that_lacks_a_placement_is_refused():
+    run(2, lacks_a_placement)
 
 
 def test_a_plain_tensor_lies_whole_on_each_replica():
