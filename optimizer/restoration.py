@@ -285,14 +285,7 @@ def plan_restore(
                 copies.append((local_of(tensor), local_of(fitted.state[key][slot])))
 
     def restore() -> None:
-        # State that was loaded in place is there already.  What lies in this state is copied before it is overwritten.
-        own_memory = {target.untyped_storage().data_ptr() for target, _ in copies}
-        moves = [(target, source) for target, source in copies if not target.is_set_to(source)]
-        for number, (target, source) in enumerate(moves):
-            if source.untyped_storage().data_ptr() in own_memory:
-                moves[number] = target, source.clone()
-        for target, source in moves:
-            target.copy_(source)
+        _copy_all(copies)
         former_groups = [{**group} for group in optimizer.param_groups]
         for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
             group.update(options_of(fitted_group))
@@ -301,6 +294,16 @@ def plan_restore(
             post_hook(optimizer)
 
     return restore, fitted.report
+
+
+def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy sources into targets, also a source that lies in the memory of a target."""
+    memory = {target.untyped_storage().data_ptr() for target, _ in copies}
+    # State that was loaded in place is there already.
+    moves = [(target, source) for target, source in copies if not target.is_set_to(source)]
+    kept = [source.clone() if source.untyped_storage().data_ptr() in memory else source for _, source in moves]
+    for (target, _), source in zip(moves, kept, strict=True):
+        target.copy_(source)
 
 
 class FreshStart:

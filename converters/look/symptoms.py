@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ...algebra.box import Index
@@ -23,7 +23,9 @@ def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
             findings.append(Finding("hole", fault, (tensor.key,)))
     findings += _muon_off(view)
     findings += _unfit_state(view)
-    findings += _without_partner(view, look.groups)
+    findings += _stateless_members(view, look.groups)
+    findings += _stateless_siblings(view, look.groups)
+    findings += _orphaned_state(view, look.groups)
     findings += _dtypes(view)
     findings += _conventions(view)
     if steps.least != steps.most:
@@ -107,54 +109,70 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
                 yield Finding("shape", message, (parameter.name,))
 
 
-def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
-    """Report parameters without state where others have some, state without parameters, and state in no group.
-
-    Buffers, tied and frozen parameters have none, and neither have frozen layers: parameters in no group are reported
-    only if most of its siblings in other layers have state, and something else in its own layer has.
-    """
-    parameters, dialect = view.parameters.values(), view.dialect
-    stateful = dict.fromkeys(p.name for p in parameters if p.state)
+def _stateless_members(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
+    """Report parameters of groups without state, where others have some."""
+    dialect, parameters = view.dialect, view.parameters.values()
+    stateful, weights = {p.name for p in parameters if p.state}, {p.name for p in parameters if p.weight}
     if dialect is None or not stateful:
         return
-    weights = {p.name for p in parameters if p.weight}
-    grouped = set[str]()
-    # Parameters of groups without state. Half of a group or more, but not all: one rank's state was saved.
     stateless, left_by_others = list[str](), list[str]()
     for group in groups.groups:
-        grouped.update(group.parameters)
         # Megatron's groups may name the whole of a tensor stored in parts, torch's name parameters with state.
         members = [name for name in group.parameters if name in weights or not dialect.unique_keys]
         bare = [name for name in members if name not in stateful]
+        # Half of a group or more, but not all: one rank's state was saved.
         (left_by_others if len(members) <= 2 * len(bare) < 2 * len(members) else stateless).extend(bare)
-    # Parameters in no group without state.
-    layers = {_layer_of(name) for name in stateful}
+    yield from _of_parameters(
+        "no_state", stateless, "no state, though in a parameter group (frozen, or no gradient has come)"
+    )
+    message = (
+        "no state, though others of their group have: every rank keeps the state of its own parameters, and one "
+        "rank's was saved; or they are frozen, or no gradient has come"
+    )
+    yield from _of_parameters("no_state", left_by_others, message)
+
+
+def _stateless_siblings(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
+    """Report parameters in no group without state, if most siblings in other layers and some of their layer have some.
+
+    Buffers, tied and frozen parameters have none, and neither have frozen layers.
+    """
+    parameters, grouped = view.parameters.values(), _grouped(groups)
+    trained_layers = {_layer_of(parameter.name) for parameter in parameters if parameter.state}
     trained = Counter(p.layer_pattern for p in parameters if p.state)
     untrained = Counter(p.layer_pattern for p in parameters if not p.state and p.weight)
     loose = []
-    for parameter in (p for p in parameters if not p.state and p.weight and p.name not in grouped):
-        pattern = parameter.layer_pattern
-        if trained[pattern] >= untrained[pattern] and _layer_of(parameter.name) in layers:
-            loose.append(parameter.name)
-    # State without a weight or a group; numbered state has the names that groups record, if any.
-    named = stateful.keys() & {*groups.names.values()} if dialect.numbered else stateful
-    orphans = [p.name for p in parameters if p.weight is None and p.name in named] if weights else []
-    is_complete = groups.groups and not groups.unread and not dialect.unique_keys
-    ungrouped = [name for name in stateful if name not in grouped] if is_complete else []
-    for kind, names, message in (
-        ("no_state", stateless, "no state, though in a parameter group (frozen, or no gradient has come)"),
-        (
-            "no_state",
-            left_by_others,
-            "no state, though others of their group have: every rank keeps the state of its own parameters, and one "
-            "rank's was saved; or they are frozen, or no gradient has come",
-        ),
-        ("no_state", loose, "no state, where siblings in other layers have some"),
-        ("no_parameter", orphans, "state, but no weight has this name"),
-        ("no_group", ungrouped, "state, but no parameter group has them, so no options"),
-    ):
-        if names:
-            yield Finding.listing(kind, f"{counted(len(names), 'parameter has', 'parameters have')} {message}", names)
+    for pattern, name in ((p.layer_pattern, p.name) for p in parameters if not p.state and p.weight):
+        if name not in grouped and trained[pattern] >= untrained[pattern] and _layer_of(name) in trained_layers:
+            loose.append(name)
+    if view.dialect is not None:
+        yield from _of_parameters("no_state", loose, "no state, where siblings in other layers have some")
+
+
+def _orphaned_state(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
+    """Report state without a weight, and state in no group."""
+    dialect, parameters, grouped = view.dialect, view.parameters.values(), _grouped(groups)
+    if dialect is None:
+        return
+    stateful = [parameter for parameter in parameters if parameter.state]
+    # Numbered state has the names that groups record, if any.
+    names = {*groups.names.values()} if dialect.numbered else {parameter.name for parameter in stateful}
+    if any(parameter.weight for parameter in parameters):
+        orphans = [p.name for p in stateful if p.weight is None and p.name in names]
+        yield from _of_parameters("no_parameter", orphans, "state, but no weight has this name")
+    if groups.groups and not groups.unread and not dialect.unique_keys:
+        ungrouped = [parameter.name for parameter in stateful if parameter.name not in grouped]
+        message = "state, but no parameter group has them, so no options"
+        yield from _of_parameters("no_group", ungrouped, message)
+
+
+def _grouped(groups: HyperParameters) -> set[str]:
+    return {name for group in groups.groups for name in group.parameters}
+
+
+def _of_parameters(kind: str, names: Sequence[str], what: str) -> Iterator[Finding]:
+    if names:
+        yield Finding.listing(kind, f"{counted(len(names), 'parameter has', 'parameters have')} {what}", names)
 
 
 def _layer_of(name: str) -> str:

@@ -82,16 +82,17 @@ def _find_other_forms(live: LiveState, stored: Stored) -> Iterator[str]:
     """Yield a fault for each optimizer that the checkpoint has in another form than the template."""
     if has_our_options(live.flat) and not stored.translated:
         return  # another program's, and to be translated first
-    forms = [(optimizer.key, optimizer.form) for optimizer in live.optimizers]
-    for key, form in (*forms, *zip(live.numbered, repeat(StateForm.NUMBERED), strict=False)):
+    forms = {optimizer.key: optimizer.form for optimizer in live.optimizers}
+    for key, form in (forms | dict.fromkeys(live.numbered, StateForm.NUMBERED)).items():
         saved_form = stored.form(key)
-        if saved_form not in (None, form):
-            saved, code = _FORMS[saved_form]
-            setting = "" if saved_form is StateForm.NUMBERED else "; set_optimizer_state_dict sets it afterwards"
-            yield (
-                f"{key!r} was saved from {saved}, and is to be loaded into {_FORMS[form][0]}. To keep all of its "
-                f"state, give what it was saved from, {key!r}: {code}{setting}"
-            )
+        if saved_form is None or saved_form is form:
+            continue
+        saved, code = _FORMS[saved_form]
+        setting = "" if saved_form is StateForm.NUMBERED else "; set_optimizer_state_dict sets it afterwards"
+        yield (
+            f"{key!r} was saved from {saved}, and is to be loaded into {_FORMS[form][0]}. To keep all of its "
+            f"state, give what it was saved from, {key!r}: {code}{setting}"
+        )
 
 
 def _find_moved_subtrees(live: LiveState, stored: Stored) -> list[str]:

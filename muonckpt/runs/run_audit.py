@@ -83,10 +83,8 @@ def verify_recorded(
         has_loss=bool(damage),
         version=VERSION,
         files=before.digest,
-        misplaced=damage.misplaced,
-        mixed_up=damage.mixed_up,
     )
-    if damage.disk_errors:
+    if damage.is_of_disk:
         return report, entry, "not recorded, as a disk fails here and the checkpoint may be whole elsewhere"
     return report, entry, record_verification(place, entry)
 
@@ -105,7 +103,7 @@ def record_damage(path: Location, keys: Collection[str]) -> None:
     except (SourceError, LayoutError, UnavailableError):  # it may be whole elsewhere, or its files show the damage
         return
     if damage is not None:
-        entry = Verification(time.time(), "faulty", damage.sentence, True, VERSION, before.digest, {}, False)
+        entry = Verification(time.time(), "faulty", damage.sentence, True, VERSION, before.digest)
         record_verification(path, entry)
 
 

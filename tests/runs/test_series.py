@@ -234,7 +234,7 @@ def test_what_a_verification_has_found_lost_is_passed_over_and_what_only_looks_o
     muonckpt.save({"w": torch.full((2,), torch.nan)}, tmp_path / "step-00000005")
     assert not next(verify_run(tmp_path)).is_whole
     template = {"w": torch.zeros(2)}
-    with pytest.warns(RuntimeWarning, match="is taken, as nothing of it is lost, but: 2 elements of .* infinite"):
+    with pytest.warns(RuntimeWarning, match="as nothing of it is lost, but: tensor 'w' .*: 2 elements infinite"):
         assert Series(tmp_path).restore(template).step == 5 and template["w"].isnan().all()
 
 

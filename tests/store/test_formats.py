@@ -152,4 +152,4 @@ def test_a_hierarchy_whose_root_repeats_the_arrays_loses_none_in_silence(tmp_pat
         muonckpt.open(tmp_path / "z")
     shutil.rmtree(tmp_path / "z" / "b")
     report = muonckpt.verify(tmp_path / "z")
-    assert [tensor.key for tensor in report.damage.tensors] == ["b"] and "48 B" in report.diagnosis.sentence
+    assert [tensor.key for tensor in report.damage.tensors] == ["b"]

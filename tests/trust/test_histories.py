@@ -98,7 +98,7 @@ def record_before_the_check(patch: pytest.MonkeyPatch) -> None:
     def recording(path: Any, auditor: Any, folder: Any = None) -> Any:
         place = path if folder is None else folder
         files = look_at_files(place).digest
-        record_verification(place, Verification(0.0, "whole", "", False, VERSION, files, misplaced={}, mixed_up=False))
+        record_verification(place, Verification(0.0, "whole", "", False, VERSION, files))
         return verify_recorded(path, auditor, folder)
 
     patch.setattr(run_audit, "verify_recorded", recording)
@@ -158,7 +158,7 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
         (rename_before_the_data, 2),
         (removal_before_the_rename, 3),
         (record_before_the_check, 187),
-        (existence_that_swallows_errors, 584),
+        (existence_that_swallows_errors, 319),
         (lock_left, 276),
         (step_number_used_twice, 10),
         (retention_of_the_only_whole_step, 3),

@@ -35,7 +35,7 @@ from ...record.record import Manifest, entry_keys
 from ...store.io.location import Remote, location
 from ...store.reading.payloads import Progress, tensor_bytes
 from ...store.verify.damage import Damage, rank_in_name
-from ...store.verify.diagnosis import Diagnosis, Verdict, diagnosis_at
+from ...store.verify.diagnosis import Diagnosis, diagnosis_at
 from ...store.verify.verification import unless_removed
 from .document import HtmlPage, plain, rounded, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
@@ -254,7 +254,7 @@ class Reading:
         return stats, difference
 
 
-def verdict_of(verdict: Verdict, is_read: bool) -> dict[str, Any]:
+def verdict_of(verdict: Diagnosis, is_read: bool) -> dict[str, Any]:
     """Return the sentence and the remedies that every tool has; the sentence is empty if nothing is wrong."""
     remedies = [{"command": remedy.command, "gives": remedy.gives} for remedy in verdict.remedies]
     return {"sentence": verdict.sentence, "remedies": remedies, "read": is_read}

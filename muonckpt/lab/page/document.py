@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from ...names.errors import DestinationError
 from ...names.wording import as_json, printable
 from ...store.io.new_file import write_synced
-from ...store.verify.diagnosis import Verdict
+from ...store.verify.diagnosis import Diagnosis
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
@@ -33,7 +33,7 @@ class HtmlPage(ABC):
     """A page with a ``name``, data, a diagnosis and scripts (names of assets)."""
 
     __slots__ = ()
-    diagnosis: Verdict
+    diagnosis: Diagnosis
     scripts: ClassVar[Sequence[str]]
 
     @property

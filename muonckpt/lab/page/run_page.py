@@ -28,7 +28,7 @@ from ...names.wording import Finding, command, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import NOTHING_LOST, Damage, open_remains
-from ...store.verify.diagnosis import Remedy, Verdict, diagnosis_at, diagnosis_of
+from ...store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of
 from ...store.verify.run import RunStep, judged
 from .checkpoint_page import Reading, StatsChoice, verdict_of
 from .document import HtmlPage, plain, rounded_columns
@@ -84,7 +84,7 @@ class RunPage(HtmlPage):
     history: RunHistory
     stats: StatsChoice
     numbers: Mapping[str, StepNumbers]
-    diagnosis: Verdict
+    diagnosis: Diagnosis
     scripts = ("words", "frame", "findings", "table", "charts", "run")
 
     @property
@@ -204,12 +204,12 @@ def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
     return [step for step in history.steps if step.name in names]
 
 
-def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Verdict:
+def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnosis:
     """Say which steps of a run are not whole, and what to do: how it goes on first, then about older steps."""
     steps, newest = history.steps, history.newest_whole
     bad = [step for step in steps if step.state != "whole"]
     if not bad:
-        return Verdict(history.run.path, "", ())
+        return Diagnosis(history.run.path, "", ())
     names = listed((f"{step.name} ({step.state})" for step in reversed(bad)), 3)  # the newest
     # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
     newer = steps[steps.index(newest) + 1 :] if newest else steps
@@ -227,7 +227,7 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Verdict
     for step in damaged[:_MAX_STEPS]:
         remedies.append(Remedy(command("verify", step.path), f"says what is wrong with {step.name}, and what to do"))
     sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {names}"
-    return Verdict(history.run.path, sentence, tuple(remedies))
+    return Diagnosis(history.run.path, sentence, tuple(remedies))
 
 
 def _remedies(step: RunStep, numbers: Mapping[str, StepNumbers], bad_names: Sequence[str]) -> tuple[Remedy, ...]:

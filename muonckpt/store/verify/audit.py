@@ -9,28 +9,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import pairwise
-from typing import Literal
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...algebra.box import Index
-from ...algebra.fingerprint import as_hex, combine
+from ...algebra.fingerprint import as_hex, box_shares, combine
+from ...algebra.grouping import batches
 from ...names.errors import ChecksumError, DamageError, DiskError, LayoutError, SourceError
-from ...names.wording import Finding, listed
+from ...names.wording import Finding, counted, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, first_rows_of, with_chunks
 from ..formats.registry import DCP, OWN
 from ..formats.torch_save import tensor_item
-from ..io.checksums import Sums, crc32, xxh3_128
+from ..io.checksums import Sums, crc32
 from ..io.location import (
     Location,
     Remote,
     entries_of,
     is_file,
-    is_there,
-    items_beside,
     length_of,
     location,
     source_errors,
@@ -39,10 +38,10 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import DISK_FAILS, OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import Damage, damage_by_files, damage_of_files, findings_by_files, misplaced_files, open_remains
+from .damage import HARMLESS, Damage, damage_by_files, damage_of_files, findings_by_files, open_remains, with_causes
 from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of
 from .run import has_lost_all
-from .small_tensors import examine_small
+from .small_tensors import read_small
 from .verification import unless_removed
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
@@ -128,32 +127,37 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
     notes = [f"{name} belongs to no item of this checkpoint" for name in orphans]
     notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
     by_files = damage_of_files(checkpoint)
-    disk_errors = dict(by_files.disk_errors)
-    unopened = [Finding("disk", str(error)) for error in disk_errors.values()]
     # Read all tensors, and all items.
+    results: list[_Result] = []
     with ThreadPoolExecutor(jobs) as pool:
         advance = lambda count: progress(count, total)  # noqa: E731
-        work = _Audit(checkpoint, advance, pool, by_files.chunks.copy(), disk_errors)
-        for tensors in _batches(manifest.tensors):
-            work.check_tensors(tensors, jobs)
-        lost_items = by_files.items | set(work.check_items(manifest))
-    descriptions = (*findings_by_files(checkpoint), *_description_findings(checkpoint))
+        row = 0
+        for tensors in batches(manifest.tensors, lambda tensor: len(tensor.chunks), _BATCH_CHUNKS):
+            stop = row + sum(len(tensor.chunks) for tensor in tensors)
+            results += _check_tensors(checkpoint, tensors, by_files.chunks[row:stop], pool, jobs, advance)
+            row = stop
+    item_findings = [*_item_findings(checkpoint)]
+    read_findings = [*chain.from_iterable(result.findings for result in results), *item_findings]
+    descriptions = (*findings_by_files(checkpoint), *_key_findings(checkpoint))
     integrity = _against_integrity(path) if of_one_folder else ()
-    findings = (*unopened, *descriptions, *work.findings, *integrity)
+    findings = (*by_files.findings, *descriptions, *read_findings, *integrity)
     # Report the losses, or other places of the same bytes.
-    files = {**by_files.files, **dict.fromkeys(disk_errors, DISK_FAILS)}
     damage = replace(
-        by_files, chunks=work.lost_chunks, items=lost_items, files=files, read=True, disk_errors=disk_errors
+        by_files,
+        chunks=np.concatenate([by_files.chunks[:0], *(result.is_lost for result in results)]),
+        items=by_files.items | {finding.names[0] for finding in item_findings},
+        files={**by_files.files, **{f.names[-1]: DISK_FAILS for f in read_findings if f.kind == "disk"}},
+        read=True,
     )
-    damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
-    damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
+    if damage:
+        damage = with_causes(checkpoint, damage, damage.damaged_files)
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
         blobs=len(manifest.blobs),
         payload_bytes=total,
-        unchecked=work.unchecked,
-        fingerprints=work.fingerprints,
+        unchecked=sum(result.unchecked for result in results),
+        fingerprints={result.key: result.fingerprint for result in results if result.fingerprint is not None},
         findings=findings,
         notes=tuple(notes),
         diagnosis=diagnosis_of(checkpoint, damage.with_findings(findings)),
@@ -190,167 +194,155 @@ def _has_other_checksum(check: Callable[[], None]) -> bool:
     return False
 
 
-_BATCHES = 1 << 11, 1 << 14
+_BATCH_CHUNKS = 1 << 11
 """Chunks that are opened and distributed to threads at a time: few enough to have an object for each, and to show
 progress soon."""
 
 
-def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
-    batch: list[StateRecord] = []
-    count, limit = 0, _BATCHES[0]
-    for tensor in tensors:
-        batch.append(tensor)
-        count += len(tensor.chunks)
-        if count >= limit:
-            yield batch
-            batch, count, limit = [], 0, min(2 * limit, _BATCHES[1])
-    yield batch
-
-
 @dataclass(frozen=True, slots=True)
-class _ChunkResult:
+class _Result:
+    """The comparison of a tensor with its records.
+
+    Attributes:
+        is_lost: for each chunk whether it is lost.
+        fingerprint: None if a chunk cannot be read.
+        unchecked: how many chunks that are not lost have no checksum of any kind.
+    """
+
+    key: str
+    is_lost: NDArray[np.bool_]
+    fingerprint: str | None
+    unchecked: int
+    findings: Sequence[Finding] = ()
+
+
+class _ChunkResult(NamedTuple):
     """The comparison of a chunk with its records.
 
     Attributes:
         share: in the fingerprint; None if the chunk cannot be read.
-        nonfinite: how many elements are infinite or NaN.
         faults: the kind and the reason of each.
     """
 
     share: int | None
-    nonfinite: int = 0
     faults: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_lost(self) -> bool:
         """Whether elements are lost, and not only what other programs read around them."""
-        return self.share is None or any(kind != "metadata" for kind, _ in self.faults)
+        return self.share is None or any(kind not in HARMLESS for kind, _ in self.faults)
 
 
-@dataclass(slots=True)
-class _Audit:
-    """The comparison of all bytes with their records, and its findings so far.
+def _check_tensors(
+    checkpoint: OpenCheckpoint,
+    tensors: Sequence[StateRecord],
+    is_lost: NDArray[np.bool_],
+    pool: ThreadPoolExecutor,
+    jobs: int,
+    advance: Callable[[int], None],
+) -> Iterator[_Result]:
+    """Compare tensors with their records: small ones together, others by their chunks.
 
-    Attributes:
-        lost_chunks: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
-        disk_errors: of files that the disk cannot read, by name.
-        row: of the next tensor's first chunk.
+    Args:
+        is_lost: for each chunk whether it is lost, by the files' sizes alone.
     """
-
-    checkpoint: OpenCheckpoint
-    advance: Callable[[int], None]
-    pool: ThreadPoolExecutor
-    lost_chunks: NDArray[np.bool_]
-    disk_errors: dict[str, DiskError]
-    row: int = 0
-    unchecked: int = 0
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-    def check_tensors(self, tensors: Sequence[StateRecord], jobs: int) -> None:
-        """Compare the next tensors of the manifest with their records: small ones together, others by their chunks."""
-        payloads = self.checkpoint.payloads
-        # The elements of chunks are found in their items; those of chunks that are lost are not looked for.
-        bounds = first_rows_of(tensors)
-        is_lost = self.lost_chunks[self.row : self.row + bounds[-1]]
-        kept = tensors
-        if is_lost.any():
-            spans = pairwise(bounds.tolist())
-            kept = with_chunks(tensors, [np.flatnonzero(~is_lost[start:stop]).tolist() for start, stop in spans])
-        located, errors = self.checkpoint.locate_each(kept)
-        # Each thread examines the small ones of its part.
-        parts = [located[len(located) * part // jobs : len(located) * (part + 1) // jobs] for part in range(jobs)]
-        examine = partial(examine_small, payloads, whole_items=self.checkpoint.format is OWN)
-        is_sound, shares = map(np.concatenate, zip(*self.pool.map(examine, parts), strict=True))
-        # The shares of chunks sum up to the fingerprint, modulo 2**64.
-        bounds = first_rows_of(located)
-        num_unsound = np.diff(np.append(0, np.cumsum(~is_sound))[bounds]).tolist()
-        sums = np.diff(np.append(np.uint64(0), np.cumsum(shares))[bounds]).tolist()
-        for number, (tensor, part) in enumerate(zip(tensors, located, strict=True)):
-            if tensor.fingerprint is None:
-                self.unchecked += sum(chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in part.chunks)
-            fingerprint: str | None = as_hex(sums[number])
-            is_whole = num_unsound[number] == 0 and len(part.chunks) == len(tensor.chunks) and not tensor.coverage_fault
-            if is_whole and tensor.fingerprint in (None, fingerprint):
-                self.advance(tensor.boxes.elements * itemsize(tensor.dtype))
-            else:
-                rows = slice(bounds[number], bounds[number + 1])
-                known = {index: int(share) for index, share in enumerate(shares[rows]) if is_sound[rows][index]}
-                fingerprint = self._check_chunks(tensor, part, known, errors)
-            if fingerprint is not None:
-                self.fingerprints[tensor.key] = fingerprint
-            self.row += len(tensor.chunks)
-
-    def _check_chunks(
-        self,
-        tensor: StateRecord,
-        located: StateRecord,
-        known_shares: Mapping[int, int],
-        errors: Mapping[tuple[str, Index], SourceError | DiskError],
-    ) -> str | None:
-        """Compare a tensor with its records; return its fingerprint, None if a chunk cannot be read.
-
-        Args:
-            located: the tensor with the chunks that are not known to be lost.
-            known_shares: of sound ones of these.
-        """
-
-        def check(number: int) -> _ChunkResult:
-            chunk = located.chunks[number]
-            if number in known_shares:
-                self.advance(chunk.box.numel * itemsize(tensor.dtype))
-                return _ChunkResult(known_shares[number])
-            try:
-                if error := errors.get((tensor.key, chunk.box.lo)):
-                    raise error
-                return _check_chunk(self.checkpoint, tensor, chunk, self.advance)
-            except DiskError as error:
-                self.disk_errors[chunk.item.file] = error
-                fault = "disk", str(error)
-            except (SourceError, LayoutError) as error:
-                fault = "unreadable", str(error)
-            # A chunk without elements loses nothing with its file.
-            return _ChunkResult(None, faults=(fault,)) if chunk.box.numel else _ChunkResult(0)
-
-        is_lost = self.lost_chunks[self.row : self.row + len(tensor.chunks)]
-        results = [_GONE] * len(tensor.chunks)
-        remaining = np.flatnonzero(~is_lost).tolist()
-        for number, result in zip(remaining, self.pool.map(check, range(len(remaining))), strict=True):
-            results[number] = result
-        shares = [result.share for result in results if result.share is not None]
-        fingerprint = as_hex(combine(*shares)) if len(shares) == len(results) else None
-        findings = list(_tensor_findings(tensor, results, fingerprint))
-        self.findings += findings
-        # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the
-        # other says: one of the two records is damaged.
-        if fingerprint is None or fingerprint != tensor.fingerprint:
-            is_lost |= np.array([result.is_lost for result in results], np.bool_)
-            has_digests = all(chunk.digest is not None for chunk in tensor.chunks if chunk.box.numel)
-            if not (is_lost.any() or has_digests) and any(finding.kind == "fingerprint" for finding in findings):
-                is_lost[:] = True  # one of its chunks, and nothing tells which
-        return fingerprint
-
-    def check_items(self, manifest: Manifest) -> Iterator[str]:
-        """Yield the keys of damaged items."""
-        for blob in manifest.blobs:
-            try:
-                check_blob(self.checkpoint.payloads, blob)
-            except DiskError as error:
-                self.disk_errors[blob.item.file] = error
-                self.findings.append(Finding("disk", str(error), (blob.key,)))
-                yield blob.key
-            except (SourceError, LayoutError) as error:
-                self.findings.append(Finding("blob", str(error), (blob.key,)))
-                yield blob.key
+    payloads = checkpoint.payloads
+    # The elements of chunks are found in their items; those of chunks that are lost are not looked for.
+    spans, kept = [*pairwise(first_rows_of(tensors).tolist())], tensors
+    if is_lost.any():
+        kept = with_chunks(tensors, [np.flatnonzero(~is_lost[start:stop]).tolist() for start, stop in spans])
+    located, errors = checkpoint.locate_each(kept)
+    # Each thread reads the small ones of its part.
+    parts = [located[len(located) * part // jobs : len(located) * (part + 1) // jobs] for part in range(jobs)]
+    small_prints = chain.from_iterable(pool.map(partial(_small_fingerprints, checkpoint), parts))
+    for tensor, part, small_print, span in zip(tensors, located, small_prints, spans, strict=True):
+        of_tensor, unchecked = is_lost[slice(*span)], 0
+        if tensor.fingerprint is None:
+            unchecked = sum(chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in part.chunks)
+        is_whole = not (of_tensor.any() or tensor.coverage_fault)
+        if is_whole and small_print and tensor.fingerprint in (None, small_print):
+            advance(tensor.boxes.elements * itemsize(tensor.dtype))
+            yield _Result(tensor.key, of_tensor, small_print, unchecked)
+            continue
+        check = partial(_check_chunk, checkpoint, tensor, errors, advance)
+        chunk_results = iter([*pool.map(check, part.chunks)])
+        yield _joined(tensor, [_GONE if gone else next(chunk_results) for gone in of_tensor], unchecked)
 
 
-_GONE = _ChunkResult(None, faults=(("unreadable", "its file is missing, was cut, or cannot be opened"),))
+def _small_fingerprints(checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]) -> list[str | None]:
+    """Return the fingerprints of tensors that are small, finite and as recorded; None for the others."""
+    is_sound, shares = np.zeros(len(tensors), np.bool_), np.zeros(len(tensors), np.uint64)
+    for members, alike in read_small(checkpoint.payloads, tensors, whole_items=checkpoint.format is OWN):
+        is_sound[members] = True
+        for box, words, agree in alike:
+            name = tensors[members[0]].dtype
+            if count_nonfinite(words, name):
+                agree &= [not count_nonfinite(part, name) for part in words]
+            is_sound[members] &= agree
+            shares[members] += np.array(box_shares(words, box.lo), np.uint64)
+    pairs = zip(is_sound.tolist(), shares.tolist(), strict=True)
+    return [as_hex(share) if sound else None for sound, share in pairs]
+
+
+def _joined(tensor: StateRecord, results: Sequence[_ChunkResult], unchecked: int) -> _Result:
+    """Join the results of a tensor's chunks, and compare its fingerprint."""
+    shares = [result.share for result in results if result.share is not None]
+    fingerprint = as_hex(combine(*shares)) if len(shares) == len(results) else None
+    is_lost = np.zeros(len(results), np.bool_)
+    # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the other
+    # says: one of the two records is damaged.
+    if fingerprint is None or fingerprint != tensor.fingerprint:
+        is_lost[:] = [result.is_lost for result in results]
+        has_digests = all(chunk.digest is not None for chunk in tensor.chunks if chunk.box.numel)
+        if tensor.fingerprint and fingerprint and not (is_lost.any() or has_digests):
+            is_lost[:] = True  # one of its chunks, and nothing tells which
+    findings = [Finding("coverage", fault, (tensor.key,))] if (fault := tensor.coverage_fault) else []
+    for chunk, result in zip(tensor.chunks, results, strict=True):
+        subject = f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
+        findings += (Finding(kind, f"{subject}: {why}", (tensor.key, chunk.item.file)) for kind, why in result.faults)
+    if fingerprint and tensor.fingerprint not in (None, fingerprint):
+        message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
+        findings.append(Finding("fingerprint", message, (tensor.key,)))
+    return _Result(tensor.key, is_lost, fingerprint, unchecked, findings)
+
+
+def _item_findings(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    for blob in checkpoint.outline.blobs:
+        try:
+            check_blob(checkpoint.payloads, blob)
+        except DiskError as error:
+            yield Finding("disk", str(error), (blob.key, blob.item.file))
+        except (SourceError, LayoutError) as error:
+            yield Finding("blob", str(error), (blob.key,))
+
+
+_GONE = _ChunkResult(None, (("unreadable", "its file is missing, was cut, or cannot be opened"),))
 
 
 def _check_chunk(
+    checkpoint: OpenCheckpoint,
+    tensor: StateRecord,
+    errors: Mapping[tuple[str, Index], SourceError | DiskError],
+    advance: Callable[[int], None],
+    chunk: Chunk,
+) -> _ChunkResult:
+    """Compare a chunk with its digest, its CRC-32 and the bytes around it; ``errors`` are of those without a place."""
+    try:
+        if error := errors.get((tensor.key, chunk.box.lo)):
+            raise error
+        return _compared(checkpoint, tensor, chunk, advance)
+    except DiskError as error:
+        fault = "disk", str(error)
+    except (SourceError, LayoutError) as error:
+        fault = "unreadable", str(error)
+    # A chunk without elements loses nothing with its file.
+    return _ChunkResult(None, (fault,)) if chunk.box.numel else _ChunkResult(0)
+
+
+def _compared(
     checkpoint: OpenCheckpoint, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]
 ) -> _ChunkResult:
-    """Compare a chunk with its digest, its CRC-32 and the bytes around it, in one pass over its elements."""
+    """Read a chunk in one pass over its elements, and compare it."""
     payloads, sums, num_nonfinite = checkpoint.payloads, Sums(), 0
     # The CRC-32 of strided chunks is that of their bytes as they are stored.
     for words, origin in chunk_bands(payloads, tensor, chunk):
@@ -370,7 +362,9 @@ def _check_chunk(
         faults.append(("crc32", f"CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"))
     if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
         faults.append(("metadata", "expected its elements in an item of torch.save, found other bytes around them"))
-    return _ChunkResult(sums.share, num_nonfinite, tuple(faults))
+    if num_nonfinite:
+        faults.append(("nonfinite", f"{counted(num_nonfinite, 'element')} infinite or NaN"))
+    return _ChunkResult(sums.share, tuple(faults))
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord, chunk: Chunk, checksum: int) -> bool:
@@ -386,59 +380,20 @@ def _is_framed(payloads: Payloads, tensor: StateRecord, chunk: Chunk, checksum: 
     return template.crc32_of(head, tail) == (checksum if chunk.crc32 is None else chunk.crc32)
 
 
-def _tensor_findings(
-    tensor: StateRecord, results: Sequence[_ChunkResult], fingerprint: str | None
-) -> Iterator[Finding]:
-    names = (tensor.key,)
-    if fault := tensor.coverage_fault:
-        yield Finding("coverage", fault, names)
-    subjects = [f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}" for chunk in tensor.chunks]
-    for subject, result in zip(subjects, results, strict=True):
-        for kind, reason in result.faults:
-            yield Finding(kind, f"{subject}: {reason}", names)
-    if fingerprint and tensor.fingerprint not in (None, fingerprint):
-        message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
-        yield Finding("fingerprint", message, names)
-    places = [subject for subject, result in zip(subjects, results, strict=True) if result.nonfinite]
-    if places:
-        count = sum(result.nonfinite for result in results)
-        message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {places[0]}"
-        yield Finding("nonfinite", message, names)
-
-
-def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
-    """Return whether files are whole by DCP's description and their own checksums, and mostly not what ours says."""
-    num_lost, num_stored = damage.by_file
-    is_mostly_whole = (2 * num_lost <= num_stored)[num_stored > 0]
-    if checkpoint.format is not OWN or damage.files or not num_lost.any() or is_mostly_whole.any():
-        return False
-    try:
-        with OpenCheckpoint(checkpoint.path, DCP) as stock:
-            for tensor in stock.locate(stock.outline.tensors):
-                for number in np.flatnonzero(tensor.boxes.numel)[:1].tolist():
-                    check_chunk(stock.payloads, tensor, tensor.chunks[number])
-            return not stock.faults
-    except (SourceError, LayoutError):
-        return False
-
-
 # --- descriptions -----------------------------------------------------------------------------------------------------
 
 
-def _description_findings(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    """Yield the damage that descriptions show when they are read."""
-    if checkpoint.format is DCP:
-        # DCP's own planner makes keys by joining paths.  Where most are such, the others are damaged.
-        entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
-        paths = {entry.key: ".".join(map(str, entry.path)) for entry in entries}
-        strange = [key for key, path in paths.items() if path != key]
-        for key in strange if 2 * len(strange) < len(entries) else ():
-            message = f"{key!r} in {METADATA_FILE} has the path of {paths[key]!r}; expected the same"
-            yield Finding("key", message, (key,))
-    items = items_beside(checkpoint.path)
-    digest = checkpoint.items_digest
-    if digest is not None and is_there(items) and (actual := xxh3_128([read_text_file(items)])) != digest:
-        yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
+def _key_findings(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """Yield keys of DCP that are damaged: its own planner makes them by joining paths."""
+    if checkpoint.format is not DCP:
+        return
+    entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
+    paths = {entry.key: ".".join(map(str, entry.path)) for entry in entries}
+    strange = [key for key, path in paths.items() if path != key]
+    # Another program may have made all of them otherwise.
+    for key in strange if 2 * len(strange) < len(entries) else ():
+        message = f"{key!r} in {METADATA_FILE} has the path of {paths[key]!r}; expected the same"
+        yield Finding("key", message, (key,))
 
 
 def _against_integrity(path: Location) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -32,15 +32,15 @@ from ...names.errors import (
     UnavailableError,
     UnlistedError,
 )
-from ...names.wording import Finding, counted, enumerated, listed, size
+from ...names.wording import Finding, counted, enumerated, listed
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
 from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys, first_rows_of
-from ..formats.registry import OWN, format_of
+from ..formats.registry import DCP, OWN, format_of
 from ..io.checksums import xxh3_128
 from ..io.location import Location, entries_of, is_file, is_folder, is_there, items_beside
 from ..io.regular import read_text_file
-from ..open_checkpoint import OpenCheckpoint
+from ..open_checkpoint import DISK_FAILS, OpenCheckpoint
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
 
@@ -65,17 +65,17 @@ def rank_in_name(file: str) -> int | None:
 class Damage:
     """The losses of a checkpoint, and its other faults; true if something is lost.
 
+    A lost chunk is a row: the manifest says its tensor, box and file, and ``files`` the reason.
+
     Attributes:
         manifest: of the checkpoint, as far as it could be read.
         chunks: for each chunk, in the order of ``manifest.columns``, whether it is lost.
         items: the keys of the items that are lost.
-        files: the files that are missing or too short, or that cannot be opened or read, with the reason.
+        files: the files that do not have all bytes, or other ones, with the reason.
         holes: boxes of tensors, by key, that no chunk covers.
         read: whether all bytes were compared; else only the files' sizes.
-        mixed_up: whether the manifest is of another save than the files.
         misplaced: by the name of a file the name under which its bytes are.
         findings: the faults that the losses do not explain.
-        disk_errors: of files that the disk cannot read, by name: the checkpoint may be whole elsewhere.
     """
 
     manifest: Manifest
@@ -84,10 +84,8 @@ class Damage:
     files: Mapping[str, str] = field(default_factory=dict)
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
-    mixed_up: bool = False
     misplaced: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
-    disk_errors: Mapping[str, DiskError] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
@@ -101,6 +99,16 @@ class Damage:
     def has_loss(self) -> bool:
         """Whether something is lost, or may be."""
         return bool(self) or not self.kinds <= HARMLESS
+
+    @property
+    def is_of_disk(self) -> bool:
+        """Whether a disk fails, so that the checkpoint may be whole elsewhere."""
+        return DISK_FAILS in self.files.values()
+
+    @property
+    def is_mixed_up(self) -> bool:
+        """Whether the manifest is of another save than the files."""
+        return OTHER_SAVE in self.files.values()
 
     def with_findings(self, findings: Sequence[Finding]) -> Damage:
         """Return the same losses beside those of the findings that they do not explain."""
@@ -126,21 +134,10 @@ class Damage:
         return {*map(self.view.role, self.tensors)} <= BEGIN_AT_ZERO
 
     @cached_property
-    def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each file of ``manifest.columns``, how many of its chunks are lost, and how many it has with elements."""
-        files, count = self.manifest.columns.file, len(self.manifest.columns.names)
-        lost_files, stored_files = files[self.chunks], files[self.manifest.elements > 0]
-        return np.bincount(lost_files, minlength=count), np.bincount(stored_files, minlength=count)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        return first_rows_of(self.manifest.tensors)
-
-    @cached_property
-    def _boxes(self) -> list[tuple[StateRecord, Boxes]]:
+    def lost_boxes(self) -> list[tuple[StateRecord, Boxes]]:
         """The tensors that have lost elements, with the boxes of their lost chunks and their holes."""
         lost_boxes = []
-        for tensor, (start, stop) in zip(self.manifest.tensors, pairwise(self.starts.tolist()), strict=True):
+        for tensor, (start, stop) in zip(self.manifest.tensors, pairwise(self._starts.tolist()), strict=True):
             is_lost = self.chunks[start:stop]
             if is_lost.any() or tensor.key in self.holes:
                 boxes = tensor.boxes.select(np.flatnonzero(is_lost))
@@ -150,24 +147,29 @@ class Damage:
         return lost_boxes
 
     @cached_property
-    def tensors(self) -> tuple[StateRecord, ...]:
-        """The tensors that have lost elements."""
-        return tuple(tensor for tensor, _ in self._boxes)
+    def _starts(self) -> NDArray[np.int64]:
+        return first_rows_of(self.manifest.tensors)
 
     @property
-    def bytes(self) -> int:
-        """The bytes of the elements that are lost."""
-        return sum(boxes.elements * itemsize(tensor.dtype) for tensor, boxes in self._boxes)
+    def tensors(self) -> list[StateRecord]:
+        """The tensors that have lost elements."""
+        return [tensor for tensor, _ in self.lost_boxes]
+
+    @property
+    def damaged_files(self) -> set[str]:
+        """The files that have lost chunks or items."""
+        items = (blob.item.file for blob in self.manifest.blobs if blob.key in self.items)
+        return {*self.manifest.columns.select(np.flatnonzero(self.chunks)).files(), *items, *self.files}
 
     def to_json(self) -> dict[str, Any]:
         """Return the losses as plain data; the lost boxes are columns, with the number of their tensor."""
         columns: dict[str, list[Any]] = {"tensor": [], "lo": [], "hi": []}
-        for number, (_, boxes) in enumerate(self._boxes):
+        for number, (_, boxes) in enumerate(self.lost_boxes):
             columns["tensor"] += [number] * len(boxes)
             columns["lo"] += boxes.lo.tolist()
             columns["hi"] += boxes.hi.tolist()
         return {
-            "bytes": self.bytes,
+            "bytes": sum(boxes.elements * itemsize(tensor.dtype) for tensor, boxes in self.lost_boxes),
             "chunks": int(self.chunks.sum()),
             "tensors": entry_keys(self.tensors),
             "boxes": columns,
@@ -181,86 +183,59 @@ class Damage:
         """The losses beside the bytes that are under other names."""
         names = self.misplaced.keys()
         items = frozenset(blob.key for blob in self.manifest.blobs if blob.item.file not in names) & self.items
-        files = {name: length for name, length in self.files.items() if name not in names}
+        files = {name: reason for name, reason in self.files.items() if name not in names}
         chunks = self.chunks & ~self.manifest.columns.is_in(names)
-        return replace(self, chunks=chunks, items=items, files=files, misplaced={})
+        return replace(self, chunks=chunks, items=items, files=files, misplaced={}, findings=())
 
     @property
     def sentence(self) -> str:
         """All that is wrong, as one sentence for people; empty if nothing is."""
+        parts = []
+        if self.misplaced:
+            moves = [f"that of {name} is called {file}" for name, file in sorted(self.misplaced.items())]
+            count = counted(len(moves), "file")
+            parts.append(f"{count} with other names than when it was saved: {listed(moves, 4)}")
+            if not (self.without_misplaced or self.findings):
+                parts.append("nothing else is wrong, and nothing is lost")
+        if self and (lost := self.without_misplaced):
+            parts.append(": ".join([listed(lost._causes(), 3, "; "), *filter(None, [lost._losses()])]))
         messages_by_kind = defaultdict[str, list[str]](list)
         for finding in self.findings:
             messages_by_kind[finding.kind].append(finding.message)
-        sentences = [listed(messages, 1, "; ") for messages in messages_by_kind.values()]
-        return "; ".join([self._losses_in_words, *sentences] if self else sentences)
-
-    @property
-    def _losses_in_words(self) -> str:
-        num_lost, num_stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
-        # Bytes that are elsewhere are not lost.
-        if self.misplaced:
-            moves = [f"that of {name} is called {file}" for name, file in sorted(self.misplaced.items())]
-            text = f"{counted(len(moves), 'file')} with other names than when it was saved: {listed(moves, 4)}"
-            besides = self.without_misplaced
-            return f"{text}; {besides._losses_in_words if besides else 'nothing else is wrong, and nothing is lost'}"
-        if self.mixed_up:
-            files = _files(sorted(self.manifest.columns.names))
-            return (
-                f"{MANIFEST_FILE} is of another save than {files}: {num_lost} of {num_stored} chunks have other bytes"
-            )
-        # The verdict comes first, the numbers last.
-        text = ": ".join([listed(self._causes(), 3, "; "), *filter(None, [self._loss])])
-        if self.read and (num_lost < num_stored or len(self.items) < len(self.manifest.blobs)):
-            text += "; all else is whole"
-        numbers = [f"{num_lost} of {num_stored} chunks"] * (num_lost > 0) + [size(self.bytes)] * bool(self.tensors)
-        return f"{text} ({', '.join(numbers)})" if numbers else text
-
-    @property
-    def _loss(self) -> str:
-        """How many tensors of each kind have lost elements, weights first, and how many items are lost; some keys."""
-        losses = []
-        if self.tensors:
-            totals = Counter(map(self.view.noun, self.manifest.tensors))
-            counts = Counter(map(self.view.noun, self.tensors))
-            kinds = enumerated(
-                [f"{counts[noun]} of {totals[noun]} {noun}" for noun in sorted(counts, key="weights".__ne__)]
-            )
-            have = "has" if len(self.tensors) == 1 else "have"
-            losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(self.tensors), 3)})")
-        if self.items:
-            total = len(self.manifest.blobs)
-            losses.append(f"{len(self.items)} of {total} other items are lost ({listed(sorted(self.items), 2)})")
-        return ", and ".join(losses)
+        return "; ".join([*parts, *(listed(messages, 1, "; ") for messages in messages_by_kind.values())])
 
     def _causes(self) -> Iterator[str]:
         """Yield the reasons, each with its files."""
         files_by_reason = defaultdict[str, list[str]](list)
-        for name, reason in self.files.items():
-            files_by_reason[reason].append(name)
-        # Files of the right size with other bytes.
-        names = np.array(self.manifest.columns.names, object)[self.by_file[0] > 0]
-        damaged = {*names} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
-        if damaged := damaged - self.files.keys():
-            files_by_reason["has damaged bytes"] = [*damaged]
-        for reason, files in files_by_reason.items():
-            yield f"{_files(sorted(files))} {reason if len(files) == 1 else _PLURALS.get(reason, reason)}"
+        for name in sorted(self.damaged_files):
+            files_by_reason[self.files.get(name, "has damaged bytes")].append(name)
+        for reason, names in files_by_reason.items():
+            rank, count = rank_in_name(names[0]), len(names)
+            one = f"the file {names[0]}" if rank is None else f"rank {rank}'s file {names[0]}"
+            yield f"{one} {reason}" if count == 1 else f"each of {count} files ({listed(names, 3)}) {reason}"
         if self.holes:
             yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
 
-
-_PLURALS = {"is missing": "are missing", "has damaged bytes": "have damaged bytes"}
-
-
-def _files(names: Sequence[str]) -> str:
-    ranks, text = {*map(rank_in_name, names)}, listed(names, 3)
-    if None in ranks:
-        return f"{counted(len(names), 'file')} ({text})" if len(names) > 1 else f"the file {text}"
-    if len(names) == 1:
-        return f"rank {ranks.pop()}'s file {text}"
-    return f"the files of ranks {listed(sorted(rank for rank in ranks if rank is not None))} ({text})"
+    def _losses(self) -> str:
+        """Return how many tensors of each kind have lost elements, weights first, and how many items are lost."""
+        losses = []
+        if self.tensors:
+            totals = Counter(map(self.view.noun, self.manifest.tensors))
+            counts = Counter(map(self.view.noun, self.tensors))
+            nouns = sorted(counts, key="weights".__ne__)
+            kinds = enumerated([f"{counts[noun]} of {totals[noun]} {noun}" for noun in nouns])
+            have = "has" if len(self.tensors) == 1 else "have"
+            losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(self.tensors), 3)})")
+        if self.items:
+            count = f"{len(self.items)} of {len(self.manifest.blobs)}"
+            losses.append(f"{count} other items are lost ({listed(sorted(self.items), 2)})")
+        return ", and ".join(losses)
 
 
 NOTHING_LOST = Damage(Manifest(()), np.zeros(0, np.bool_))
+
+OTHER_SAVE = f"is of another save than {MANIFEST_FILE}"
+"""The reason of files that are whole by DCP's description, and not what ours says."""
 
 
 _MAX_HOLES = 256
@@ -268,7 +243,7 @@ _MAX_HOLES = 256
 
 
 def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
-    """Return the losses of missing or cut files, by their names and sizes alone.
+    """Return the losses of missing or cut files, by their names and sizes alone; findings are of disks.
 
     Raises:
         UnavailableError: it is not known whether a file is there.
@@ -287,8 +262,8 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
             boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
             holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
     reasons = {name: file.reason for name, file in files.items()}
-    disk_errors = {name: file.disk_error for name, file in files.items() if file.disk_error}
-    return Damage(manifest, chunks, items, reasons, holes, disk_errors=disk_errors)
+    findings = tuple(Finding("disk", str(file.disk_error)) for file in files.values() if file.disk_error)
+    return Damage(manifest, chunks, items, reasons, holes, findings=findings)
 
 
 _MAX_PAIRS = 1 << 16
@@ -298,35 +273,38 @@ _SAMPLES = 8
 """Chunks of a file, spread over it, that identify it under another name."""
 
 
-def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str]:
-    """Return, by the names of files that are not there, or have other bytes, the names under which their bytes are.
+def with_causes(checkpoint: OpenCheckpoint, damage: Damage, names: Collection[str]) -> Damage:
+    """Return damage with the other places of the bytes of files, if there are any; the manifest may be of another save.
 
     Reads some chunks of files: two files that are in each other's place, and one with another name, are found so.
+
+    Args:
+        names: of files that may have other bytes, or none.
     """
+    manifest = checkpoint.outline
     if not isinstance(checkpoint.path, Path) or not is_folder(checkpoint.path):
-        return {}
+        return damage
     # The chunks of each file, the smallest first: few are read of a file that is another one.
-    manifest, names = damage.manifest, damage.manifest.columns.names
-    order = np.lexsort((manifest.elements, manifest.columns.file))
+    starts, columns = first_rows_of(manifest.tensors), manifest.columns
+    order = np.lexsort((manifest.elements, columns.file))
     order = order[manifest.elements[order] > 0]
-    num_lost, num_stored = damage.by_file
-    rows_by_name = dict(zip(names, np.split(order, np.cumsum(num_stored)[:-1]), strict=True)) if names else {}
+    files, first = np.unique(columns.file[order], return_index=True)
+    names_with_rows = [columns.names[file] for file in files]
+    rows_by_name = dict(zip(names_with_rows, np.split(order, first[1:]), strict=False))
 
     @cache
     def has_chunks(file: str, name: str) -> bool:
         """Return whether a file has the chunks that were written under a name."""
         rows = rows_by_name.get(name, ())
         sample = np.unique(np.linspace(0, len(rows) - 1, _SAMPLES).astype(np.int64)) if len(rows) else ()
-        return len(sample) > 0 and all(_is_in(checkpoint, damage, int(rows[number]), file) for number in sample)
+        return len(rows) > 0 and all(_is_in(checkpoint, starts, int(rows[number]), file) for number in sample)
 
-    # The names that have lost everything, and the files that may have their bytes.
-    is_short = np.array([name in damage.files for name in names], np.bool_)
-    numbers = np.flatnonzero((num_stored > 0) & ((num_lost == num_stored) | is_short))
-    suspects = [names[number] for number in numbers if "/" not in names[number]]
+    suspects = [name for name in names if name in rows_by_name and not has_chunks(name, name)]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in entries_of(checkpoint.path) if is_file(e) and e.name not in descriptions]
+    is_mixed_up = 0 < len(rows_by_name) == len(suspects)
     if len(suspects) * len(candidates) > _MAX_PAIRS:
-        return {}
+        return damage
     # Where a file is under another name, that name's own bytes are looked for, too.
     places: dict[str, str] = {}
     while suspects:
@@ -334,17 +312,19 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
         for file in candidates:
             if file != name and file not in places.values() and has_chunks(file, name) and not has_chunks(file, file):
                 places[name] = file
-                if len(rows_by_name.get(file, ())) and file not in places and file not in suspects:
+                if file in rows_by_name and file not in places and file not in suspects:
                     suspects.append(file)
                 break
-    return places
+    if places or damage.files or not is_mixed_up or not _is_whole_stock(checkpoint):
+        return replace(damage, misplaced=places)
+    return replace(damage, files=dict.fromkeys(rows_by_name, OTHER_SAVE))
 
 
-def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> bool:
+def _is_in(checkpoint: OpenCheckpoint, starts: NDArray[np.int64], row: int, file: str) -> bool:
     """Return whether a file has one chunk of the manifest where the chunk's own file must have it."""
-    number = int(np.searchsorted(damage.starts, row, side="right")) - 1
-    tensor = damage.manifest.tensors[number]
-    chunk = tensor.chunks[row - int(damage.starts[number])]
+    number = int(np.searchsorted(starts, row, side="right")) - 1
+    tensor = checkpoint.outline.tensors[number]
+    chunk = tensor.chunks[row - int(starts[number])]
     payload = chunk.payload and replace(chunk.payload, file=file)
     chunk = replace(chunk, item=replace(chunk.item, file=file), payload=payload)
     try:
@@ -353,6 +333,20 @@ def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> b
     except (SourceError, UnavailableError):
         return False
     return checkpoint.payloads.has_checksum(tensor.chunks[0])
+
+
+def _is_whole_stock(checkpoint: OpenCheckpoint) -> bool:
+    """Return whether all chunks of a checkpoint of ours are whole by DCP's description and their own checksums."""
+    if checkpoint.format is not OWN:
+        return False
+    try:
+        with OpenCheckpoint(checkpoint.path, DCP) as stock:
+            for tensor in stock.manifest.tensors:
+                for chunk in tensor.chunks:
+                    check_chunk(stock.payloads, tensor, chunk)
+            return not stock.faults
+    except (SourceError, LayoutError):
+        return False
 
 
 HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
@@ -368,10 +362,10 @@ def damage_by_files(checkpoint: OpenCheckpoint) -> Damage:
         UnavailableError: it is not known whether a file is there, or a disk cannot open it.
     """
     damage = damage_of_files(checkpoint)
-    for error in damage.disk_errors.values():
-        raise error
-    misplaced = misplaced_files(checkpoint, damage) if damage.files else {}
-    return replace(damage, misplaced=misplaced).with_findings(findings_by_files(checkpoint))
+    for finding in damage.findings:
+        raise DiskError(finding.message)
+    damage = with_causes(checkpoint, damage, damage.files) if damage.files else damage
+    return damage.with_findings(findings_by_files(checkpoint))
 
 
 def open_remains(path: Location) -> OpenCheckpoint:
@@ -402,8 +396,24 @@ def damage_at(path: Location) -> Damage:
 
 def damage_of_unreadable(path: Location, error: MuonckptError) -> Damage:
     """Return the damage of a checkpoint that cannot be opened; ``error`` is the reason."""
-    reason = str(error).removeprefix(f"{path}: ")
-    return replace(NOTHING_LOST, findings=(Finding("unreadable", f"it cannot be opened: {reason}"),))
+    message = f"it cannot be opened: {str(error).removeprefix(f'{path}: ')}"
+    # A manifest of a newer version of this package is not damaged.
+    if not isinstance(error, DamageError):
+        return replace(NOTHING_LOST, findings=(Finding("refused", message),))
+    return replace(NOTHING_LOST, findings=(Finding("unreadable", message + stock_description(path)),))
+
+
+def stock_description(path: Location) -> str:
+    """Say how a checkpoint is read without our manifest; empty where DCP's description does not have it all."""
+    from ..formats import dcp  # not needed where nothing is wrong
+
+    with suppress(SourceError):
+        if isinstance(path, Path) and is_there(path / MANIFEST_FILE) and not dcp.reader(path).faults:
+            return (
+                f"; with {MANIFEST_FILE} moved aside it is read as stock DCP by its {METADATA_FILE}, and CRC-32s are "
+                "all that is checked then"
+            )
+    return ""
 
 
 _KINDS_OF_FAULTS = {
@@ -416,34 +426,31 @@ _KINDS_OF_FAULTS = {
 
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Return the faults that the reader has met, and the descriptions that are missing or not as they were written."""
-    findings = []
+    findings = list[Finding]()
     for fault in checkpoint.faults:
         message = str(fault).removeprefix(f"{checkpoint.path}: ")
         findings.append(Finding(_KINDS_OF_FAULTS.get(type(fault), "files"), message))
     if checkpoint.lacks_manifest:
         message = f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts"
         findings.append(Finding("manifest", message))
-    items = items_beside(checkpoint.path)
-    if checkpoint.items_digest is not None and not is_there(items):
-        message = f"{items} is missing, in which items were written beside this checkpoint"
-        findings.append(Finding("items", message))
-    return [*findings, *_changed_descriptions(checkpoint)]
-
-
-def _changed_descriptions(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    """Compare the files that describe a checkpoint of ours to other programs with their digests."""
+    # The files that describe a checkpoint of ours to other programs, and items that were written beside another format.
     digests = checkpoint.outline.files
     for name in sorted({METADATA_FILE, *digests}) if checkpoint.format is OWN else ():
-        if not is_there(checkpoint.path / name):
-            yield Finding("description", f"its {name} is missing, which other programs read")
-            continue
-        if name not in digests:
-            continue
-        try:
-            digest = xxh3_128([read_text_file(checkpoint.path / name)])
-        except SourceError as error:
-            yield Finding("description", f"its {name} is damaged: {error}")
-            continue
-        if digest != digests[name]:
-            message = f"its {name} is damaged: digest {digest}, expected {digests[name]} by {MANIFEST_FILE}"
-            yield Finding("description", message)
+        if text_fault := _text_fault(checkpoint.path / name, digests.get(name)):
+            findings.append(Finding("description", f"its {name} {text_fault}"))
+    if checkpoint.items_digest is not None:
+        items = items_beside(checkpoint.path)
+        if text_fault := _text_fault(items, checkpoint.items_digest):
+            findings.append(Finding("items", f"{items} {text_fault}"))
+    return findings
+
+
+def _text_fault(place: Location, digest: str | None) -> str:
+    """Say whether a text is missing, or has another digest; empty if it is as recorded, or nothing is recorded."""
+    if not is_there(place):
+        return "is missing"
+    try:
+        actual = xxh3_128([read_text_file(place)]) if digest else None
+    except SourceError as error:
+        return f"is damaged: {error}"
+    return "" if actual == digest else f"is damaged: digest {actual}, expected {digest} by {MANIFEST_FILE}"

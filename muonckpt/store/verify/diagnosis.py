@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
-from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
@@ -27,19 +25,19 @@ from ...names.wording import command, counted, shell_line
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE
 from ..formats.registry import OWN
-from ..io.location import Location, Remote, is_folder, is_there, location
+from ..io.location import Location, Remote, is_there, location
 from ..open_checkpoint import OpenCheckpoint
-from .damage import Damage, damage_by_files, damage_of_unreadable, open_remains, rank_in_name
-from .run import (
-    Run,
-    RunStep,
-    StepName,
-    has_lost_all,
-    has_stock_description,
-    last_verification,
-    new_attempt,
-    whole_before,
+from .damage import (
+    NOTHING_LOST,
+    Damage,
+    damage_by_files,
+    damage_of_unreadable,
+    open_remains,
+    rank_in_name,
+    stock_description,
+    with_causes,
 )
+from .run import Run, RunStep, StepName, has_lost_all, last_verification, new_attempt, whole_before
 from .verification import Verification
 
 
@@ -52,19 +50,28 @@ class Remedy:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
+class Diagnosis:
     """The faults of a checkpoint or a run, in one sentence without the path, and what to do; true if anything is.
 
     Attributes:
         remedies: the cheapest and most exact first.
+        damage: of a checkpoint, as far as it was read.
+        verified: the last verification of exactly these files, if it was looked up.
     """
 
     path: Location
     sentence: str
     remedies: tuple[Remedy, ...]
+    damage: Damage = NOTHING_LOST
+    verified: Verification | None = None
 
     def __bool__(self) -> bool:
         return bool(self.sentence)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether something is lost, or may be."""
+        return self.damage.has_loss or (self.verified is not None and self.verified.has_loss)
 
     @property
     def advice(self) -> str:
@@ -86,42 +93,14 @@ class Verdict:
                 yield f"    {remedy.gives}"
             yield ""
 
-
-@dataclass(frozen=True, eq=False)
-class Diagnosis(Verdict):
-    """The verdict on a checkpoint, in terms of a run.
-
-    Attributes:
-        damage: what is wrong, as far as the checkpoint was read.
-        verified: the last verification of exactly these files, if it was looked up.
-    """
-
-    damage: Damage
-    verified: Verification | None
-
-    @classmethod
-    def of(
-        cls, path: Location, damage: Damage, remedies: Iterable[Remedy], verified: Verification | None = None
-    ) -> Diagnosis:
-        """Make a diagnosis: a verification that has found a loss counts before the files, as it has read them."""
-        sentence = damage.sentence
-        if verified is not None and verified.has_loss:
-            sentence = verified.sentence if damage else verified.loss
-        return cls(path, sentence, tuple(remedies), damage, verified)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether something is lost, or may be."""
-        return self.damage.has_loss or (self.verified is not None and self.verified.has_loss)
-
-    def __str__(self) -> str:
-        """Return one paragraph, for errors."""
-        return str(self.error)
-
     @property
     def error(self) -> DamageError:
         """The error that says so."""
         return DamageError(f"{self.path}: {self.sentence}", self.advice)
+
+    def __str__(self) -> str:
+        """Return one paragraph, for errors."""
+        return str(self.error)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return it as plain data; None if nothing is wrong."""
@@ -136,23 +115,21 @@ def diagnosis_of(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Coll
     Args:
         damaged_steps: the names of other steps of its run that are known to be damaged.
     """
-    is_whole = not damage and not damage.findings
-    return Diagnosis.of(checkpoint.path, damage, () if is_whole else _remedies(checkpoint, damage, damaged_steps))
+    path = checkpoint.path
+    remedies = _remedies(path, damage, damaged_steps, checkpoint) if damage or damage.findings else ()
+    return Diagnosis(path, damage.sentence, tuple(remedies), damage)
 
 
 def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Diagnose an open checkpoint by its descriptions, files' sizes and its last verification."""
     path, last = checkpoint.path, last_verification(checkpoint.path)
-    diagnosis = diagnosis_of(checkpoint, damage_by_files(checkpoint), damaged_steps)
-    # The files do not show what reading has shown.
-    remedies = diagnosis.remedies
-    if last is not None and last.misplaced:
-        remedies = (_renamed(path, last.misplaced),)
-    elif last is not None and last.has_loss and not diagnosis.damage:
-        remedies = _remedies_for_others(path, damaged_steps)
-        if last.mixed_up:
-            remedies = (*_by_stock_description(path), *remedies)
-    return Diagnosis.of(path, diagnosis.damage, remedies, last)
+    damage = damage_by_files(checkpoint)
+    if last is None or not last.has_loss:
+        return replace(diagnosis_of(checkpoint, damage, damaged_steps), verified=last)
+    # The files do not show what reading has shown; some of their bytes tell where others are.
+    causes = with_causes(checkpoint, damage, checkpoint.outline.columns.names)
+    remedies = _remedies(path, causes, damaged_steps, checkpoint, is_recorded=True)
+    return Diagnosis(path, last.sentence if damage else last.loss, tuple(remedies), damage, last)
 
 
 def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -161,14 +138,16 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
         with open_remains(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
-        remedies = _remedies_of_unreadable(path, error, damaged_steps)
-        return Diagnosis.of(path, damage_of_unreadable(path, error), remedies)
+        damage = damage_of_unreadable(path, error)
+        return Diagnosis(path, damage.sentence, tuple(_remedies(path, damage, damaged_steps)), damage)
 
 
 def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Diagnose a checkpoint in which reading has met damage, whether its files show that or not."""
     diagnosis = diagnosis_at(path, damaged_steps)
-    return diagnosis or replace(diagnosis, remedies=_remedies_for_others(path, damaged_steps))
+    if diagnosis:
+        return diagnosis
+    return replace(diagnosis, remedies=tuple(_remedies(path, diagnosis.damage, damaged_steps, is_recorded=True)))
 
 
 def advice_on(path: Location) -> str:
@@ -178,12 +157,6 @@ def advice_on(path: Location) -> str:
     except UnavailableError:  # the damage is the news
         return ""
     return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
-
-
-def _remedies_for_others(path: Location, damaged_steps: Collection[str]) -> tuple[Remedy, ...]:
-    """Return what to do about damage that names and sizes of files do not show."""
-    reading = Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")
-    return (reading, *_earlier_step(path, damaged_steps, is_proved=True))
 
 
 def next_step(run: Run, steps: Sequence[RunStep]) -> str:
@@ -196,75 +169,82 @@ def next_step(run: Run, steps: Sequence[RunStep]) -> str:
 
 # --- what to do -------------------------------------------------------------------------------------------------------
 
+_EARLIER_STEP = "reads all of step {}, the newest whole one besides it, by {}; "
+_RESUME = "then resume from that"
+_GOES_BACK = "Series.resume goes back to it by itself, as the damage is proved"
+_STAYS = f"{_RESUME}; move this one away first, as Series.resume does not pass over it"
+_COPY = "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged files from there"
+_FRESH = "in Python: the state of {} begins from zero, also its undamaged part"
+_RENAME = "gives every file its name back; then verify it"
+_STOCK = (
+    f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
+    f"checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others"
+)
+_REWRITE = "writes the same elements with new descriptions"
+_VERIFY = "lists all that is damaged, and what can be done about it"
 
 _DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
 """Kinds of findings about descriptions, not about elements."""
+
+_LOSSES = frozenset({"unlisted", "several_saves", "items", "unreadable", "refused"})
+"""Kinds of findings of what a copy may have, besides lost elements and items."""
 
 _MAX_NAMES = 12
 """The most parameters that a line of Python names."""
 
 
-def _remedies(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collection[str]) -> Iterator[Remedy]:
+def _remedies(
+    path: Location,
+    damage: Damage,
+    damaged_steps: Collection[str],
+    checkpoint: OpenCheckpoint | None = None,
+    is_recorded: bool = False,
+) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
     A cure that gives up state is not among them where another one keeps it.
+
+    Args:
+        checkpoint: None if it cannot be opened.
+        is_recorded: whether reading has found a loss, which names and sizes of files may not show.
     """
-    path, kinds = checkpoint.path, damage.kinds
+    kinds, is_unseen = damage.kinds, is_recorded and not damage
     # Files get their names back.
     if damage.misplaced:
-        yield _renamed(path, damage.misplaced)
+        yield Remedy(_moves(path, damage.misplaced), _RENAME)
         damage = damage.without_misplaced
         if not damage:
             return
     # Descriptions are written again.
-    has_loss = bool(damage.tensors or damage.items or "unlisted" in kinds)
-    if not has_loss and (damage or kinds) and kinds <= _DESCRIPTIVE:
-        yield _COPY if checkpoint.faults else _rebuilt(checkpoint)
+    has_loss = bool(damage or kinds & _LOSSES)
+    if checkpoint and not (has_loss or is_recorded) and kinds <= _DESCRIPTIVE:
+        yield Remedy("muonckpt verify COPY", _COPY) if checkpoint.faults else _rebuilt(checkpoint)
         return
-    if damage.mixed_up:
-        yield from _by_stock_description(path)
+    if (damage.is_mixed_up or "unreadable" in kinds) and stock_description(path):
+        yield Remedy(shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside"), _STOCK)
+    if is_unseen:
+        yield Remedy(command("verify", path), _VERIFY)
     # The run goes on from another step, or a copy has the lost files.
-    earlier_step = [*_earlier_step(path, damaged_steps, is_proved=bool(damage) and not damage.disk_errors)]
-    yield from earlier_step
-    if earlier_step:
+    place = path.resolve() if path.name in ("", "..") else path
+    if before := whole_before(place, damaged_steps):
+        step = _EARLIER_STEP.format(before.step, "its last verification" if before.verified else "its files' sizes")
+        is_proved = is_recorded or "unreadable" in kinds or (bool(damage) and not damage.is_of_disk)
+        resume = _RESUME if StepName.parsed(place.name) is None else _GOES_BACK if is_proved else _STAYS
+        yield Remedy(command("verify", before.path), step + resume)
+    if before or is_unseen:
         return
-    if has_loss or "several_saves" in kinds:
-        yield _COPY
+    if has_loss:
+        yield Remedy("muonckpt verify COPY", _COPY)
     # State of the optimizer begins as zeros, where no weight is lost.
     is_state_alone = bool(damage.tensors) and not damage.items and "unlisted" not in kinds and damage.begins_at_zero
     names = sorted({tensor.name or "" for tensor in damage.tensors})
     are_names = len(names) <= _MAX_NAMES and all(name and not name.isdecimal() for name in names)
-    if is_state_alone and are_names and checkpoint.format is OWN and not damage.mixed_up:
-        is_of_series = StepName.parsed(_with_name(path).name) is not None
-        yield Remedy(
-            f"{'Series.resume(...' if is_of_series else f'muonckpt.load(state, {str(path)!r}'}, fresh={names!r})",
-            f"in Python: the state of {counted(len(names), 'parameter')} begins from zero, also its undamaged part",
-        )
+    if is_state_alone and are_names and checkpoint and checkpoint.format is OWN and not damage.is_mixed_up:
+        call = "Series.resume(..." if StepName.parsed(place.name) else f"muonckpt.load(state, {str(path)!r}"
+        yield Remedy(f"{call}, fresh={names!r})", _FRESH.format(counted(len(names), "parameter")))
 
 
-_COPY = Remedy(
-    "muonckpt verify COPY",
-    "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged files from there",
-)
-
-
-_STAYS = "Series.resume does not pass over it"
-
-
-def _earlier_step(path: Location, damaged_steps: Collection[str], is_proved: bool) -> Iterator[Remedy]:
-    """Yield how the run goes on without a step; ``is_proved``: recorded as damaged, or shown so by its bytes."""
-    place = _with_name(path)
-    if before := whole_before(place, damaged_steps):
-        known_by = "its last verification" if before.verified else "its files' sizes"
-        step = f"step {before.step} is the newest whole one besides it, by {known_by}: reads it all"
-        resume = ", then resume from that"
-        if StepName.parsed(place.name) is not None:
-            goes_back = "; Series.resume goes back to it by itself, as the damage is proved"
-            resume = goes_back if is_proved else f"{resume}; move this one away first, as {_STAYS}"
-        yield Remedy(command("verify", before.path), f"{step}{resume}")
-
-
-def _renamed(path: Location, misplaced: Mapping[str, str]) -> Remedy:
+def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
     """Return the commands that give files their names; one that would be replaced is kept under a name of its own."""
     places, vacant, commands = dict(sorted(misplaced.items())), set[str](), list[str]()
     while places:
@@ -277,53 +257,20 @@ def _renamed(path: Location, misplaced: Mapping[str, str]) -> Remedy:
             places = {key: destination if file == name else file for key, file in places.items()}
         vacant.add(source)
         commands.append(shell_line("mv", path / source, path / destination))
-    return Remedy(" && ".join(commands), "gives every file its name back; then verify it")
+    return " && ".join(commands)
 
 
 def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
     path, manifest = checkpoint.path, checkpoint.outline
-    # On as many ranks as wrote it, in the same format.
+    # On as many ranks as wrote it, in the same format; as another attempt at the step of a run.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
     options = ["--mesh", f"dp={max(1, len(ranks))}"]
     if MEGATRON_FILE in manifest.files or is_there(path / MEGATRON_FILE):
         options += ["--format", "torch_dist"]
-    return Remedy(
-        command("reshard", path, _free_path(path), *options), "writes the same elements with new descriptions"
-    )
-
-
-def _remedies_of_unreadable(path: Location, error: Exception, damaged_steps: Collection[str]) -> Iterator[Remedy]:
-    """Yield what to do if a checkpoint's description cannot be read."""
-    if is_folder(path):
-        # A manifest of a newer version of this package is not damaged.
-        if isinstance(error, DamageError) and is_there(path / MANIFEST_FILE):
-            yield from _by_stock_description(path)
-        yield _COPY
-    yield from _earlier_step(path, damaged_steps, is_proved=isinstance(error, DamageError))
-
-
-def _by_stock_description(path: Location) -> Iterator[Remedy]:
-    """Yield how to read a checkpoint without our description of it, if DCP's is whole."""
-    if isinstance(path, Path) and has_stock_description(path):
-        yield Remedy(
-            shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside"),
-            f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
-            f"checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others",
-        )
-
-
-def _with_name(path: Location) -> Location:
-    return path.resolve() if path.name in ("", "..") else path
-
-
-def _free_path(path: Location) -> Location:
-    """Return the path of a checkpoint beside this one that does not exist yet: of the same step, if it is of a run."""
-    place = _with_name(path)
-    if (name := new_attempt(place)) is not None:
-        return place.parent / name
-    names = chain([f"{place.name}-rebuilt"], (f"{place.name}-rebuilt{number}" for number in count(2)))
-    return next(place.parent / name for name in names if not is_there(place.parent / name))
+    place = path.resolve()
+    name = new_attempt(place) or f"{place.name}-rebuilt"
+    return Remedy(command("reshard", path, place.parent / name, *options), _REWRITE)
 
 
 # --- opening what has to be whole, as far as descriptions and the sizes of files tell ---------------------------------

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple, TypeVar
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
 from ...names.wording import enumerated, shell_line
 from ...programs.signs import METADATA_FILE
-from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
 from ..io.location import (
@@ -33,7 +32,7 @@ from ..io.location import (
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import HARMLESS, Damage, damage_at, damage_by_files
-from .verification import FilesState, Verification, look_at_files, read_verification
+from .verification import Verification, look_at_files, read_verification
 
 T = TypeVar("T")
 
@@ -347,43 +346,36 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
     Raises:
         UnavailableError: it cannot be looked at, so it is not known whether it is whole.
     """
-    files_before = look_at_files(place)
-    try:
-        step, value = _examine_step(place, files_before, name, view)
-    except OSError as error:  # a file was gone that had been listed
-        step, value = RunStep(place.name, place, *name, "faulty", str(error), files_before.bytes, None), None
-    # Files that come or go meanwhile are of a save or a removal.
-    if step.state == "whole" or look_at_files(place) == files_before:
-        return step, value
-    state: State = "incomplete" if is_there(place) else "removed"
-    return replace(step, state=state, fault=_CHANGING if is_there(place) else _GONE, is_complete=False), None
-
-
-def _examine_step(
-    place: Location, files: FilesState, name: StepName, view: Callable[[OpenCheckpoint], T]
-) -> tuple[RunStep, T | None]:
-    """Return a step with its state, as `look_at_step` does; raises FileNotFoundError where it is being removed."""
+    files, last = look_at_files(place), read_verification(place)
     # The last verification counts only if the files are the same as then.
-    last = read_verification(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "faulty", "", files.bytes, files.last_write, verified=last)
     # In a store, a removal leaves a mark until the last file is gone; what is there until then is no step any more.
     if isinstance(place, Remote) and is_there(place / publish.MARK):
         return replace(step, state="removed", fault="it is being removed"), None
-    # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.
+    value = None
     try:
         path = _checkpoint_in(place)
-        if path is None:
-            return _without_description(step), None
-        step = replace(step, path=path)
-        with OpenCheckpoint(path) as opened:
-            damage = damage_by_files(opened)
-            value = view(opened)
+        step = replace(step, path=path or place)
+        step, value = _opened(step, view) if path else (_without_description(step), None)
     except DamageError:
-        with_stock = _WITH_STOCK if is_there(step.path / MANIFEST_FILE) and has_stock_description(step.path) else ""
-        return replace(step, fault=f"{damage_at(step.path).sentence}{with_stock}"), None
+        step = replace(step, fault=damage_at(step.path).sentence)
     except SourceError as error:
-        return replace(step, state="unread", fault=str(error)), None
+        step = replace(step, state="unread", fault=str(error))
+    except OSError as error:  # a file was gone that had been listed
+        step = replace(step, fault=str(error))
+    # Files that come or go meanwhile are of a save or a removal.
+    if step.state == "whole" or look_at_files(place) == files:
+        return step, value
+    state: State = "incomplete" if is_there(place) else "removed"
+    return replace(step, state=state, fault=_CHANGING if is_there(place) else _GONE, is_complete=False), None
+
+
+def _opened(step: RunStep, view: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T]:
+    """Judge a step by its descriptions and the sizes of its files; return the value of ``view``, too."""
+    with OpenCheckpoint(step.path) as checkpoint:
+        damage = damage_by_files(checkpoint)
+        value = view(checkpoint)
     return judged(replace(step, is_complete=damage.kinds <= HARMLESS - {"manifest"}), damage), value
 
 
@@ -411,22 +403,9 @@ def _without_description(step: RunStep) -> RunStep:
     return replace(step, state="incomplete", fault=_NOT_FINISHED)
 
 
-_WITH_STOCK = (
-    f"; with {MANIFEST_FILE} moved aside it is read as stock DCP by its {METADATA_FILE}, and CRC-32s are all that is "
-    "checked then"
-)
 _GONE = "it is gone"
 _CHANGING = "its files changed while they were looked at, by a save or a removal"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
-
-
-def has_stock_description(path: Location) -> bool:
-    """Return whether DCP's description of a checkpoint, and all that it describes, are there."""
-    from ..formats import dcp  # not needed where nothing is wrong
-
-    with suppress(SourceError):
-        return not dcp.reader(path).faults
-    return False
 
 
 def _checkpoint_in(place: Location) -> Location | None:

@@ -6,14 +6,12 @@ that is changed, copied or restored has other files, and no entry.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -47,7 +45,6 @@ class Verification:
         has_loss: whether elements or items are lost.
         version: of the muonckpt that read it.
         files: the `FilesState.digest` of what was read.
-        misplaced, mixed_up: as `Damage` has them: the exact cures follow from these.
     """
 
     timestamp: float
@@ -56,8 +53,6 @@ class Verification:
     has_loss: bool
     version: str
     files: str
-    misplaced: Mapping[str, str]
-    mixed_up: bool
 
     @property
     def is_whole(self) -> bool:
@@ -196,15 +191,9 @@ def read_verification(place: Location) -> Verification | None:
             "has_loss": bool(has_loss),
             "version": str(version),
             "files": str(files),
-            "misplaced": dict(misplaced),
-            "mixed_up": bool(mixed_up),
-        } if all(map(_is_plain_name, chain.from_iterable(misplaced.items()))):  # they become parts of a command
-            return Verification(timestamp, verdict, sentence, has_loss, version, files, misplaced, mixed_up)
+        }:
+            return Verification(timestamp, verdict, sentence, has_loss, version, files)
     return None
-
-
-def _is_plain_name(name: object) -> bool:
-    return isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and "/" not in name
 
 
 def record_verification(checkpoint: Location, entry: Verification) -> str:
@@ -231,30 +220,15 @@ def _write_entry(place: Location, text: bytes) -> None:
     if is_link(record):
         raise OSError(f"{record} is a symbolic link, expected a folder")
     record.mkdir(exist_ok=True)
-    with _locked(record) as is_locked:
-        # The file changes at once.
-        draft = record / f".{os.urandom(16).hex()}"
-        try:
-            write_synced(draft, text)
-            draft.replace(record / place.name)
-        finally:
-            draft.unlink(missing_ok=True)
-        # Checkpoints that are gone leave the record, and so do drafts of processes that were killed.
-        for entry in record.iterdir():
-            if (is_locked or not entry.name.startswith(".")) and not is_there(place.parent / entry.name):
-                entry.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock, which the system lifts when this process dies; yield whether there are such locks."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    is_locked = True
+    # The file changes at once.
+    draft = record / f".{place.name}.{os.urandom(8).hex()}"
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            is_locked = False
-        yield is_locked
+        write_synced(draft, text)
+        draft.replace(record / place.name)
     finally:
-        os.close(handle)
+        draft.unlink(missing_ok=True)
+    # Checkpoints that are gone leave the record, and so do drafts of processes that were killed.
+    for entry in record.iterdir():
+        checkpoint = entry.name[1:].rpartition(".")[0] if entry.name.startswith(".") else entry.name
+        if not (checkpoint and is_there(place.parent / checkpoint)):
+            entry.unlink(missing_ok=True)
