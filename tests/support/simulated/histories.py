@@ -430,11 +430,11 @@ class Oracle:
         """What a rank of a program does; return the last step if nothing has disturbed its save."""
         training = Training(self, program, rank)
         self._resume(training, program)
-        hits = 0
+        hits = -1  # before the last save
         for counter, act in zip(counters, program.acts, strict=False):
-            hits = self._hits
+            hits = hits if act == "export" else self._hits
             training.act(act, counter)
-        is_clean = not training.pending and training.is_saved and program.acts and hits == self._hits
+        is_clean = not training.pending and training.is_saved and hits == self._hits
         training.series.close()
         training.settle("saved")
         return training.step if is_clean else None
