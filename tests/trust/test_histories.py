@@ -158,7 +158,7 @@ def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
         (rename_before_the_data, 2),
         (removal_before_the_rename, 3),
         (record_before_the_check, 187),
-        (existence_that_swallows_errors, 319),
+        (existence_that_swallows_errors, 1173),
         (lock_left, 276),
         (step_number_used_twice, 10),
         (retention_of_the_only_whole_step, 3),
