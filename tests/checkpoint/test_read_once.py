@@ -18,6 +18,7 @@ from support import sweep
 from support.machines import Ranges, bytes_of_cluster, on_machine, recorded_reads
 from support.placed import numbered
 from support.sharded import as_stock
+from support.stored_bytes import bytes_read
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -82,11 +83,6 @@ def load_job(
         local, expected_local = (v.to_local() if isinstance(v, DTensor) else v for v in (value, expected))
         assert torch.equal(local, expected_local) if isinstance(local, torch.Tensor) else local == expected_local, name
     return dict(ranges), report.traffic
-
-
-def bytes_read() -> int:
-    """Return the bytes that read calls of this process got, of files and sockets alike."""
-    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 MACHINES = {"one machine": (0, 0, 0, 0), "2 x 2": (0, 0, 1, 1), "in turn": (0, 1, 0, 1), "four": (0, 1, 2, 3)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from support import sharded, sweep
 from support.golden import golden
 from support.resharded import KINDS, contents, make_job, nothing_but, once, plain, plan_job, reshard, rewrite, saved
 from support.sharded import edit, elements_of, manifest_edited, raw_bytes
+from support.stored_bytes import bytes_read
 from support.trees import tree
 
 import muonckpt
@@ -166,10 +166,6 @@ def test_memory_stays_within_the_budget_whatever_the_shapes(form, large, tmp_pat
     growth = int(subprocess.run(script, capture_output=True, check=True).stdout)
     shutil.rmtree(tmp_path / "b") if (tmp_path / "b").is_dir() else (tmp_path / "b").unlink()
     assert growth < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
-
-
-def bytes_read() -> int:
-    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 @pytest.mark.parametrize(("dim", "threads", "limit"), [(0, 2, 1.7), (1, 1, 1.7), (1, 2, 3.7)])

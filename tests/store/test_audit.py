@@ -19,6 +19,7 @@ from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from support.resharded import reshard
 from support.sharded import GOLDENS, as_stock, edit, manifest_edited, no_checksums
+from support.stored_bytes import bytes_read
 
 import muonckpt
 from muonckpt import SourceError
@@ -324,10 +325,6 @@ def test_a_dtype_that_nobody_knows_is_damage_where_we_wrote_it(ours, format, fil
     else:
         with pytest.raises(SourceError, match=other.decode().strip('"')):
             muonckpt.verify(tmp_path / "b")
-
-
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 def test_small_items_are_read_once_and_opened_while_the_progress_goes_on(tmp_path):

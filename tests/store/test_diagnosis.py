@@ -18,6 +18,7 @@ from support import sweep
 from support.commands import called
 from support.golden import golden
 from support.sharded import as_stock
+from support.stored_bytes import bytes_read
 
 import muonckpt
 from muonckpt import DamageError, Series
@@ -305,6 +306,19 @@ def test_a_file_that_was_copied_over_another_is_lost(uneven, tmp_path):
     shutil.copy(path / A, path / B)
     found = diagnosed(path)
     assert not found.damage.misplaced and found.damage.chunks.sum() == 4
+
+
+def test_small_chunks_tell_a_file_of_a_step_that_is_recorded_as_damaged(tmp_path):
+    """A large chunk may be as large as a disk reads in a minute, while all ranks wait."""
+    tensors = {"large": torch.randn(2, (1 << 20) + 1), "small": torch.randn(2, 64)}
+    muonckpt.save({"model": tensors}, tmp_path / "whole")
+    path = tmp_path / "one"
+    muonckpt.reshard(tmp_path / "whole", path, mesh={"dp": 2}, shard={"*": [("dp", 0)]})
+    renamed(path, {A: B, B: A})
+    assert called("verify", path).returncode == 1
+    before = bytes_read()
+    [remedy] = muonckpt.inspect(path).diagnosis.remedies
+    assert remedy.command.startswith("mv ") and 0 < bytes_read() - before < tensors["large"].nbytes / 2
 
 
 def test_what_is_lost_besides_is_said(uneven, tmp_path):

@@ -270,7 +270,10 @@ _MAX_PAIRS = 1 << 16
 """The most pairs of a name and a file that are looked at: some seconds."""
 
 _SAMPLES = 8
-"""Chunks of a file, spread over it, that identify it under another name."""
+"""Chunks of a file, spread over it, that identify it."""
+
+_MAX_SAMPLED = 1 << 20
+"""The most elements of such a chunk, unless all chunks of the file have more."""
 
 
 def with_causes(checkpoint: OpenCheckpoint, damage: Damage, names: Collection[str]) -> Damage:
@@ -284,25 +287,17 @@ def with_causes(checkpoint: OpenCheckpoint, damage: Damage, names: Collection[st
     manifest = checkpoint.outline
     if not isinstance(checkpoint.path, Path) or not is_folder(checkpoint.path):
         return damage
-    # The chunks of each file, the smallest first: few are read of a file that is another one.
-    starts, columns = first_rows_of(manifest.tensors), manifest.columns
-    order = np.lexsort((manifest.elements, columns.file))
-    order = order[manifest.elements[order] > 0]
-    files, first = np.unique(columns.file[order], return_index=True)
-    names_with_rows = [columns.names[file] for file in files]
-    rows_by_name = dict(zip(names_with_rows, np.split(order, first[1:]), strict=False))
+    samples, starts = _samples_by_file(manifest), first_rows_of(manifest.tensors)
 
     @cache
     def has_chunks(file: str, name: str) -> bool:
         """Return whether a file has the chunks that were written under a name."""
-        rows = rows_by_name.get(name, ())
-        sample = np.unique(np.linspace(0, len(rows) - 1, _SAMPLES).astype(np.int64)) if len(rows) else ()
-        return len(rows) > 0 and all(_is_in(checkpoint, starts, int(rows[number]), file) for number in sample)
+        return name in samples and all(_is_in(checkpoint, starts, row, file) for row in samples[name])
 
-    suspects = [name for name in names if name in rows_by_name and not has_chunks(name, name)]
+    suspects = [name for name in names if name in samples and not has_chunks(name, name)]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in entries_of(checkpoint.path) if is_file(e) and e.name not in descriptions]
-    is_mixed_up = 0 < len(rows_by_name) == len(suspects)
+    is_mixed_up = 0 < len(samples) == len(suspects)
     if len(suspects) * len(candidates) > _MAX_PAIRS:
         return damage
     # Where a file is under another name, that name's own bytes are looked for, too.
@@ -312,12 +307,29 @@ def with_causes(checkpoint: OpenCheckpoint, damage: Damage, names: Collection[st
         for file in candidates:
             if file != name and file not in places.values() and has_chunks(file, name) and not has_chunks(file, file):
                 places[name] = file
-                if file in rows_by_name and file not in places and file not in suspects:
+                if file in samples and file not in places and file not in suspects:
                     suspects.append(file)
                 break
-    if places or damage.files or not is_mixed_up or not _is_whole_stock(checkpoint):
+    if places or damage.files or not is_mixed_up or not _is_as_dcp_says(checkpoint):
         return replace(damage, misplaced=places)
-    return replace(damage, files=dict.fromkeys(rows_by_name, OTHER_SAVE))
+    return replace(damage, files=dict.fromkeys(samples, OTHER_SAVE))
+
+
+def _samples_by_file(manifest: Manifest) -> Mapping[str, Sequence[int]]:
+    """Return the rows of chunks that identify each file, the smallest first, as few are read of another file.
+
+    Two manifests that have the same chunks in a file have the same samples of it.
+    """
+    columns = manifest.columns
+    order = np.lexsort((columns.item_end(), manifest.elements, columns.file))
+    order = order[manifest.elements[order] > 0]
+    files, first = np.unique(columns.file[order], return_index=True)
+    samples = {}
+    for file, rows in zip(files.tolist(), np.split(order, first[1:]), strict=False):
+        count = max(1, int(np.searchsorted(manifest.elements[rows], _MAX_SAMPLED, side="right")))
+        numbers = np.unique(np.linspace(0, count - 1, _SAMPLES).astype(np.int64))
+        samples[columns.names[file]] = rows[numbers].tolist()
+    return samples
 
 
 def _is_in(checkpoint: OpenCheckpoint, starts: NDArray[np.int64], row: int, file: str) -> bool:
@@ -335,16 +347,15 @@ def _is_in(checkpoint: OpenCheckpoint, starts: NDArray[np.int64], row: int, file
     return checkpoint.payloads.has_checksum(tensor.chunks[0])
 
 
-def _is_whole_stock(checkpoint: OpenCheckpoint) -> bool:
-    """Return whether all chunks of a checkpoint of ours are whole by DCP's description and their own checksums."""
+def _is_as_dcp_says(checkpoint: OpenCheckpoint) -> bool:
+    """Return whether the files of a checkpoint of ours have the chunks that DCP's description says."""
     if checkpoint.format is not OWN:
         return False
     try:
         with OpenCheckpoint(checkpoint.path, DCP) as stock:
-            for tensor in stock.manifest.tensors:
-                for chunk in tensor.chunks:
-                    check_chunk(stock.payloads, tensor, chunk)
-            return not stock.faults
+            samples, starts = _samples_by_file(stock.outline), first_rows_of(stock.outline.tensors)
+            rows = ((name, row) for name, of_file in samples.items() for row in of_file)
+            return not stock.faults and all(_is_in(stock, starts, row, name) for name, row in rows)
     except (SourceError, LayoutError):
         return False
 
