@@ -73,7 +73,7 @@ def report_command(
     lines = list(page.lines)
     for line in lines:
         print_line(line)
-    summary = counted(page.findings, "finding") if page.findings else "nothing else" if lines else "nothing odd"
+    summary = counted(page.findings, "finding") if page.findings else "nothing else odd" if lines else "nothing odd"
     print_line(f"{output}: {summary} in {checkpoint}")
     print_duration()
     return code

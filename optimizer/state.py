@@ -43,7 +43,7 @@ def fresh_state(
     if param.dtype.itemsize < 2:
         raise ArgumentError(
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
-            "train parameters of 16 bits or more, and make the 8-bit ones of them"
+            "train weights of 16 bits or more, and cast the 8-bit ones from them"
         )
     dtype = average_dtype(param, group)
     if method is None:

@@ -112,12 +112,29 @@ def test_a_step_without_descriptions_is_the_same_damage_to_all(lost, run):
     for file in newest.iterdir():
         if lost == "all files" or file.name in (".metadata", "muonckpt.json"):
             file.unlink()
-    found = printed(1, "verify", newest).splitlines()[0].partition(f"{newest}: ")[2].rstrip(".")
+    shown = printed(1, "verify", newest)
+    found = shown.splitlines()[0].partition(f"{newest}: ")[2].rstrip(".")
+    assert "Series.resume goes back to it by itself" in shown
+    assert "start the job again (it resumes from step-00000002)" in printed(1, "verify", run)
     assert found.startswith("it cannot be opened: expected ")
     assert f"{newest.name}: faulty, not verified: {found}" in printed(1, "verify", run)
     assert f"{newest.name}: {found}" in printed(1, "inspect", run)
     with pytest.warns(RuntimeWarning, match=f"{newest} is not whole: .*; {run / 'step-00000002'} is the newest"):
         assert Series(run).latest().step == 2
+
+
+def test_a_step_that_was_written_again_needs_nothing_more(run):
+    newest, again = run / "step-00000003", run / "step-00000003.2"
+    (newest / ".metadata").unlink()
+    [command] = re.findall(r"^\(a\) muonckpt (.*)$", printed(1, "verify", newest), re.MULTILINE)
+    printed(0, *shlex.split(command))
+    printed(0, "verify", run)
+    assert Series(run).latest().path == str(again)
+    for damage in (lambda: None, lambda: flip_last_bit(newest)):  # lost files of it change nothing
+        damage()
+        assert f"(a) muonckpt verify {again}\n    reads all of {again.name}, the same" in printed(1, "verify", newest)
+    assert "next: " not in printed(1, "inspect", run)
+    assert "What to do" not in printed(1, "report", run, "-o", run.parent / "run.html")
 
 
 def test_a_step_that_is_gone_is_missed_where_a_resume_was_recorded(run):

@@ -37,7 +37,7 @@ from .damage import (
     stock_description,
     with_causes,
 )
-from .run import Run, RunStep, StepName, has_lost_all, last_verification, new_attempt, whole_before
+from .run import NumberedName, Run, RunStep, StepName, has_lost_all, last_verification, new_attempt, whole_before
 from .verification import Verification
 
 
@@ -161,7 +161,7 @@ def advice_on(path: Location) -> str:
 
 def next_step(run: Run, steps: Sequence[RunStep]) -> str:
     """Say what to do about the newest faulty one of some steps of a run, or else about those that cannot be read."""
-    faulty = [step for step in steps if step.state == "faulty"]
+    faulty = [step for step in steps if step.state == "faulty" and not run.is_replaced(step)]
     if faulty:
         return f"{command('verify', faulty[-1].path)} (what to do about {faulty[-1].name})"
     return run.way_back()
@@ -170,6 +170,7 @@ def next_step(run: Run, steps: Sequence[RunStep]) -> str:
 # --- what to do -------------------------------------------------------------------------------------------------------
 
 _EARLIER_STEP = "reads all of step {}, the newest whole one besides it, by {}; "
+_AGAIN = "reads all of {}, the same step written again, so that this one is not needed"
 _RESUME = "then resume from that"
 _GOES_BACK = "Series.resume goes back to it by itself, as the damage is proved"
 _STAYS = f"{_RESUME}; move this one away first, as Series.resume does not pass over it"
@@ -209,6 +210,11 @@ def _remedies(
         is_recorded: whether reading has found a loss, which names and sizes of files may not show.
     """
     kinds, is_unseen = damage.kinds, is_recorded and not damage
+    place = path.resolve() if path.name in ("", "..") else path
+    before, name = whole_before(place, damaged_steps), NumberedName.parsed(place.name)
+    if before and name and before.step == name.step.step and before.attempt > name.step.attempt:
+        yield Remedy(command("verify", before.path), _AGAIN.format(before.name))
+        return
     # Files get their names back.
     if damage.misplaced:
         yield Remedy(_moves(path, damage.misplaced), _RENAME)
@@ -218,17 +224,18 @@ def _remedies(
     # Descriptions are written again.
     has_loss = bool(damage or kinds & _LOSSES)
     if checkpoint and not (has_loss or is_recorded) and kinds <= _DESCRIPTIVE:
-        yield Remedy("muonckpt verify COPY", _COPY) if checkpoint.faults else _rebuilt(checkpoint)
+        yield Remedy("muonckpt verify COPY", _COPY) if checkpoint.faults else _rebuilt(checkpoint, place)
         return
     if (damage.is_mixed_up or "unreadable" in kinds) and stock_description(path):
         yield Remedy(shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside"), _STOCK)
     if is_unseen:
         yield Remedy(command("verify", path), _VERIFY)
     # The run goes on from another step, or a copy has the lost files.
-    place = path.resolve() if path.name in ("", "..") else path
-    if before := whole_before(place, damaged_steps):
+    if before:
         step = _EARLIER_STEP.format(before.step, "its last verification" if before.verified else "its files' sizes")
-        is_proved = is_recorded or "unreadable" in kinds or (bool(damage) and not damage.is_of_disk)
+        # A series passes over a step without a manifest, whatever is wrong with it.
+        is_passed = is_recorded or not is_there(path / MANIFEST_FILE) or "unreadable" in kinds
+        is_proved = is_passed or (bool(damage) and not damage.is_of_disk)
         resume = _RESUME if StepName.parsed(place.name) is None else _GOES_BACK if is_proved else _STAYS
         yield Remedy(command("verify", before.path), step + resume)
     if before or is_unseen:
@@ -260,7 +267,7 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
     return " && ".join(commands)
 
 
-def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
+def _rebuilt(checkpoint: OpenCheckpoint, place: Location) -> Remedy:
     """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
     path, manifest = checkpoint.path, checkpoint.outline
     # On as many ranks as wrote it, in the same format; as another attempt at the step of a run.
@@ -268,7 +275,6 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     options = ["--mesh", f"dp={max(1, len(ranks))}"]
     if MEGATRON_FILE in manifest.files or is_there(path / MEGATRON_FILE):
         options += ["--format", "torch_dist"]
-    place = path.resolve()
     name = new_attempt(place) or f"{place.name}-rebuilt"
     return Remedy(command("reshard", path, place.parent / name, *options), _REWRITE)
 

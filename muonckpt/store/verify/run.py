@@ -170,6 +170,10 @@ class Run:
         """The newest whole step; None if there is none, or if it is not known which it is."""
         return self.whole[-1] if self.whole and not self.unread else None
 
+    def is_replaced(self, step: RunStep) -> bool:
+        """Return whether a later attempt at the same step is whole, so that this one is not needed."""
+        return any(later.step == step.step and later.attempt > step.attempt for later in self.whole)
+
     def way_back(self, unread: Collection[str] = ()) -> str:
         """Say how to go on from an older step than those that cannot be read; empty if there are no such steps.
 
@@ -313,7 +317,7 @@ def _siblings(checkpoint: Location) -> list[tuple[str, StepName]]:
 
 
 def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep | None:
-    """Return the newest whole checkpoint of the same run, preferably of an earlier step; None if none is beside it.
+    """Return the newest whole checkpoint of the same run, preferably of no later step; None if none is beside it.
 
     Args:
         besides: the names of others that are known to be damaged.
@@ -322,7 +326,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
 
     def preference(sibling: tuple[str, StepName]) -> tuple[object, ...]:
         name, step = sibling
-        return numbered is not None and step > numbered.step, -step.step, -step.attempt, name
+        return numbered is not None and step.step > numbered.step.step, -step.step, -step.attempt, name
 
     with suppress(OSError, SourceError, UnavailableError):  # of no use as advice
         if _is_checkpoint(run):
