@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..names.errors import warn_on_rank
 from ..names.vocabulary import ParamGroup
-from ..names.wording import folded, listed, table
+from ..names.wording import listed, merged_names, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import Fused, sides_of
 from .planning.schedule import Schedule
@@ -58,10 +58,7 @@ class GroupReport:
     @property
     def layers(self) -> str:
         """The names, one for all layers in which they differ by numbers, with how many these are."""
-        layers = []
-        for name, count, _ in folded((name, "") for name in self.names):
-            layers.append(name if count == 1 else f"{name} ({count})")
-        return listed(layers, SHOWN_NAMES)
+        return listed(merged_names(self.names), SHOWN_NAMES)
 
 
 @dataclass(frozen=True, slots=True)

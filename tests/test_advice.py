@@ -531,7 +531,7 @@ def test_weights_that_fresh_leaves_as_initialised_come_first(here):
     assert str(restored.report).startswith(f"{told}: model.blocks.*") and f": {told}: " in str(restored)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     proof = restored.check(model, optimizer)
-    assert str(proof).startswith(f"{told} (model.blocks.*") and len(proof.initialised) == 32
+    assert str(proof).startswith(f"{told}: model.blocks.*") and len(proof.initialised) == 32
     assert told in called("inspect", "run").stdout
 
 

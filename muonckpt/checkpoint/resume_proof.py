@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ..names.errors import warn_on_rank
 from ..names.keys import PARAM_GROUPS, key_of
-from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, as_initialised, in_globs, in_short
+from ..names.resumption import MAX_GLOBS, NAMES_OF_GROUPS, as_initialised, in_short
 from ..names.vocabulary import KeyPath
 from ..names.wording import counted, listed
 from .attestation import TensorPrint
@@ -254,7 +254,7 @@ class ResumeProof:
         ranks = "" if self.ranks_saved is None else f"saved on {counted(self.ranks_saved, 'rank')}, now {self.ranks}, "
         initialised = ""
         if weights := self.initialised:
-            initialised = f"{as_initialised(len(weights))} ({listed(in_globs(weights, ()), MAX_GLOBS)}); "
+            initialised = f"{as_initialised(len(weights))}: {in_short(weights)}; "
         resumed = f"{initialised}resumed from step {self.step}, {ranks}"
         if self.equal and not self.tensors and self.unchecked:
             return f"{resumed}with nothing to prove: no tensor that runs now was loaded{unchecked}"

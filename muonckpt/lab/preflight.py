@@ -36,9 +36,9 @@ from ..checkpoint.refusal import LOAD, RESUME
 from ..checkpoint.stored import Stored
 from ..names.errors import DamageError, MuonckptError, SourceError, TargetError, UnavailableError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerKey, StateForm, key_of
-from ..names.resumption import NAMES_OF_GROUPS, Choices, LoadReport, as_initialised, as_tuples, in_globs
+from ..names.resumption import NAMES_OF_GROUPS, Choices, LoadReport, as_initialised, as_tuples
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
-from ..names.wording import command, counted, fields_of, listed
+from ..names.wording import command, counted, fields_of, listed, merged_names
 from ..optimizer import Muon
 from ..programs.model_view import Role, view_by_keys
 from ..record.record import StateRecord
@@ -262,7 +262,7 @@ def _option_changes(outcome: _Outcome, stored: Stored, state_dict: Mapping[str, 
             owners[change] += map(str, names)
             changes[change] = saved_value, code_value
     for change, (saved_value, code_value) in sorted(changes.items()):
-        yield OptionChange(listed(in_globs(owners[change], ()), 3), change[0], saved_value, code_value)
+        yield OptionChange(listed(merged_names(owners[change]), 3), change[0], saved_value, code_value)
 
 
 # The state dict of the code.

@@ -27,7 +27,7 @@ from .vocabulary import (
     PARAMS,
     ZERO_SLOTS,
 )
-from .wording import counted, listed, unnumbered
+from .wording import counted, listed, merged_names, unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """Keys of a parameter group that are not options: its parameters and its name."""
@@ -191,7 +191,7 @@ class LoadReport:
         }
         # Weights that were not loaded come first, as they cost most.  Globs may not match parameters of other lists.
         parameters = {*self.loaded, *self.fresh}
-        lines = [f"{as_initialised(len(self.kept))}: {', '.join(in_globs(self.kept, ()))}"] if self.kept else []
+        lines = [f"{as_initialised(len(self.kept))}: {', '.join(merged_names(self.kept))}"] if self.kept else []
         has_state = parameters or not self.weights
         lines.append(f"state loaded: {len(self.loaded)}" if has_state else f"weights loaded: {self.weights}")
         for title, names in rows.items():
@@ -248,9 +248,8 @@ MAX_GLOBS = 4
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Return names as globs, the first of them, and how many names there are where a glob matches several."""
-    globs = in_globs(names, ())
-    return f"{listed(globs, MAX_GLOBS)}{f' ({len(names)})' if len(names) > len(globs) else ''}"
+    """Return the first of these names, with `merged_names`."""
+    return listed(merged_names(names), MAX_GLOBS)
 
 
 _MAX_REASONS = 4

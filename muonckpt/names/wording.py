@@ -76,6 +76,12 @@ def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     return [(common_name(names), len(names), cells) for (_, cells), names in names_by_row.items()]
 
 
+def merged_names(names: Iterable[str]) -> list[str]:
+    """Return names as text, one for all layers in which they differ by numbers, with how many these are."""
+    rows = folded((name, "") for name in names)
+    return [name if count == 1 else f"{name} ({count})" for name, count, _ in rows]
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -474,6 +474,17 @@ def test_what_fresh_left_in_the_checkpoint_is_said(tmp_path, capsys):
     assert f"; not checked: {state}, optimizer.state.1.weight.step, which stay in" in capsys.readouterr().out
 
 
+def test_a_new_layer_is_named_by_its_own_number(tmp_path, capsys):
+    """Its two matrices are one name, which the layers that were loaded do not match."""
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2))) for _ in range(3)))
+    muonckpt.Series(tmp_path, model[:2], torch.optim.AdamW(model[:2].parameters())).save(0)
+    assert muonckpt.Series(tmp_path, model, torch.optim.AdamW(model.parameters())).resume(fresh=["2.*"]) == 1
+    line = capsys.readouterr().out
+    state = ", ".join(f"optimizer.state.2.*.weight.{slot} (2)" for slot in ("exp_avg", "exp_avg_sq", "step"))
+    assert line.startswith("2 weights stay as initialised: model.2.*.weight (2); resumed from step 0")
+    assert f"; not checked: {state}, which began from zero" in line
+
+
 def test_arguments_that_are_something_else_are_refused_with_a_sentence(tmp_path):
     saved(tmp_path, "adamw")
     training = Training("adamw")
