@@ -145,8 +145,9 @@ class ForModel:
             adamw_lr: rate of all others.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
             head: the output head, a module or its name, or several; None: there is none.  It has to be given where an
                 untied layer has as many rows as an embedding; the error says which.
-            split: the matrices in fused projections, by patterns of their names: the rows of each, ``(q, k, v)``, their
-                number if they are equal, a `Split`, or None for one matrix.  Known names (`families.FUSED`) are asked.
+            split: the matrices in fused projections, by patterns of their names: how many rows each has,
+                ``(q, k, v)``, N for N equal ones, a `Split`, or None for one matrix.  Known names (`families.FUSED`)
+                are asked.
             rules: a set, such as `groups.LLAMA`, or several in a list; earlier ones beat later ones:
                 ``[[Rule("other", "*.scale")], MODULE_TYPES]``.  By default: `groups.MODULE_TYPES`.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.

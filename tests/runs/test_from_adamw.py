@@ -9,6 +9,8 @@ from support.workers import run
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from muonckpt.optimizer import Muon
+
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
 
@@ -32,3 +34,14 @@ def test_the_rates_are_the_schedules_to_the_last_bit_and_the_loss_falls(tmp_path
     assert rates == [group["lr"] for group in optimizer.param_groups]
     later, _ = run(2, muon, path, folder, 80)[0]
     assert later < loss < before
+
+
+def test_all_groups_of_matrices_warm_up_and_no_other_one():
+    model = nn.ModuleDict({"qkv_proj": nn.Linear(4, 12), "up": nn.Linear(4, 4)})
+    optimizer = Muon.for_model(model, lr=1e-3, adjust_lr_fn="match_rms_adamw", split={"qkv_proj": 3})
+    schedule = script("adamw.md", "guide/migrations", number=-1)["cosine_and_warm_up"](optimizer, 200, first=40)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "muon", "adamw"]
+    for step in range(1, 100):
+        schedule.step()
+        *matrices, others = (group["lr"] for group in optimizer.param_groups)
+        assert matrices == pytest.approx([others * min(1, max(0, step - 39) / 50)] * 2) and others > 0

@@ -18,11 +18,11 @@ from support.workers import run
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def script(page: str, room: str = "integrations") -> dict[str, Any]:
-    """The names that the script of a page of a folder of docs/ defines, its first block; its main part is not run."""
-    (block, *_) = re.findall(r"^```python\n(.*?)^```$", (DOCS / room / page).read_text(), re.MULTILINE | re.DOTALL)
+def script(page: str, room: str = "integrations", number: int = 0) -> dict[str, Any]:
+    """The names that a block of a page of a folder of docs/ defines, by default the first; its main part is not run."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / room / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(block, page, "exec"), names)
+    exec(compile(blocks[number], page, "exec"), names)
     return names
 
 
