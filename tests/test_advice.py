@@ -512,13 +512,40 @@ def test_a_new_name_that_cannot_be_told_is_not_guessed(here):
         return as_dict(model, ours(model))
 
     muonckpt.save(pair("a", "b"), "equal")
-    told = refusal(pair("c", "d"), "equal")
-    assert told.endswith("it cannot be told which is which: here c.weight, d.weight; there a.weight, b.weight")
+    state = pair("c", "d")
+    told = refusal(state, "equal")
+    assert "it cannot be told which is which: here c.weight, d.weight; there a.weight, b.weight. Write a rule" in told
     assert "fresh" not in told
+    # The rules that a user writes in the form of the one that is shown.
+    head, _, rule = told.partition(", with FILE:\n")
+    rules = [rule.replace("ITS NAME HERE", "c.weight")]
+    rules.append(rule.replace("a.weight", "b.weight").replace("ITS NAME HERE", "d.weight"))
+    muonckpt.load(state, run_command(head + ", with FILE:\n" + "\n".join(rules)))
+    saved = pair("a", "b")
+    muonckpt.load(saved, "equal")
+    assert torch.equal(state["model"]["d.weight"], saved["model"]["b.weight"])
+    assert not torch.equal(state["model"]["d.weight"], saved["model"]["a.weight"])
     muonckpt.save(pair(*"abcdefg"), "many")
     told = refusal(pair(*"hijklmn"), "many")
     lists = [f"{', '.join(f'{name}.weight' for name in names)} and 2 more" for names in ("hijkl", "abcde")]
-    assert told.endswith(f"here {lists[0]}; there {lists[1]}")
+    assert f"here {lists[0]}; there {lists[1]}. Write" in told
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["unwrapped", "wrapped"])
+def test_a_model_that_is_wrapped_is_loaded_by_one_rule(is_wrapped, here):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped = nn.Sequential(model)
+    source, target = (model, wrapped) if is_wrapped else (wrapped, model)
+    saved = as_dict(source, ours(source))
+    muonckpt.save(saved, "OLD")
+    truth = [tensor.clone() for tensor in tensors(saved).values()]
+    state = zeroed(as_dict(target, ours(target)))
+    told = refusal(state, "OLD")
+    assert len(tomllib.loads(told.partition(", with FILE:\n")[2])["rule"]) == 1
+    report = muonckpt.load(state, run_command(told))
+    assert not report.fresh and not report.kept
+    found = tensors(state).values()
+    assert len(found) == len(truth) and all(map(torch.equal, found, truth))
 
 
 def test_weights_that_fresh_leaves_as_initialised_come_first(here):

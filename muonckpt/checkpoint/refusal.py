@@ -6,14 +6,14 @@ Every step keeps all that can be kept.  A test follows each of them to the end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from ..names.errors import SourceError
-from ..names.renaming import as_toml, find_rules
+from ..names.renaming import Rule, as_toml, find_rules
 from ..names.resumption import (
     UNGROUPED,
     Choices,
@@ -206,11 +206,16 @@ class Refusal:
             return ""
         live, saved, kept_names = self._names
         kept = dict.fromkeys(kept_names, frozenset[object]())
-        if not live or not (rules := find_rules({**saved, **kept}, {**live, **kept})):
+        rules = find_rules({**saved, **kept}, {**live, **kept}) if live else ()
+        return f"If they were renamed{self._conversion(rules)}" if rules else ""
+
+    def _conversion(self, rules: Sequence[Rule]) -> str:
+        """Return the command that renames by rules, with their file; empty if its program is unknown."""
+        if self.checkpoint is None or not _is_known(self.checkpoint):
             return ""
         convert = command("convert", self.checkpoint.path, "NEW", "--rules", "FILE")
         table = as_toml({"from": old, "to": new} for old, new in rules)
-        return f"If they were renamed{self._place_in_run()}: {convert}, with FILE:\n{table}"
+        return f"{self._place_in_run()}: {convert}, with FILE:\n{table}"
 
     def _place_in_run(self) -> str:
         """Return in words where a new checkpoint of this step is taken by the run; empty if this is of no series."""
@@ -271,7 +276,9 @@ class Refusal:
                     f"The checkpoint is of another model: none of its {counted(weights, 'weight')} has the name and "
                     "shape of one here. Give Series another folder"
                 )
-            return two_lists(sorted(here), sorted(there))
+            lists = two_lists(sorted(here), sorted(there))
+            by_hand = self._conversion([(min(there), "ITS NAME HERE")])
+            return f"{lists}. Write a rule for each{by_hand}" if by_hand else lists
         if here and self._weight_keys and not self.live.numbered:
             globs = in_globs(sorted(here), (self.matching.names | shared_names) - here.keys())
             return f"If they are new: {self.call}(..., fresh={globs!r}), and they stay as initialised"

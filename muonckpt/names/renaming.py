@@ -87,10 +87,9 @@ def find_rules(saved: Mapping[str, Hashable], live: Mapping[str, Hashable]) -> t
     Args:
         saved, live: shapes and dtypes of the weight and the state, by name.
     """
-    pairs = _pairs(
-        {name: form for name, form in saved.items() if name not in live},
-        {name: form for name, form in live.items() if name not in saved},
-    )
+    gone = {name: form for name, form in saved.items() if name not in live}
+    new = {name: form for name, form in live.items() if name not in saved}
+    pairs = _pairs(gone, new) or _moved(gone, new)
     # Few rules first: of a common beginning with numbers as placeholders; longer ones where other names begin so, too.
     depth = max((name.count(".") + 1 for name in chain(*pairs.items())), default=0)
     for extra_parts, has_numbers in product(range(depth + 1), (False, True)):
@@ -119,6 +118,18 @@ def _pairs(saved: Mapping[str, Hashable], live: Mapping[str, Hashable]) -> Mappi
             return {}
         pairs[saved_names[key][0]] = new_names[0]
     return pairs
+
+
+def _moved(saved: Mapping[str, Hashable], live: Mapping[str, Hashable]) -> Mapping[str, str]:
+    """Return the new name of each saved one, where all have got or lost one beginning; nothing if that is not so."""
+    inner, outer = sorted((saved, live), key=lambda side: min(map(len, side), default=0))
+    some = min(inner, default="")
+    beginnings = {name.removesuffix(some) for name in outer if name.endswith(f".{some}")}
+    moves = [{name: beginning + name for name in inner} for beginning in beginnings]
+    found = [names for names in moves if {names[name]: form for name, form in inner.items()} == outer]
+    if len(found) != 1:
+        return {}
+    return found[0] if inner is saved else {new: old for old, new in found[0].items()}
 
 
 def _rule(old: str, new: str, extra_parts: int, has_numbers: bool) -> Rule:
