@@ -302,6 +302,14 @@ def test_state_in_the_shapes_of_other_weights_is_refused_and_low_rank_state_is_r
     torch.save({"state": swapped, "param_groups": groups}, tmp_path / "optimizer.pt")
     with pytest.raises(SourceError, match="names are in another order"):
         muonckpt.open(tmp_path)
+    # A file of its own is named itself.
+    weights = {"a": torch.ones(4, 3), "b": torch.ones(3, 4)}
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "parameter_names.json").write_text('["a", "b"]')
+    file = tmp_path / "alone" / "ckpt.pt"
+    torch.save({"model": weights, "optimizer": {"state": swapped, "param_groups": groups}}, file)
+    with pytest.raises(SourceError, match=f"^{re.escape(str(file))}: expected exp_avg of 'a' in the shape"):
+        muonckpt.open(file)
     # One of the shapes is that of a weight, as the rank of GaLore may be the rows of another matrix.
     low_rank = {0: {"exp_avg": torch.ones(3, 3)}, 1: {"exp_avg": torch.full((3, 4), 2.0)}}
     torch.save({"state": low_rank, "param_groups": groups}, tmp_path / "optimizer.pt")

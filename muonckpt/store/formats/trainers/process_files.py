@@ -172,7 +172,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
         parts.add_file(path.name, ())
     tensors = parts.tensors
     # Names have to fit the optimizers, and their state the weights with their names.
-    with about(folder):
+    with about(path):
         state = state_by_optimizer(tensors)
         parts.names.check_used([*(tensor.path for tensor in tensors), *(blob.path for blob in parts.items.blobs)])
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
