@@ -81,6 +81,8 @@ def verify_command(
         f"{counted(report.tensors, 'tensor')} in {counted(report.chunks, 'chunk')}, "
         f"{counted(report.blobs, 'other item')}, {size(report.payload_bytes)}"
     )
+    if report.findings and not (report.tensors or report.blobs):
+        summary = "nothing of it could be read"
     verdict = counted(len(report.findings), "finding") if report.findings else report.verdict
     print_line(f"{checkpoint}: {summary}: {verdict}")
     print_duration()

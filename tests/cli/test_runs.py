@@ -115,6 +115,7 @@ def test_a_step_without_descriptions_is_the_same_damage_to_all(lost, run):
     shown = printed(1, "verify", newest)
     found = shown.splitlines()[0].partition(f"{newest}: ")[2].rstrip(".")
     assert "Series.resume goes back to it by itself" in shown
+    assert f"{newest}: nothing of it could be read: 1 finding" in shown.splitlines()
     assert "start the job again (it resumes from step-00000002)" in printed(1, "verify", run)
     assert found.startswith("it cannot be opened: expected ")
     assert f"{newest.name}: faulty, not verified: {found}" in printed(1, "verify", run)
