@@ -16,6 +16,7 @@ from support.golden import golden
 import muonckpt
 from muonckpt import DestinationError
 from muonckpt.store.io import publish
+from muonckpt.store.io.location import location
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,6 +87,14 @@ def test_a_checkpoint_in_a_store_is_there_though_its_claim_cannot_be_deleted(mon
     template = {"w": torch.zeros(4)}
     restored = muonckpt.Series("memory://claimed").restore(template)
     assert restored is not None and restored.step == 1 and torch.equal(template["w"], torch.arange(4.0))
+
+
+def test_an_unfinished_folder_of_a_store_that_another_program_has_removed_is_not_stale():
+    """A history found it: two programs cleaned one run, and the second had listed the folder before."""
+    run = location("memory://cleaned")
+    (run / "step-00000001" / ".muonckpt.saving").write(b"")
+    publish.discard(run / "step-00000001")
+    assert not publish.is_stale(run / "step-00000001", run)
 
 
 def unable(*arguments: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -379,7 +380,7 @@ def is_stale(place: Location, folder: Location) -> bool:
         if isinstance(place, Path):
             last_change = max(entry.lstat().st_mtime for entry in (place, *place.rglob("*")))
         else:
-            last_change = max(map_each(place, _last_change, place.below()))
+            last_change = max(map_each(place, _last_change, place.below()), default=math.inf)
     except FileNotFoundError:  # it has been published, or removed, since it was listed
         return False
     if isinstance(folder, Path):
