@@ -50,7 +50,8 @@ def pip(python: Path | str, *arguments: str) -> None:
     """This environment's pip, acting on another one, so that both build with the same setuptools."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    done = subprocess.run(command + options, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it hides what lacks
+    done = subprocess.run(command + options, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 
