@@ -531,6 +531,15 @@ def test_a_new_name_that_cannot_be_told_is_not_guessed(here):
     assert f"here {lists[0]}; there {lists[1]}. Write" in told
 
 
+def test_a_rule_is_written_for_any_name(here):
+    muonckpt.save({"model": {"a'\x1b\x7f\\\".weight": torch.arange(3.0), "b": torch.ones(1)}}, "odd")
+    state = {"model": {"it's.weight": torch.zeros(3), "b": torch.zeros(1)}}
+    told = refusal(state, "odd")
+    assert told.replace("\n", "").isprintable()
+    muonckpt.load(state, run_command(told))
+    assert torch.equal(state["model"]["it's.weight"], torch.arange(3.0))
+
+
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["unwrapped", "wrapped"])
 def test_a_model_that_is_wrapped_is_loaded_by_one_rule(is_wrapped, here):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -5,14 +5,13 @@ A rule is a pair of patterns.  ``{x}`` matches one part of a dotted name, ``{x*}
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, product
 from string import ascii_lowercase
-
-from .errors import SourceError
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too, mostly."""
@@ -57,19 +56,15 @@ def filled(pattern: str, values: Mapping[str, str]) -> str:
 
 
 def as_toml(rules: Iterable[Mapping[str, object]]) -> str:
-    """Return rules, each by the keys of its table, as the file that ``muonckpt convert --rules`` reads.
-
-    Raises:
-        SourceError: a name cannot be written.
-    """
+    """Return rules, each by the keys of its table, as the file that ``muonckpt convert --rules`` reads."""
     tables = (["[[rule]]", *(f"{key} = {_as_toml(value)}" for key, value in rule.items())] for rule in rules)
     return "\n\n".join(map("\n".join, tables))
 
 
 def _as_toml(value: object) -> str:
     match value:
-        case str() if "'" in value or not value.isprintable():
-            raise SourceError(f"rules: a name with quotes or control characters cannot be written as TOML: {value!r}")
+        case str() if "'" in value or not value.isprintable():  # a string of JSON is one of TOML, but for DEL
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case str():
             return f"'{value}'"
         case [*parts]:
@@ -94,9 +89,7 @@ def find_rules(saved: Mapping[str, Hashable], live: Mapping[str, Hashable]) -> t
     depth = max((name.count(".") + 1 for name in chain(*pairs.items())), default=0)
     for extra_parts, has_numbers in product(range(depth + 1), (False, True)):
         rules = tuple(dict.fromkeys(_rule(old, new, extra_parts, has_numbers) for old, new in pairs.items()))
-        text = "".join(chain(*rules))
-        is_writable = len(rules) <= _MAX_RULES and "'" not in text and text.isprintable()
-        if is_writable and all(_renamed(rules, name) == pairs.get(name, name) for name in saved):
+        if len(rules) <= _MAX_RULES and all(_renamed(rules, name) == pairs.get(name, name) for name in saved):
             return rules
     return ()
 

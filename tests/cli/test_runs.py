@@ -156,7 +156,7 @@ def test_a_loop_of_links_is_called_one(run):
     (run / "step-00000004").symlink_to("step-00000005")
     (run / "step-00000005").symlink_to("step-00000004")
     shown = printed(3, "verify", run)
-    assert f"cannot read {run / 'step-00000005'}: Too many levels of symbolic links: they are a loop" in shown
+    assert f"cannot read {run / 'step-00000005'}: Too many levels of symbolic links: links lead in a circle" in shown
     (run / "step-00000005").unlink()
     assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
 

@@ -543,7 +543,7 @@ def unavailable(place: object, error: Exception) -> UnavailableError:
     if getattr(error, "errno", None) == errno.EIO and not isinstance(place, Remote):
         return DiskError(f"cannot read {place}: {reason}; a disk fails: copy the checkpoint, or move it away")
     if getattr(error, "errno", None) == errno.ELOOP:
-        return UnavailableError(f"cannot read {place}: {reason}: they are a loop, so remove the wrong one")
+        return UnavailableError(f"cannot read {place}: {reason}: links lead in a circle, so remove the wrong one")
     return UnavailableError(f"cannot read {place}: {reason}; this is no damage, so try again when it can be read")
 
 
