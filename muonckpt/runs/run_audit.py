@@ -13,7 +13,6 @@ from functools import partial
 
 from ..names.errors import LayoutError, RemovedError, SourceError, UnavailableError
 from ..names.version import VERSION
-from ..names.wording import command
 from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
@@ -160,7 +159,7 @@ def next_step_after(run: Run, verdicts: Sequence[StepVerdict]) -> str:
         # A resume passes over damage that is recorded, or that files show.
         if verdict.is_damaged and newest is not None and StepName.parsed(newest.name) and not verdict.note:
             diagnosis = verdict.report.diagnosis if verdict.report else diagnosis_at(verdict.step.path)
-            if [remedy.command for remedy in diagnosis.remedies] == [command("verify", newest.path)]:
+            if [remedy.step for remedy in diagnosis.remedies] == [newest.name]:
                 return f"start the job again (it resumes from {newest.name})"
             break
     return next_step(run, [step for step in run.steps if step.name in names])

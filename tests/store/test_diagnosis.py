@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,27 @@ def test_a_checkpoint_that_has_lost_what_shows_its_format_is_damaged(format, los
     done = called("verify", tmp_path / "checkpoint")
     assert done.returncode == 1
     assert f"its {lost} is missing" in done.stdout.splitlines()[0] and "What to do:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("format", "lost", "is_refused"),
+    [("safetensors", "*.index.json", True), ("zarr", "zarr.json", True), (None, ".metadata", False)],
+)
+def test_a_lost_description_counts_as_a_loss_if_the_checkpoint_is_refused_without_it(
+    format, lost, is_refused, saves, tmp_path
+):
+    path = tmp_path / "copy"
+    shutil.copytree(saves / "step-00000003", path)
+    if format:
+        shard_size = 200 if format == "safetensors" else None
+        muonckpt.convert(saves / "step-00000003", tmp_path / format, format=format, shard_size=shard_size)
+        path = tmp_path / format
+    [file] = path.glob(lost)
+    file.unlink()
+    found = diagnosed(path)
+    assert found and not found.damage and found.has_loss == is_refused
+    with pytest.raises(DamageError) if is_refused else nullcontext():
+        muonckpt.open(path).close()
 
 
 def test_values_that_are_not_finite_are_not_called_lost(tmp_path):

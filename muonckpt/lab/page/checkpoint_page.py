@@ -256,8 +256,7 @@ class Reading:
 
 def verdict_of(verdict: Diagnosis, is_read: bool) -> dict[str, Any]:
     """Return the sentence and the remedies that every tool has; the sentence is empty if nothing is wrong."""
-    remedies = [{"command": remedy.command, "gives": remedy.gives} for remedy in verdict.remedies]
-    return {"sentence": verdict.sentence, "remedies": remedies, "read": is_read}
+    return {"sentence": verdict.sentence, "remedies": plain(verdict.remedies), "read": is_read}
 
 
 def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:

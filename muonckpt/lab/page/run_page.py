@@ -27,7 +27,7 @@ from ...names.version import VERSION
 from ...names.wording import Finding, command, counted, listed, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
-from ...store.verify.damage import NOTHING_LOST, Damage, open_remains
+from ...store.verify.damage import NOTHING_LOST, Damage
 from ...store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of
 from ...store.verify.run import RunStep, judged
 from .checkpoint_page import Reading, StatsChoice, verdict_of
@@ -233,10 +233,8 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
 def _remedies(step: RunStep, numbers: Mapping[str, StepNumbers], bad_names: Sequence[str]) -> tuple[Remedy, ...]:
     """Return what to do about a damaged step, by what was read of it, or else by its files."""
     damage = numbers.get(step.name, _NO_NUMBERS).damage
-    if damage is NOTHING_LOST:
-        return diagnosis_at(step.path, bad_names).remedies
-    with open_remains(step.path) as opened:
-        return diagnosis_of(opened, damage, bad_names).remedies
+    known = diagnosis_at(step.path, bad_names) if damage is NOTHING_LOST else diagnosis_of(step.path, damage, bad_names)
+    return known.remedies
 
 
 _MAX_STEPS = 2

@@ -160,7 +160,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
         fingerprints={result.key: result.fingerprint for result in results if result.fingerprint is not None},
         findings=findings,
         notes=tuple(notes),
-        diagnosis=diagnosis_of(checkpoint, damage.with_findings(findings)),
+        diagnosis=diagnosis_of(path, damage.with_findings(findings)),
     )
 
 

@@ -116,7 +116,7 @@ class Damage:
             return self
         keys = {*entry_keys(self.tensors)} | self.items
         # A reader stops at files that are missing, and says so.
-        kinds = {"files", "disk", "metadata", "description"} if self.files else set[str]()
+        kinds = {"files", "disk", "metadata", "description", "misdescribed"} if self.files else set[str]()
         return replace(self, findings=tuple(f for f in findings if f.kind not in kinds and f.key not in keys))
 
     @cached_property
@@ -361,7 +361,10 @@ def _is_as_dcp_says(checkpoint: OpenCheckpoint) -> bool:
 
 
 HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
-"""Kinds of findings with which all elements and items are those that were saved."""
+"""Kinds of findings with which all elements and items are those that were saved, and are read."""
+
+DESCRIPTIVE = frozenset({"description", "metadata", "manifest", "misdescribed", "key"})
+"""Kinds of findings about descriptions, not about elements."""
 
 
 def damage_by_files(checkpoint: OpenCheckpoint) -> Damage:
@@ -430,7 +433,7 @@ def stock_description(path: Location) -> str:
 _KINDS_OF_FAULTS = {
     DiskError: "disk",
     SeveralSavesError: "several_saves",
-    MisdescribedError: "description",
+    MisdescribedError: "misdescribed",
     UnlistedError: "unlisted",
 }
 

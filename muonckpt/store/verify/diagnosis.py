@@ -23,11 +23,12 @@ from ...names.errors import (
 )
 from ...names.wording import command, counted, shell_line
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
-from ...record.record import MANIFEST_FILE
-from ..formats.registry import OWN
+from ...record.record import MANIFEST_FILE, Manifest
 from ..io.location import Location, Remote, is_there, location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import (
+    DESCRIPTIVE,
+    HARMLESS,
     NOTHING_LOST,
     Damage,
     damage_by_files,
@@ -43,10 +44,17 @@ from .verification import Verification
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something to do about damage: a ``command`` for a shell, or a line of Python, and what that gives."""
+    """Something to do about damage: a ``command`` for a shell, or a line of Python, and what that gives.
+
+    ``step`` is the name of the whole step from which the run goes on; empty if it goes on from none.
+    """
 
     command: str
     gives: str
+    step: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {"command": self.command, "gives": self.gives}
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +117,13 @@ class Diagnosis:
         return {"sentence": self.sentence, "remedies": self.remedies, "lost": self.damage or None}
 
 
-def diagnosis_of(checkpoint: OpenCheckpoint, damage: Damage, damaged_steps: Collection[str] = ()) -> Diagnosis:
-    """Say what to do about the damage of an open checkpoint.
+def diagnosis_of(path: Location, damage: Damage, damaged_steps: Collection[str] = ()) -> Diagnosis:
+    """Say what to do about the damage of a checkpoint.
 
     Args:
         damaged_steps: the names of other steps of its run that are known to be damaged.
     """
-    path = checkpoint.path
-    remedies = _remedies(path, damage, damaged_steps, checkpoint) if damage or damage.findings else ()
+    remedies = _remedies(path, damage, damaged_steps) if damage or damage.findings else ()
     return Diagnosis(path, damage.sentence, tuple(remedies), damage)
 
 
@@ -125,10 +132,10 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
     path, last = checkpoint.path, last_verification(checkpoint.path)
     damage = damage_by_files(checkpoint)
     if last is None or not last.has_loss:
-        return replace(diagnosis_of(checkpoint, damage, damaged_steps), verified=last)
+        return replace(diagnosis_of(path, damage, damaged_steps), verified=last)
     # The files do not show what reading has shown; some of their bytes tell where others are.
     causes = with_causes(checkpoint, damage, checkpoint.outline.columns.names)
-    remedies = _remedies(path, causes, damaged_steps, checkpoint, is_recorded=True)
+    remedies = _remedies(path, causes, damaged_steps, is_recorded=True)
     return Diagnosis(path, last.sentence if damage else last.loss, tuple(remedies), damage, last)
 
 
@@ -138,8 +145,7 @@ def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnos
         with open_remains(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
-        damage = damage_of_unreadable(path, error)
-        return Diagnosis(path, damage.sentence, tuple(_remedies(path, damage, damaged_steps)), damage)
+        return diagnosis_of(path, damage_of_unreadable(path, error), damaged_steps)
 
 
 def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
@@ -184,36 +190,24 @@ _STOCK = (
 _REWRITE = "writes the same elements with new descriptions"
 _VERIFY = "lists all that is damaged, and what can be done about it"
 
-_DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
-"""Kinds of findings about descriptions, not about elements."""
-
-_LOSSES = frozenset({"unlisted", "several_saves", "items", "unreadable", "refused"})
-"""Kinds of findings of what a copy may have, besides lost elements and items."""
-
 _MAX_NAMES = 12
 """The most parameters that a line of Python names."""
 
 
 def _remedies(
-    path: Location,
-    damage: Damage,
-    damaged_steps: Collection[str],
-    checkpoint: OpenCheckpoint | None = None,
-    is_recorded: bool = False,
+    path: Location, damage: Damage, damaged_steps: Collection[str], is_recorded: bool = False
 ) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
     A cure that gives up state is not among them where another one keeps it.
 
     Args:
-        checkpoint: None if it cannot be opened.
         is_recorded: whether reading has found a loss, which names and sizes of files may not show.
     """
-    kinds, is_unseen = damage.kinds, is_recorded and not damage
-    place = path.resolve() if path.name in ("", "..") else path
+    kinds, is_unseen, place = damage.kinds, is_recorded and not damage, _named(path)
     before, name = whole_before(place, damaged_steps), NumberedName.parsed(place.name)
     if before and name and before.step == name.step.step and before.attempt > name.step.attempt:
-        yield Remedy(command("verify", before.path), _AGAIN.format(before.name))
+        yield Remedy(command("verify", before.path), _AGAIN.format(before.name), before.name)
         return
     # Files get their names back.
     if damage.misplaced:
@@ -221,10 +215,9 @@ def _remedies(
         damage = damage.without_misplaced
         if not damage:
             return
-    # Descriptions are written again.
-    has_loss = bool(damage or kinds & _LOSSES)
-    if checkpoint and not (has_loss or is_recorded) and kinds <= _DESCRIPTIVE:
-        yield Remedy("muonckpt verify COPY", _COPY) if checkpoint.faults else _rebuilt(checkpoint, place)
+    # Descriptions are written again, or copied where the checkpoint is not read without them.
+    if not (damage or is_recorded) and kinds <= DESCRIPTIVE:
+        yield Remedy("muonckpt verify COPY", _COPY) if "misdescribed" in kinds else _rebuilt(path, damage.manifest)
         return
     if (damage.is_mixed_up or "unreadable" in kinds) and stock_description(path):
         yield Remedy(shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside"), _STOCK)
@@ -237,18 +230,23 @@ def _remedies(
         is_passed = is_recorded or not is_there(path / MANIFEST_FILE) or "unreadable" in kinds
         is_proved = is_passed or (bool(damage) and not damage.is_of_disk)
         resume = _RESUME if StepName.parsed(place.name) is None else _GOES_BACK if is_proved else _STAYS
-        yield Remedy(command("verify", before.path), step + resume)
+        yield Remedy(command("verify", before.path), step + resume, before.name)
     if before or is_unseen:
         return
-    if has_loss:
+    if damage or not kinds <= HARMLESS:
         yield Remedy("muonckpt verify COPY", _COPY)
     # State of the optimizer begins as zeros, where no weight is lost.
     is_state_alone = bool(damage.tensors) and not damage.items and "unlisted" not in kinds and damage.begins_at_zero
     names = sorted({tensor.name or "" for tensor in damage.tensors})
     are_names = len(names) <= _MAX_NAMES and all(name and not name.isdecimal() for name in names)
-    if is_state_alone and are_names and checkpoint and checkpoint.format is OWN and not damage.is_mixed_up:
+    if is_state_alone and are_names and is_there(path / MANIFEST_FILE) and not damage.is_mixed_up:
         call = "Series.resume(..." if StepName.parsed(place.name) else f"muonckpt.load(state, {str(path)!r}"
         yield Remedy(f"{call}, fresh={names!r})", _FRESH.format(counted(len(names), "parameter")))
+
+
+def _named(path: Location) -> Location:
+    """Return a place whose last part is its name."""
+    return path.resolve() if path.name in ("", "..") else path
 
 
 def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
@@ -267,9 +265,9 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
     return " && ".join(commands)
 
 
-def _rebuilt(checkpoint: OpenCheckpoint, place: Location) -> Remedy:
+def _rebuilt(path: Location, manifest: Manifest) -> Remedy:
     """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
-    path, manifest = checkpoint.path, checkpoint.outline
+    place = _named(path)
     # On as many ranks as wrote it, in the same format; as another attempt at the step of a run.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
     options = ["--mesh", f"dp={max(1, len(ranks))}"]
