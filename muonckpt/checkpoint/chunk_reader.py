@@ -11,12 +11,10 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.grouping import neighbours
 from ..names.errors import DamageError, MuonckptError, about
 from ..names.wording import listed
+from ..record.chunks import Chunks, columns_of
 from ..record.columns import UNKNOWN
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
@@ -32,7 +31,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_joined, compare_checksums, payload_of
 from .live_state import LocalParts
-from .reading_plan import ChunkRange, ReadingRound
+from .reading_plan import ChunkRange, ReadingRound, TensorReading
 
 _GAP_BYTES = 64 << 10
 """Largest gap between two small ranges of a file that one read includes."""
@@ -47,8 +46,7 @@ Targets = Mapping[str, Sequence[LocalParts]]
 """The tensors of this rank that a tensor of the checkpoint fills, by its key."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartialSum:
+class PartialSum(NamedTuple):
     """The CRC-32 of bytes ``start:stop`` of a chunk's payload, as the rank at a place of the group has read them."""
 
     key: str
@@ -64,7 +62,6 @@ class _Read(NamedTuple):
 
     Attributes:
         tensor: with located chunks; this one is ``chunks[number]``.
-        boxes: of its elements in the tensor, if they are sent.
         file, offset, length: its bytes.
         digest, crc32: the xxh3-128 of the bytes, and the CRC-32 of all of the chunk, where they are recorded.
         order: the dims of a chunk that is not row-major, from the outermost in the file on.
@@ -74,11 +71,10 @@ class _Read(NamedTuple):
     tensor: StateRecord
     number: int
     range: ChunkRange
-    boxes: tuple[Box, ...]
     file: str
     offset: int
     length: int
-    digest: bytes | None
+    digest: str | None
     crc32: int | None
     order: Index | None
     item: Extent | None
@@ -168,7 +164,7 @@ class ChunkReader:
         self.sums: list[PartialSum] = []
         self.bytes_read = self.placed = 0
         self._checkpoint, self._payloads, self._place = checkpoint, checkpoint.payloads, place
-        self._spans = [[*map(_span_of, neighbours(self._reads_of(each), _is_near))] for each in rounds]
+        self._spans = [[*map(_span_of, neighbours(self._reads_of(each.readings), _is_near))] for each in rounds]
         spans = [*chain.from_iterable(self._spans)]
         longest = max((span.extent.length for span in spans), default=0)
         self._staging = _Staging(min(longest, BAND_BYTES), is_pinned)
@@ -176,26 +172,44 @@ class ChunkReader:
         self._kept = torch.empty(max(kept, default=0), dtype=torch.uint8, pin_memory=is_pinned)
         """Memory for the elements that are sent, until they are."""
 
-    def _reads_of(self, reading_round: ReadingRound) -> list[_Read]:
-        """Open the items of this rank's chunks, and no others, and list its reads in the order of files."""
-        readings = [pair for pair in reading_round.readings if self._place in pair[1].numbers_by_reader]
-        located: Sequence[StateRecord] = [tensor for tensor, _ in readings]
-        # Chunks have no place yet where the metadata name only their items: those that this rank reads are looked up.
-        has_closed_items = bool((self._checkpoint.outline.columns.payload_length() == UNKNOWN).any())
-        chunks: Sequence[Sequence[int]] = ()
-        if has_closed_items:
-            chunks = [reading.chunks_of(self._place) for _, reading in readings]
-            located = self._checkpoint.locate(with_chunks(located, chunks))
-        # Tensors mostly share their columns; all rows are looked at together.
-        ranges_by_columns: defaultdict[int, list[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]]
-        ranges_by_columns = defaultdict(list)
-        for number, tensor in enumerate(located):
-            reading = readings[number][1]
-            for range_number in reading.numbers_by_reader[self._place]:
-                part = reading.ranges[range_number]
-                index = bisect_left(chunks[number], part.chunk) if has_closed_items else part.chunk
-                ranges_by_columns[id(tensor.chunks.columns)].append((tensor, index, part, reading.boxes[range_number]))
-        reads = chain.from_iterable(_located_reads(self._payloads, ranges) for ranges in ranges_by_columns.values())
+    def _reads_of(self, readings: Iterable[tuple[StateRecord, TensorReading]]) -> list[_Read]:
+        """Open the items of this rank's chunks, and no others, and return its reads in the order of files.
+
+        Raises:
+            SourceError: an item is damaged, or a payload has another length than the elements of its box.
+        """
+        ranges, numbers, tensors = list[Sequence[ChunkRange]](), list[list[int]](), list[StateRecord]()
+        for tensor, reading in readings:
+            if of_tensor := reading.ranges_by_reader.get(self._place):
+                ranges.append(of_tensor)
+                numbers.append(sorted({part.chunk for part in of_tensor}))
+                tensors.append(tensor)
+        # Chunks have no place yet where the metadata name only their items.
+        tensors = with_chunks(tensors, numbers)
+        if bool((columns_of(tensor.chunks for tensor in tensors).payload_length() == UNKNOWN).any()):
+            tensors = [*self._checkpoint.locate(tensors)]
+        # All chunks are looked at together, as the tensors of a model can be many and small.
+        columns = columns_of(tensor.chunks for tensor in tensors)
+        files = [columns.names[file] for file in columns.file.tolist()]
+        offsets, lengths = columns.payload().tolist(), columns.payload_length().tolist()
+        sums, digests = columns.crc32.tolist(), columns.digests(slice(None))
+        reads, first_row = list[_Read](), 0
+        for tensor, of_tensor, chunks in zip(tensors, ranges, numbers, strict=True):
+            size = itemsize(tensor.dtype)
+            for part in of_tensor:
+                number = bisect_left(chunks, part.chunk)
+                row = first_row + number
+                if lengths[row] != tensor.boxes.numel[number] * size:
+                    payload_of(tensor, tensor.chunks[number])  # raises
+                crc = None if sums[row] == UNKNOWN else sums[row]
+                digest = digests[row] if part.is_whole else None
+                item = None
+                if digest is None and part.is_whole:
+                    item = _item_to_check(self._payloads, tensor.chunks[number], crc)
+                order = _dims_from_outermost(tensor.chunks, number)
+                offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
+                reads.append(_Read(tensor, number, part, files[row], offset, length, digest, crc, order, item))
+            first_row += len(chunks)
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 
     def read(self, number: int, targets: Targets) -> Mapping[str, LocalParts]:
@@ -205,9 +219,9 @@ class ChunkReader:
         for span in self._spans[number]:
             memory = list[Tensor]()
             for read in span.reads:
-                memory.append(self._kept[num_kept : num_kept + read.length * read.range.is_sent])
+                memory.append(self._kept[num_kept : num_kept + read.length * bool(read.range.boxes)])
                 num_kept += _aligned(read)
-                if read.boxes:
+                if read.range.boxes:
                     kept[read.tensor.key].append((read, memory[-1]))
             with self._about(span):
                 self._read_span(span, targets, memory)
@@ -234,7 +248,7 @@ class ChunkReader:
         """Read the bytes of a span once, put their elements, keep those that are sent, and check all."""
         first, of_reads = span.reads[0], [_targets_in(read, targets) for read in span.reads]
         places = [_Place(span.extent.offset, span.extent.end, None)]
-        if len(span.reads) == 1 and not span.is_item and not first.boxes:
+        if len(span.reads) == 1 and not span.is_item and not first.range.boxes:
             is_verbatim = self._payloads.is_verbatim(first.file)
             if not of_reads[0] and is_verbatim and first.digest is None and first.crc32 is None:
                 return  # nothing to put, and nothing to check
@@ -307,9 +321,9 @@ class ChunkReader:
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
         """Compare the bytes of a read with the digest or the CRC-32 of its chunk, or note their checksum."""
         if read.digest is not None:
-            if (digest := xxh3_128(parts)) != read.digest.hex():
+            if (digest := xxh3_128(parts)) != read.digest:
                 with about_chunk(self._payloads, read.tensor, read.chunk):
-                    compare_checksums("digest", digest, read.digest.hex())
+                    compare_checksums("digest", digest, read.digest)
         elif read.crc32 is not None:
             total = crc32(parts)
             if not read.range.is_whole:
@@ -347,37 +361,13 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
             raise DamageError(f"{error}; read by rank {readers}", keys=error.keys) from error
 
 
-def _located_reads(
-    payloads: Payloads, ranges: Sequence[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]
-) -> Iterator[_Read]:
-    """Yield reads of ranges whose chunks are located: rows of the same columns.
-
-    Raises:
-        SourceError: a payload has another length than the elements of its box.
-    """
-    columns = ranges[0][0].chunks.columns
-    rows = np.array([tensor.chunks.start + number for tensor, number, _, _ in ranges], np.int64)
-    files = [columns.names[file] for file in columns.file[rows].tolist()]
-    offsets, lengths = columns.payload(rows).tolist(), columns.payload_length(rows).tolist()
-    sums, has_digest = columns.crc32[rows].tolist(), columns.has_digest[rows].tolist()
-    digests = columns.digest[rows].tobytes()
-    for row, (tensor, number, part, boxes) in enumerate(ranges):
-        size, offset, length = itemsize(tensor.dtype), offsets[row], lengths[row]
-        if length != tensor.boxes.numel[number] * size:
-            payload_of(tensor, tensor.chunks[number])  # raises
-        digest = digests[16 * row : 16 * row + 16] if part.is_whole and has_digest[row] else None
-        crc = None if sums[row] == UNKNOWN else sums[row]
-        strides, order = None if tensor.chunks.strides is None else tensor.chunks.strides[number], None
-        if strides is not None:
-            order = tuple(
-                sorted(range(len(strides)), key=lambda dim: (-strides[dim], -tensor.boxes[number].shape[dim]))
-            )
-        item = None
-        if digest is None and part.is_whole:
-            item = _item_to_check(payloads, tensor.chunks[number], crc)
-        if not part.is_whole:
-            offset, length = offset + part.start * size, (part.stop - part.start) * size
-        yield _Read(tensor, number, part, boxes, files[row], offset, length, digest, crc, order, item)
+def _dims_from_outermost(chunks: Chunks, number: int) -> Index | None:
+    """Return the dims of a chunk in the order of the file; None for row-major order."""
+    strides = None if chunks.strides is None else chunks.strides[number]
+    if strides is None:
+        return None
+    shape = chunks.boxes[number].shape
+    return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], -shape[dim])))
 
 
 def _item_to_check(payloads: Payloads, chunk: Chunk, crc: int | None) -> Extent | None:
@@ -492,7 +482,7 @@ def _bytes_in(raw: Tensor) -> memoryview:
 
 def _aligned(read: _Read) -> int:
     """Return the bytes of memory in which a read is kept until it is sent."""
-    return -(-read.length // _ALIGNMENT) * _ALIGNMENT * read.range.is_sent
+    return -(-read.length // _ALIGNMENT) * _ALIGNMENT * bool(read.range.boxes)
 
 
 def _joined(reads: Sequence[tuple[_Read, Tensor]]) -> LocalParts:
@@ -505,7 +495,7 @@ def _joined(reads: Sequence[tuple[_Read, Tensor]]) -> LocalParts:
             original_order = [read.order.index(dim) for dim in range(len(read.order))]
             parts.append(elements.view(read.stored_shape).permute(original_order))
         else:
-            split = torch.split(elements, [box.numel for box in read.boxes])
-            parts += [part.view(box.shape) for part, box in zip(split, read.boxes, strict=True)]
-        boxes += read.boxes
+            split = torch.split(elements, [box.numel for box in read.range.boxes])
+            parts += [part.view(box.shape) for part, box in zip(split, read.range.boxes, strict=True)]
+        boxes += read.range.boxes
     return LocalParts.of(boxes, parts)

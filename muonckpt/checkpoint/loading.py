@@ -53,7 +53,7 @@ from .joint_state import prove_asked_whole, with_joint_groups
 from .live_state import LiveState, LocalParts, RankState, refuse_no_state_dict
 from .matching import judge, match
 from .optimizer_matching import dropped_by_torch
-from .reading_plan import ChunkUnits, JointRequest, ReadingPlan
+from .reading_plan import ChunkUnits, JointRequest, ReadingRound, plan_reading
 from .refusal import LOAD, Refusal
 from .resume_proof import LoadedState
 from .shared_memory import differing_ties, tied_origins
@@ -264,7 +264,7 @@ class _Prepared:
         targets: the tensors of this rank, by the keys of the checkpoint that fill them.
     """
 
-    plan: ReadingPlan
+    rounds: Sequence[ReadingRound]
     reader: ChunkReader
     transfers: Sequence[Transfer]
     wire: Tensor
@@ -362,7 +362,8 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
         with unusable():
             attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.live.rows, call.group)
     checkpoint.close()
-    traffic = LoadTraffic(num_read, prepared.plan.bytes_sent, 2 if call.check == "before" else 1)
+    num_sent = sum(each.bytes_sent for each in prepared.rounds)
+    traffic = LoadTraffic(num_read, num_sent, 2 if call.check == "before" else 1)
     return Loaded(asked, known or _Known(), replace(agreement.report, traffic=traffic))
 
 
@@ -485,8 +486,8 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]
     """Plan who reads what, open the items of this rank's chunks, and take memory; read and check all, if asked to."""
     call, checkpoint, (place, _) = asked.call, asked.checkpoint, place_in(asked.call.group)
     request, units = agreement.request, ChunkUnits(checkpoint)
-    plan = ReadingPlan.of(checkpoint.outline, request, agreement.machines, agreement.memory, units)
-    transfers = [Transfer(each.moves, each.stages, call.group) for each in plan.rounds]
+    rounds = plan_reading(checkpoint.outline, request, agreement.machines, agreement.memory, units)
+    transfers = [Transfer(each.moves, each.stages, call.group) for each in rounds]
     num_bytes = max((transfer.wire_bytes for transfer in transfers), default=0)
     wire = torch.empty(num_bytes, dtype=torch.uint8, device=wire_device(call.group, agreement.devices))
     targets: defaultdict[str, list[LocalParts]] = defaultdict(list)
@@ -495,12 +496,12 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]
             if asked.matching.sources.get(tensor.target) == source:
                 targets[source].append(asked.live.local(tensor.target))
     own_keys = {key for key, places in request.objects.items() if places == (place,)}
-    reader = ChunkReader(checkpoint, plan.rounds, place, "cuda" in asked.live.devices)
+    reader = ChunkReader(checkpoint, rounds, place, "cuda" in asked.live.devices)
     if call.check == "before":
-        for number in range(len(plan.rounds)):
+        for number in range(len(rounds)):
             reader.read(number, {})
     items = {**agreement.items, **_read_items(checkpoint, own_keys)}
-    return _Checked(reader.sums, reader.bytes_read), _Prepared(plan, reader, transfers, wire, items, targets)
+    return _Checked(reader.sums, reader.bytes_read), _Prepared(rounds, reader, transfers, wire, items, targets)
 
 
 def _judge(asked: _Asked, ranks: Sequence[_Checked]) -> int:

@@ -12,15 +12,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout, corners_of
-from ..algebra.overlap import overlaps
+from ..algebra.overlap import IntArray, overlaps
 from ..record.columns import UNKNOWN
 from ..record.record import Extent, Manifest, StateRecord
 from ..store.open_checkpoint import OpenCheckpoint
@@ -51,7 +51,7 @@ class ChunkRange(NamedTuple):
     Attributes:
         chunk: its number in the tensor.
         readers: the places in the process group of the ranks that read it; others that ask for it get it from them.
-        is_sent: True if there are such others.
+        boxes: those of the elements in the tensor, in their order, if there are such others; else none.
         is_whole: True if they are all of the chunk.
     """
 
@@ -59,7 +59,7 @@ class ChunkRange(NamedTuple):
     start: int
     stop: int
     readers: tuple[int, ...]
-    is_sent: bool
+    boxes: tuple[Box, ...]
     is_whole: bool
 
 
@@ -170,21 +170,21 @@ class TensorReading:
 
     Attributes:
         ranges: of all ranks, in the order of chunks and elements.
-        boxes: for each range that is sent the boxes of its elements in the tensor, in their order.
         copies: for each key that asks for the tensor the tables of copies from rank to rank.
-        numbers_by_reader: the numbers of each rank's ranges.
-        kept_elements: those that each rank keeps until they are sent, ``[ranks]``.
+        kept_bytes: those that each rank keeps until they are sent, ``[ranks]``.
     """
 
-    ranges: tuple[ChunkRange, ...]
-    boxes: tuple[tuple[Box, ...], ...]
-    copies: tuple[tuple[CopyTable, ...], ...]
-    numbers_by_reader: Mapping[int, tuple[int, ...]]
-    kept_elements: NDArray[np.int64]
+    ranges: Sequence[ChunkRange]
+    copies: Sequence[Sequence[CopyTable]]
+    kept_bytes: IntArray
 
-    def chunks_of(self, reader: int) -> Sequence[int]:
-        """Return the numbers of the chunks that a rank reads, even in part, ascending."""
-        return sorted({self.ranges[number].chunk for number in self.numbers_by_reader[reader]})
+    @cached_property
+    def ranges_by_reader(self) -> Mapping[int, Sequence[ChunkRange]]:
+        by_reader: defaultdict[int, list[ChunkRange]] = defaultdict(list)
+        for part in self.ranges:
+            for reader in part.readers:
+                by_reader[reader].append(part)
+        return dict(by_reader)
 
 
 @dataclass(frozen=True)
@@ -200,53 +200,39 @@ class ReadingRound:
     moves: Sequence[Move]
     stages: Sequence[Stage]
 
-
-@dataclass(frozen=True)
-class ReadingPlan:
-    """The plan of all ranks for one load.
-
-    Attributes:
-        rounds: in each of them no rank keeps more of what it sends than the memory that it may use.
-    """
-
-    rounds: Sequence[ReadingRound]
-
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensors that ranks send each other."""
-        return sum(move.copies.num_sent * move.itemsize for of_round in self.rounds for move in of_round.moves)
+        return sum(move.copies.num_sent * move.itemsize for move in self.moves)
 
-    @classmethod
-    def of(
-        cls, outline: Manifest, request: JointRequest, machines: Sequence[int], memory: int, units: ChunkUnits
-    ) -> ReadingPlan:
-        """Plan a load; the same arguments give the same plan on all ranks.
 
-        Args:
-            outline: of the checkpoint.
-            machines: the number of each rank's machine; ranks that share no cache have different ones.
-            memory: bytes that a rank keeps until they are sent, and bytes of its exchange buffers.
-            units: which chunks can be read in parts.
-        """
-        num_ranks, planner = len(machines), _Planner(machines, memory, units)
-        rounds, readings, filled = [], list[tuple[StateRecord, TensorReading]](), np.zeros(num_ranks, np.int64)
+def plan_reading(
+    outline: Manifest, request: JointRequest, machines: Sequence[int], memory: int, units: ChunkUnits
+) -> list[ReadingRound]:
+    """Plan a load in rounds; the same arguments give the same plan on all ranks.
 
-        def finish_round() -> None:
-            moves = [*_moves_of(readings, request)]
-            rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, memory)))
-
-        for tensor, reading in planner.readings(outline.tensors, request):
-            added = reading.kept_elements * itemsize(tensor.dtype)
-            is_full = filled.any() and int((filled + added).max()) > memory
-            # Chunks of one item are read at once.
-            if is_full and not (units.shared_items(tensor) and readings[-1][0] is not tensor):
-                finish_round()
-                readings, filled = [], np.zeros(num_ranks, np.int64)
-            readings.append((tensor, reading))
-            filled = filled + added
-        if readings:
-            finish_round()
-        return cls(rounds)
+    Args:
+        outline: of the checkpoint.
+        machines: the number of each rank's machine; ranks that share no cache have different ones.
+        memory: bytes that a rank keeps until they are sent, and bytes of its exchange buffers.
+        units: which chunks can be read in parts.
+    """
+    rounds = list[list[tuple[StateRecord, TensorReading]]]()
+    filled = np.zeros(len(machines), np.int64)
+    for tensor, reading in _Planner(machines, memory, units).readings(outline.tensors, request):
+        is_full = filled.any() and int((filled + reading.kept_bytes).max()) > memory
+        # Chunks of one item are read at once.
+        is_bound = is_full and bool(units.shared_items(tensor)) and rounds[-1][-1][0] is not tensor
+        if not rounds or (is_full and not is_bound):
+            rounds.append([])
+            filled = np.zeros_like(filled)
+        rounds[-1].append((tensor, reading))
+        filled = filled + reading.kept_bytes
+    planned = []
+    for readings in rounds:
+        moves = [*_moves_of(readings, request)]
+        planned.append(ReadingRound(readings, moves, divide_in_stages(moves, len(machines), memory)))
+    return planned
 
 
 def _moves_of(readings: Sequence[tuple[StateRecord, TensorReading]], request: JointRequest) -> Iterator[Move]:
@@ -295,28 +281,28 @@ class _Planner:
         self, tensors: Sequence[StateRecord], request: JointRequest
     ) -> Iterator[tuple[StateRecord, TensorReading]]:
         """Yield how ranks read the requested tensors: one reading each, or several where memory is short."""
-        geometries: dict[object, tuple[_Needs, tuple[TensorReading, ...]]] = {}
+        turns = [number * -(-len(self.machines) // MAX_TURNS) for number in range(MAX_TURNS)]
         num_turns = bytes_in_turn = 0
+        geometries: dict[object, dict[int, Sequence[TensorReading]]] = {}
         for tensor in tensors:
             requests = request.tensors.get(tensor.key, ())
             if not requests or 0 in tensor.shape:
                 continue
-            divisible, shared_items = self.units.divisible(tensor), self.units.shared_items(tensor)
-            request_ids = tuple(id(asked.ranks) for asked in requests)
-            geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(shared_items.items()), request_ids
             # Small tensors that follow one another have one reader of what is sent, which then reads them at once.
-            turn = num_turns % MAX_TURNS * -(-len(self.machines) // MAX_TURNS)
+            turn = turns[num_turns % MAX_TURNS]
             bytes_in_turn += tensor.boxes.elements * itemsize(tensor.dtype)
             if bytes_in_turn >= MIN_SHARED_BYTES:
                 num_turns, bytes_in_turn = num_turns + 1, 0
-            needs, readings = geometries.get(geometry) or (_needs_by_chunk(tensor, requests), ())
-            if not readings or any(reading.kept_elements.any() for reading in readings):
-                key = geometry, turn
-                if key not in geometries:
-                    ranges = self._ranges(tensor, needs, divisible, shared_items, turn)
-                    geometries[key] = geometries[geometry] = needs, (*self._readings_of(tensor, requests, [*ranges]),)
-                _, readings = geometries[key]
-            for reading in readings:
+            divisible, shared_items = self.units.divisible(tensor), self.units.shared_items(tensor)
+            request_ids = tuple(id(asked.ranks) for asked in requests)
+            geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(shared_items.items()), request_ids
+            by_turn = geometries.setdefault(geometry, {})
+            if turn not in by_turn:
+                ranges = [*self._ranges(tensor, _needs_by_chunk(tensor, requests), divisible, shared_items, turn)]
+                readings = [*self._readings_of(tensor, requests, ranges)]
+                is_any_sent = any(part.boxes for part in ranges)
+                by_turn |= dict.fromkeys([turn] if is_any_sent else turns, readings)
+            for reading in by_turn[turn]:
                 yield tensor, reading
 
     def _ranges(
@@ -345,7 +331,7 @@ class _Planner:
                 home = self._home_of_item.setdefault(shared_items[chunk], home)
             readers = by_home.get(home) or (homes.index(home),)
             is_sent = any(need.place not in readers for need in needs)
-            yield ChunkRange(chunk, 0, numel, readers, is_sent, True)
+            yield ChunkRange(chunk, 0, numel, readers, (boxes[chunk],) if is_sent else (), True)
 
     def _divide(
         self, chunk: int, box: Box, needs: Sequence[_Need], homes: Sequence[int], size: int, turn: int
@@ -362,7 +348,7 @@ class _Planner:
             needing.update(changes[start])
             by_home = _by_home([place for place, count in needing.items() if count], homes)
             if not by_home:
-                yield ChunkRange(chunk, start, stop, readers[:1], False, False)
+                yield ChunkRange(chunk, start, stop, readers[:1], (), False)
                 continue
             # Homes take equal pieces of whole rows, unless rows are longer; sent bytes must fit into memory.
             count, is_sent = 1, len(by_home) > 1
@@ -377,41 +363,31 @@ class _Planner:
             for number, (low, high) in enumerate(pairwise([start, *inner, stop])):
                 if low < high:
                     readers = by_home[[*by_home][(turn + number) % len(by_home)]]
-                    yield ChunkRange(chunk, low, high, readers, is_sent, high - low == box.numel)
+                    boxes = (part.shift(box.lo) for part in flat_boxes(box.shape, low, high)) if is_sent else ()
+                    yield ChunkRange(chunk, low, high, readers, tuple(boxes), high - low == box.numel)
 
     def _readings_of(
         self, tensor: StateRecord, requests: Sequence[AskedTensor], ranges: Sequence[ChunkRange]
     ) -> Iterator[TensorReading]:
         """Yield the readings of a tensor, each small enough for every rank, with the copies of the sent parts."""
-        parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
-        number_of_part: Counter[int] = Counter()
-        bytes_in_part: Counter[int] = Counter()
+        num_ranks, size = len(self.machines), itemsize(tensor.dtype)
+        parts, filled = [list[ChunkRange]()], [np.zeros(num_ranks, np.int64)]
         for part in ranges:
-            part_bytes = (part.stop - part.start) * itemsize(tensor.dtype) * part.is_sent
-            number = max(number_of_part[reader] for reader in part.readers)
-            if any(
-                bytes_in_part[reader] + part_bytes > self.max_bytes for reader in part.readers if bytes_in_part[reader]
-            ):
-                number += 1
-            for reader in part.readers:
-                bytes_in_part[reader] = part_bytes + bytes_in_part[reader] * (number == number_of_part[reader])
-                number_of_part[reader] = number
-            parts[number].append(part)
-        boxes = [*tensor.boxes]
-        for _, part_ranges in sorted(parts.items()):
-            numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-            kept = np.zeros(len(self.machines), np.int64)
-            for number, part in enumerate(part_ranges):
-                kept[list(part.readers)] += (part.stop - part.start) * part.is_sent
-                for reader in part.readers:
-                    numbers[reader] += (number,)
-            sent_boxes = tuple(_boxes_of(boxes[part.chunk], part) for part in part_ranges)
-            copies: tuple[tuple[CopyTable, ...], ...] = ()
-            if any(sent_boxes):
-                layout = _layout_of(tensor.shape, part_ranges, sent_boxes)
-                tables = (make_copies(layout, asked.ranks, range(len(self.machines))) for asked in requests)
-                copies = tuple(tuple(table.between_ranks() for table in of_request) for of_request in tables)
-            yield TensorReading(tuple(part_ranges), sent_boxes, copies, dict(numbers), kept)
+            kept_bytes = (part.stop - part.start) * size * bool(part.boxes)
+            readers = [*part.readers]
+            if filled[-1][readers].any() and int(filled[-1][readers].max()) + kept_bytes > self.max_bytes:
+                parts.append([])
+                filled.append(np.zeros(num_ranks, np.int64))
+            parts[-1].append(part)
+            filled[-1][readers] += kept_bytes
+        for part_ranges, kept in zip(parts, filled, strict=True):
+            copies = list[list[CopyTable]]()
+            if kept.any():
+                layout = _layout_of_sent(tensor.shape, part_ranges)
+                for asked in requests:
+                    tables = make_copies(layout, asked.ranks, range(num_ranks))
+                    copies.append([table.between_ranks() for table in tables])
+            yield TensorReading(part_ranges, copies, kept)
 
 
 def _needs_by_chunk(tensor: StateRecord, requests: Sequence[AskedTensor]) -> _Needs:
@@ -440,18 +416,10 @@ def _rows_around(box: Box, chunk: Box) -> tuple[int, int]:
     return start, start + row
 
 
-def _boxes_of(chunk: Box, part: ChunkRange) -> tuple[Box, ...]:
-    """Return the boxes of a range that is sent."""
-    if not part.is_sent:
-        return ()
-    return tuple(box.shift(chunk.lo) for box in flat_boxes(chunk.shape, part.start, part.stop))
-
-
-def _layout_of(shape: Index, ranges: Sequence[ChunkRange], boxes: Sequence[tuple[Box, ...]]) -> TensorLayout:
+def _layout_of_sent(shape: Index, ranges: Sequence[ChunkRange]) -> TensorLayout:
     """Return the layout of a tensor on the ranks that send it: their boxes end to end, all other elements nowhere."""
     by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
-    for part, part_boxes in zip(ranges, boxes, strict=True):
-        for reader in part.readers:
-            by_reader[reader] += part_boxes
-    ranks = [RankBoxes(reader, of_reader) for reader, of_reader in sorted(by_reader.items()) if of_reader]
-    return filled_layout(shape, ranks)
+    for part in ranges:
+        for reader in part.readers if part.boxes else ():
+            by_reader[reader] += part.boxes
+    return filled_layout(shape, [RankBoxes(reader, boxes) for reader, boxes in sorted(by_reader.items())])

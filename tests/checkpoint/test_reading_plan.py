@@ -11,7 +11,7 @@ from support.random_layouts import READERS, random_shape
 
 from muonckpt.algebra.box import Box, flat_boxes
 from muonckpt.checkpoint.joint_state import RankBoxes
-from muonckpt.checkpoint.reading_plan import AskedTensor, JointRequest, ReadingPlan
+from muonckpt.checkpoint.reading_plan import AskedTensor, JointRequest, plan_reading
 from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 
 
@@ -74,31 +74,31 @@ def test_each_element_is_read_or_received_once_by_all_who_ask_for_it(seed, monke
                 if rng.random() < 0.5
             }
     units = Units(whole_chunks)
-    plan = ReadingPlan.of(Manifest(tuple(tensors), ()), JointRequest(requests, {}), machines, memory, units)
+    rounds = plan_reading(Manifest(tuple(tensors), ()), JointRequest(requests, {}), machines, memory, units)
 
     # Follow the plan by elements: readers read ranges of chunks, and moves bring boxes to those who requested them.
     read: Counter = Counter()  # by reader
     received: Counter = Counter()
     readers_of_chunk: dict[tuple[str, int], set[int]] = {}
-    for reading_round in plan.rounds:
+    for reading_round in rounds:
         sent_elements: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         load: Counter = Counter()
         lengths = [0]
         for tensor, reading in reading_round.readings:
-            for number, (part, boxes) in enumerate(zip(reading.ranges, reading.boxes, strict=True)):
+            for part in reading.ranges:
                 chunk = tensor.chunks[part.chunk]
                 lengths.append(part.stop - part.start)
                 assert part.is_whole == ((part.start, part.stop) == (0, chunk.box.numel))
                 readers_of_chunk.setdefault((tensor.key, part.chunk), set()).update(part.readers)
                 range_boxes = [box.shift(chunk.box.lo) for box in flat_boxes(chunk.box.shape, part.start, part.stop)]
-                assert boxes == (tuple(range_boxes) if part.is_sent else ())
+                assert part.boxes in ((), tuple(range_boxes))
                 for reader in part.readers:
-                    assert number in reading.numbers_by_reader[reader]
+                    assert part in reading.ranges_by_reader[reader]
                     for box in range_boxes:
                         read.update((tensor.key, reader, index) for index in indices(box))
-                    for box in boxes:
+                    for box in part.boxes:
                         sent_elements.setdefault((tensor.key, reader), []).extend(sorted(indices(box)))
-                    load[reader] += sum(box.numel for box in boxes) * (4 if tensor.dtype == "float32" else 2)
+                    load[reader] += sum(box.numel for box in part.boxes) * (4 if tensor.dtype == "float32" else 2)
         # A rank keeps no more in a round than its memory, or one range or item that is larger.
         if not any(units.shared_items(tensor) for tensor, _ in reading_round.readings):
             assert max(load.values(), default=0) <= max(memory, 4 * max(lengths))
@@ -141,8 +141,8 @@ def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
     tensors = [StateRecord(str(n), (str(n),), shape, "float32", of_tensor) for n, of_tensor in enumerate(chunks)]
     asked = {tensor.key: (AskedTensor(tensor.key, everywhere),) for tensor in tensors}
     manifest, request = Manifest(tuple(tensors), ()), JointRequest(asked, {})
-    plan = ReadingPlan.of(manifest, request, range(num_ranks), 1 << 28, Units({}))
-    readings = [reading for of_round in plan.rounds for _, reading in of_round.readings]
+    rounds = plan_reading(manifest, request, range(num_ranks), 1 << 28, Units({}))
+    readings = [reading for of_round in rounds for _, reading in of_round.readings]
     assert len({id(reading) for reading in readings}) <= 8
     bytes_by_rank = Counter()
     for reading in readings:
@@ -153,6 +153,6 @@ def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
     assert len(bytes_by_rank) >= num_ranks // 2
     assert max(bytes_by_rank.values()) <= 3 * (200 << 20) / num_ranks
     # On one machine each of them reads all, and sends nothing.
-    plan = ReadingPlan.of(manifest, request, [0] * num_ranks, 1 << 28, Units({}))
-    assert plan.bytes_sent == 0 and len(plan.rounds) == 1
-    assert {part.readers for _, reading in plan.rounds[0].readings for part in reading.ranges} == {(*range(num_ranks),)}
+    (only,) = plan_reading(manifest, request, [0] * num_ranks, 1 << 28, Units({}))
+    assert only.bytes_sent == 0
+    assert {part.readers for _, reading in only.readings for part in reading.ranges} == {(*range(num_ranks),)}
