@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_joined, compare_checksums, payload_of
 from .live_state import LocalParts
-from .reading_plan import ChunkRange, ReadingRound, TensorReading
+from .reading_plan import ChunkRange, ReadingRound
 
 _GAP_BYTES = 64 << 10
 """Largest gap between two small ranges of a file that one read includes."""
@@ -41,6 +40,9 @@ _ALIGNMENT = 64
 
 _MIN_DIRECT_BYTES = 64 << 10
 """The least bytes that are read into a target by themselves: fewer are copied there."""
+
+_RangesOfTensor = tuple[StateRecord, Sequence[ChunkRange]]
+"""A tensor of the checkpoint, and the ranges of it that one rank reads."""
 
 Targets = Mapping[str, Sequence[LocalParts]]
 """The tensors of this rank that a tensor of the checkpoint fills, by its key."""
@@ -89,8 +91,7 @@ class _Read(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.tensor.dtype)
-        return dtype
+        return _torch_dtype(self.tensor)
 
     @property
     def stored_shape(self) -> Index:
@@ -164,28 +165,24 @@ class ChunkReader:
         self.sums: list[PartialSum] = []
         self.bytes_read = self.placed = 0
         self._checkpoint, self._payloads, self._place = checkpoint, checkpoint.payloads, place
-        self._spans = [[*map(_span_of, neighbours(self._reads_of(each.readings), _is_near))] for each in rounds]
+        self._readings = [[*_readings_by(place, each)] for each in rounds]
+        self._spans = [[*map(_span_of, neighbours(self._reads_of(of_round), _is_near))] for of_round in self._readings]
         spans = [*chain.from_iterable(self._spans)]
         longest = max((span.extent.length for span in spans), default=0)
         self._staging = _Staging(min(longest, BAND_BYTES), is_pinned)
-        kept = (sum(_aligned(read) for span in of_round for read in span.reads) for of_round in self._spans)
+        kept = (sum(_aligned(_sent_bytes(*pair)) for pair in of_round) for of_round in self._readings)
         self._kept = torch.empty(max(kept, default=0), dtype=torch.uint8, pin_memory=is_pinned)
         """Memory for the elements that are sent, until they are."""
 
-    def _reads_of(self, readings: Iterable[tuple[StateRecord, TensorReading]]) -> list[_Read]:
+    def _reads_of(self, readings: Sequence[_RangesOfTensor]) -> list[_Read]:
         """Open the items of this rank's chunks, and no others, and return its reads in the order of files.
 
         Raises:
             SourceError: an item is damaged, or a payload has another length than the elements of its box.
         """
-        ranges, numbers, tensors = list[Sequence[ChunkRange]](), list[list[int]](), list[StateRecord]()
-        for tensor, reading in readings:
-            if of_tensor := reading.ranges_by_reader.get(self._place):
-                ranges.append(of_tensor)
-                numbers.append(sorted({part.chunk for part in of_tensor}))
-                tensors.append(tensor)
+        numbers = [sorted({part.chunk for part in ranges}) for _, ranges in readings]
+        tensors = with_chunks([tensor for tensor, _ in readings], numbers)
         # Chunks have no place yet where the metadata name only their items.
-        tensors = with_chunks(tensors, numbers)
         if bool((columns_of(tensor.chunks for tensor in tensors).payload_length() == UNKNOWN).any()):
             tensors = [*self._checkpoint.locate(tensors)]
         # All chunks are looked at together, as the tensors of a model can be many and small.
@@ -194,9 +191,9 @@ class ChunkReader:
         offsets, lengths = columns.payload().tolist(), columns.payload_length().tolist()
         sums, digests = columns.crc32.tolist(), columns.digests(slice(None))
         reads, first_row = list[_Read](), 0
-        for tensor, of_tensor, chunks in zip(tensors, ranges, numbers, strict=True):
+        for tensor, (_, ranges), chunks in zip(tensors, readings, numbers, strict=True):
             size = itemsize(tensor.dtype)
-            for part in of_tensor:
+            for part in ranges:
                 number = bisect_left(chunks, part.chunk)
                 row = first_row + number
                 if lengths[row] != tensor.boxes.numel[number] * size:
@@ -212,29 +209,40 @@ class ChunkReader:
             first_row += len(chunks)
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 
+    def check(self) -> None:
+        """Read this rank's ranges of all rounds, and check them."""
+        for span in chain.from_iterable(self._spans):
+            self._read_span(span, {})
+
     def read(self, number: int, targets: Targets) -> Mapping[str, LocalParts]:
         """Read this rank's ranges of a round to where they belong, check them, and return the elements to be sent."""
-        kept: defaultdict[str, list[tuple[_Read, Tensor]]] = defaultdict(list)
-        num_kept = 0
+        kept = self._memory_of_sent(self._readings[number])
+        kept_too = {**targets, **{key: [*targets.get(key, ()), parts] for key, parts in kept.items()}}
         for span in self._spans[number]:
-            memory = list[Tensor]()
-            for read in span.reads:
-                memory.append(self._kept[num_kept : num_kept + read.length * bool(read.range.boxes)])
-                num_kept += _aligned(read)
-                if read.range.boxes:
-                    kept[read.tensor.key].append((read, memory[-1]))
-            with self._about(span):
-                self._read_span(span, targets, memory)
+            self._read_span(span, kept_too)
         self._staging.finish()
-        return {key: _joined(of_tensor) for key, of_tensor in kept.items()}
+        self.placed -= sum(box.numel for parts in kept.values() for box in parts.boxes)
+        return kept
 
-    @contextmanager
-    def _about(self, span: _Span) -> Iterator[None]:
-        """Name the first tensor of a span, and its file, in errors that do not."""
+    def _memory_of_sent(self, readings: Sequence[_RangesOfTensor]) -> dict[str, LocalParts]:
+        """Return the memory for the elements of tensors that this rank sends: box after box, as plans count them."""
+        kept, start = dict[str, LocalParts](), 0
+        for tensor, ranges in readings:
+            if boxes := [*chain.from_iterable(part.boxes for part in ranges)]:
+                length = _sent_bytes(tensor, ranges)
+                elements = self._kept[start : start + length].view(_torch_dtype(tensor))
+                parts = torch.split(elements, [box.numel for box in boxes])
+                shaped = [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+                kept[tensor.key] = LocalParts.of(boxes, shaped)
+                start += _aligned(length)
+        return kept
+
+    def _read_span(self, span: _Span, targets: Targets) -> None:
+        """Read the bytes of a span once, put their elements, and check all; errors name its first tensor."""
         first = span.reads[0]
         subject = f"tensor {first.tensor.key!r} box {first.tensor.boxes[first.number]}"
         try:
-            yield
+            self._read_and_check(span, [_targets_in(read, targets) for read in span.reads])
         except MuonckptError as error:
             if str(error).startswith("tensor "):
                 raise
@@ -244,17 +252,16 @@ class ChunkReader:
             with about(subject):
                 raise unavailable(self._payloads.place(span.extent.file), error) from error
 
-    def _read_span(self, span: _Span, targets: Targets, memory: Sequence[Tensor]) -> None:
-        """Read the bytes of a span once, put their elements, keep those that are sent, and check all."""
-        first, of_reads = span.reads[0], [_targets_in(read, targets) for read in span.reads]
-        places = [_Place(span.extent.offset, span.extent.end, None)]
-        if len(span.reads) == 1 and not span.is_item and not first.range.boxes:
+    def _read_and_check(self, span: _Span, targets: list[list[_Target]]) -> None:
+        """Read a span with the targets of each of its reads."""
+        first, places = span.reads[0], [_Place(span.extent.offset, span.extent.end, None)]
+        if len(span.reads) == 1 and not span.is_item:
             is_verbatim = self._payloads.is_verbatim(first.file)
-            if not of_reads[0] and is_verbatim and first.digest is None and first.crc32 is None:
+            if not targets[0] and is_verbatim and first.digest is None and first.crc32 is None:
                 return  # nothing to put, and nothing to check
-            places, of_reads[0] = _places(first, of_reads[0])
+            places, targets[0] = _places(first, targets[0])
         self.bytes_read += span.extent.length
-        bands = self._bands(span, places, of_reads, memory)
+        bands = self._bands(span, places, targets)
         if span.is_item and first.crc32 is None:
             with about_chunk(self._payloads, first.tensor, first.chunk):
                 self._payloads.check_item(span.extent, bands)
@@ -269,17 +276,9 @@ class ChunkReader:
             pass
 
     def _bands(
-        self,
-        span: _Span,
-        places: Sequence[_Place],
-        targets: Sequence[Sequence[_Target]],
-        memory: Sequence[Tensor],
+        self, span: _Span, places: Sequence[_Place], targets: Sequence[Sequence[_Target]]
     ) -> Iterator[memoryview]:
-        """Read a span band by band, put the elements of its reads, and yield its bytes.
-
-        Args:
-            targets, memory: those of each read; ``memory`` keeps its bytes if they are sent.
-        """
+        """Read a span band by band, put the elements of its reads to the targets of each, and yield its bytes."""
         file = self._payloads.open_file(span.extent.file, span.extent.end)
         for place in places:
             for low in range(place.start, place.stop, BAND_BYTES):
@@ -290,23 +289,19 @@ class ChunkReader:
                     raw = place.memory[low - place.start : high - place.start]
                     self.placed += len(raw) // span.reads[0].dtype.itemsize
                 file.fill(_bytes_in(raw), low)
-                for read, of_read, kept in zip(span.reads, targets, memory, strict=True):
+                for read, of_read in zip(span.reads, targets, strict=True):
                     start, stop = max(read.offset, low), min(read.end, high)
-                    if start < stop:
-                        part = slice(start - read.offset, stop - read.offset)
-                        self._put(read, part.start, raw[start - low : stop - low], of_read, kept[part])
+                    if of_read and start < stop:
+                        self._put(read, start - read.offset, raw[start - low : stop - low], of_read)
                 yield _bytes_in(raw)
 
-    def _put(self, read: _Read, offset: int, raw: Tensor, targets: Sequence[_Target], kept: Tensor) -> None:
-        """Copy bytes of a read, from this one on, to where they are kept; their elements to the targets."""
-        if len(kept):
-            kept.copy_(raw)
-        if not targets:
-            return
+    def _put(self, read: _Read, offset: int, raw: Tensor, targets: Sequence[_Target]) -> None:
+        """Copy the elements in the bytes of a read, from this one on, to the targets."""
         if raw.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
             raw = raw.clone()
         elements, shape = raw.view(read.dtype), read.stored_shape
-        is_pinned = raw.is_pinned() if targets[0].elements.is_cuda else False
+        devices = {target.elements.device for target in targets if target.elements.is_cuda}
+        is_pinned = bool(devices) and raw.is_pinned()
         start, done = read.range.start + offset // read.dtype.itemsize, 0
         for box in flat_boxes(shape, start, start + len(elements)):
             block = elements[done : done + box.numel].view(box.shape)
@@ -316,7 +311,7 @@ class ChunkReader:
                     _part(target.elements, target.box, common).copy_(_part(block, box, common), non_blocking=is_pinned)
                     self.placed += common.numel
         if is_pinned:
-            self._staging.devices.update(target.elements.device for target in targets if target.elements.is_cuda)
+            self._staging.devices |= devices
 
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
         """Compare the bytes of a read with the digest or the CRC-32 of its chunk, or note their checksum."""
@@ -359,6 +354,26 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
         except DamageError as error:
             readers = listed(sorted({ranks[part.place] for part in parts}), 8)
             raise DamageError(f"{error}; read by rank {readers}", keys=error.keys) from error
+
+
+def _readings_by(place: int, reading_round: ReadingRound) -> Iterator[_RangesOfTensor]:
+    """Yield the tensors of which a rank reads something in a round, with its ranges."""
+    for tensor, reading in reading_round.readings:
+        if ranges := reading.ranges_by_reader.get(place):
+            yield tensor, ranges
+
+
+def _sent_bytes(tensor: StateRecord, ranges: Sequence[ChunkRange]) -> int:
+    return sum(part.stop - part.start for part in ranges if part.boxes) * itemsize(tensor.dtype)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _torch_dtype(tensor: StateRecord) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype
 
 
 def _dims_from_outermost(chunks: Chunks, number: int) -> Index | None:
@@ -478,24 +493,3 @@ def _is_plain(elements: Tensor) -> bool:
 def _bytes_in(raw: Tensor) -> memoryview:
     view: memoryview = raw.numpy().data
     return view
-
-
-def _aligned(read: _Read) -> int:
-    """Return the bytes of memory in which a read is kept until it is sent."""
-    return -(-read.length // _ALIGNMENT) * _ALIGNMENT * bool(read.range.boxes)
-
-
-def _joined(reads: Sequence[tuple[_Read, Tensor]]) -> LocalParts:
-    """Return the elements of all reads of a tensor that are sent, chunk by chunk, as plans count them."""
-    boxes, parts = list[Box](), list[Tensor]()
-    for read, raw in sorted(reads, key=lambda pair: (pair[0].range.chunk, pair[0].range.start)):
-        elements = raw.view(read.dtype)
-        if read.order is not None:
-            # The file has the dims in another order; such a chunk is read whole, as one box.
-            original_order = [read.order.index(dim) for dim in range(len(read.order))]
-            parts.append(elements.view(read.stored_shape).permute(original_order))
-        else:
-            split = torch.split(elements, [box.numel for box in read.range.boxes])
-            parts += [part.view(box.shape) for part, box in zip(split, read.range.boxes, strict=True)]
-        boxes += read.range.boxes
-    return LocalParts.of(boxes, parts)

@@ -498,8 +498,7 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]
     own_keys = {key for key, places in request.objects.items() if places == (place,)}
     reader = ChunkReader(checkpoint, rounds, place, "cuda" in asked.live.devices)
     if call.check == "before":
-        for number in range(len(rounds)):
-            reader.read(number, {})
+        reader.check()
     items = {**agreement.items, **_read_items(checkpoint, own_keys)}
     return _Checked(reader.sums, reader.bytes_read), _Prepared(rounds, reader, transfers, wire, items, targets)
 

@@ -375,7 +375,8 @@ class _Planner:
         for part in ranges:
             kept_bytes = (part.stop - part.start) * size * bool(part.boxes)
             readers = [*part.readers]
-            if filled[-1][readers].any() and int(filled[-1][readers].max()) + kept_bytes > self.max_bytes:
+            most_filled = int(filled[-1][readers].max())
+            if kept_bytes and most_filled and most_filled + kept_bytes > self.max_bytes:
                 parts.append([])
                 filled.append(np.zeros(num_ranks, np.int64))
             parts[-1].append(part)
