@@ -262,10 +262,7 @@ class ChunkReader:
             places, targets[0] = _places(first, targets[0])
         self.bytes_read += span.extent.length
         bands = self._bands(span, places, targets)
-        if span.is_item and first.crc32 is None:
-            with about_chunk(self._payloads, first.tensor, first.chunk):
-                self._payloads.check_item(span.extent, bands)
-        elif span.is_item or len(span.reads) == 1:
+        if span.is_item or len(span.reads) == 1:
             self._check(first, bands)
         else:
             [raw] = bands
@@ -314,7 +311,7 @@ class ChunkReader:
             self._staging.devices |= devices
 
     def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
-        """Compare the bytes of a read with the digest or the CRC-32 of its chunk, or note their checksum."""
+        """Compare the bytes of a read with the checksum of its chunk or item, or note the checksum of a part."""
         if read.digest is not None:
             if (digest := xxh3_128(parts)) != read.digest:
                 with about_chunk(self._payloads, read.tensor, read.chunk):
@@ -328,6 +325,9 @@ class ChunkReader:
             elif total != read.crc32:
                 with about_chunk(self._payloads, read.tensor, read.chunk):
                     compare_checksums("CRC-32", f"{total:08x}", f"{read.crc32:08x}")
+        elif read.item is not None:
+            with about_chunk(self._payloads, read.tensor, read.chunk):
+                self._payloads.check_item(read.item, parts)
 
 
 def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Sequence[int]) -> None:

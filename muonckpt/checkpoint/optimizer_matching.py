@@ -225,47 +225,47 @@ class _OptimizerMatch:
         Args:
             origins: the saved group of each group, None where all of it starts fresh.
         """
-        # The rates with which groups began, where a scheduler has written them, and those of the groups after the load:
-        # a group that starts fresh as a whole keeps its own.
+        # The rates with which groups began, where a scheduler has written them: when saved, and after the load.
+        # A group that starts fresh as a whole keeps its own.
         saved_rates = [group.initial_rate(self.stored.option) for group in self.saved_groups]
-        own_rates = [group.initial_rate(self.live.flat.__getitem__) for group in self.groups]
         live_rates: list[Any] = []
-        for group, own_rate, origin in zip(self.groups, own_rates, origins, strict=True):
-            rate = own_rate if group.names else None
-            live_rates.append(rate if origin is None else saved_rates[origin])
+        for group, origin in zip(self.groups, origins, strict=True):
+            own_rate = group.initial_rate(self.live.flat.__getitem__) if group.names else None
+            live_rates.append(own_rate if origin is None else saved_rates[origin])
         # A scheduler that says for which rates it was made needs no guess; with several, it does not say whose it is.
         has_schedulers, base_rates = self._base_rates()
         if any(scheduler_misfit(base, live_rates) is None for base in base_rates.values()):
             return Matching()
+        if len(self.live.optimizers) > 1:
+            base_rates = {}
         misfit = scheduler_misfit(saved_rates, live_rates)
-        has_several, is_merged = len(self.live.optimizers) > 1, False
-        if misfit:
-            # Each saving rank has groups; this rank may have some of them, or several as one.
-            used_rates, saved_homes = list[Any](), list[list[int]]()
-            for group, rate in zip(self.groups, live_rates, strict=True):
-                if group.names:
-                    used_rates.append(rate)
-                    saved_homes.append(sorted({self.homes[name][0] for name in group.names if name in self.homes}))
-            joint_numbers = sorted({*chain.from_iterable(saved_homes)})
-            in_order = saved_homes == sorted(saved_homes)
-            is_merged = all(saved_homes) and len(joint_numbers) > len(used_rates) and in_order
-            base_rates = base_rates if not has_several else {}
-            if scheduler_misfit([saved_rates[number] for number in joint_numbers], used_rates) is None:
-                misfit = next((scheduler_misfit(base, live_rates) for base in base_rates.values()), None)
-        if misfit:
-            has_rates = any("initial_lr" in group.keys for group in self.groups)
-            is_certain = bool(base_rates) or (not is_merged and (has_schedulers or has_rates))
-            return Matching(faults=(misfit,)) if is_certain else Matching(doubts=(misfit,))
-        doubts = []
-        for key, base in base_rates.items() if not has_several and None not in live_rates else ():
-            # A scheduler of some of the groups steps an optimizer that was saved together with others.
-            if len(base) == len(live_rates):
-                doubts.append(
-                    f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {live_rates}: the "
-                    "scheduler gives groups other rates than they began with, as it does if their order has changed "
-                    "in the saved run"
-                )
-        return Matching(doubts=tuple(doubts))
+        if not misfit:
+            doubts = []
+            for key, base in base_rates.items() if None not in live_rates else ():
+                # A scheduler of some of the groups steps an optimizer that was saved together with others.
+                if len(base) == len(live_rates):
+                    doubts.append(
+                        f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {live_rates}: the "
+                        "scheduler gives groups other rates than they began with, as it does if their order has "
+                        "changed in the saved run"
+                    )
+            return Matching(doubts=tuple(doubts))
+        # Each saving rank has groups: this rank may have some of them, and then only a scheduler tells; or several as
+        # one, and then a scheduler that is made for these groups is meant.
+        homes, used_rates = list[list[int]](), list[Any]()
+        for group, rate in zip(self.groups, live_rates, strict=True):
+            if group.names:
+                homes.append(sorted({self.homes[name][0] for name in group.names if name in self.homes}))
+                used_rates.append(rate)
+        used_numbers = sorted({*chain.from_iterable(homes)})
+        if scheduler_misfit([saved_rates[number] for number in used_numbers], used_rates) is None:
+            misfit = next((scheduler_misfit(base, live_rates) for base in base_rates.values()), None)
+            if not misfit:
+                return Matching()
+        is_merged = all(homes) and homes == sorted(homes) and len(used_numbers) > len(homes)
+        has_rates = any("initial_lr" in group.keys for group in self.groups)
+        is_certain = bool(base_rates) or (not is_merged and (has_schedulers or has_rates))
+        return Matching(faults=(misfit,)) if is_certain else Matching(doubts=(misfit,))
 
     def _base_rates(self) -> tuple[bool, dict[str, tuple[Any, ...]]]:
         """Return whether the state dict has schedulers, and the rates for which saved ones were made, by key.

@@ -386,8 +386,7 @@ class _Planner:
             if kept.any():
                 layout = _layout_of_sent(tensor.shape, part_ranges)
                 for asked in requests:
-                    tables = make_copies(layout, asked.ranks, range(num_ranks))
-                    copies.append([table.between_ranks() for table in tables])
+                    copies.append([table.between_ranks() for table in make_copies(layout, asked.ranks)])
             yield TensorReading(part_ranges, copies, kept)
 
 

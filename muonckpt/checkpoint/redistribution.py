@@ -225,7 +225,6 @@ def _moves_of(
     ranks: Sequence[int], offers: Sequence[_Offer], requests: Sequence[_Request], stored: Stored
 ) -> list[Move]:
     """Return what has to move, after proving that the source is whole."""
-    places = range(len(ranks))
     offered = JointRequest.of([(offer.state, {key: key for key in offer.state.form.keys}) for offer in offers]).tensors
     asked = JointRequest.of([(request.state, request.matching.sources) for request in requests]).tensors
     moves: list[Move] = []
@@ -237,9 +236,7 @@ def _moves_of(
             layout = layout_on_ranks(record.shape, holders, tuple(ranks))
             for target, asking in targets:
                 size = itemsize(record.dtype)
-                moves += (
-                    Move(key, target, size, record.shape, copies) for copies in make_copies(layout, asking, places)
-                )
+                moves += (Move(key, target, size, record.shape, copies) for copies in make_copies(layout, asking))
     return moves
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index
-from ..algebra.layout import Buffer, TensorLayout
+from ..algebra.layout import TensorLayout
 from ..algebra.overlap import IntArray
 from ..algebra.plan import Plan, make_plan
 from ..names.errors import TargetError
@@ -42,16 +42,11 @@ class CopyTable:
     num_sent: int
 
     @classmethod
-    def of(cls, plan: Plan, ranks: Sequence[int]) -> CopyTable:
-        """Return the copies of a plan between ranks; copies from or to `NO_RANK` are left out.
-
-        Args:
-            ranks: the names of the plan's buffers, by the places of their ranks.
-        """
-        places: dict[Buffer, int] = {rank: place for place, rank in enumerate(ranks)}
-        places[NO_RANK] = -1
+    def of(cls, plan: Plan) -> CopyTable:
+        """Return the copies of a plan whose buffers are places; those from or to `NO_RANK` are left out."""
         sources, targets = (
-            np.array([places[buffer] for buffer in buffers], np.int64) for buffers in (plan.sources, plan.targets)
+            np.array([-1 if buffer == NO_RANK else buffer for buffer in buffers], np.int64)
+            for buffers in (plan.sources, plan.targets)
         )
         table, lo = plan.table, plan.starts
         source, target = sources[table.source], targets[table.target]
@@ -74,17 +69,16 @@ class CopyTable:
         return (sent + received).astype(np.int64)
 
 
-def make_copies(source: TensorLayout, asked: tuple[RankBoxes, ...], ranks: Sequence[int]) -> list[CopyTable]:
+def make_copies(source: TensorLayout, asked: tuple[RankBoxes, ...]) -> list[CopyTable]:
     """Return the copies that give ranks the boxes that they ask for: several tables, if these overlap in part.
 
     Args:
-        source: the layout of the elements on the ranks that have them.
-        ranks: those of the process group, by place.
+        source: the layout of the elements on the ranks that have them; ranks are known by their places.
 
     Raises:
         LayoutError: as `request_layouts`.
     """
-    return [CopyTable.of(make_plan(source, layout), ranks) for layout in request_layouts(source.shape, asked)]
+    return [CopyTable.of(make_plan(source, layout)) for layout in request_layouts(source.shape, asked)]
 
 
 class Move(NamedTuple):

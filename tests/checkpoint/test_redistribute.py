@@ -189,7 +189,7 @@ def test_stages_move_every_element_once_and_keep_to_the_memory(seed):
             for index in set().union(*map(within, boxes)) - mine.get(rank, set()):
                 expected[f"{number}", rank, index] = 1
         owned.append(mine)
-        copies = make_copies(layout_on_ranks(shape, given), asked, ranks)
+        copies = make_copies(layout_on_ranks(shape, given), asked)
         moves += (Move(f"{number}", f"{number}", size, shape, table) for table in copies)
     found: Counter = Counter()
     for stage in divide_in_stages(moves, len(ranks), memory):
