@@ -155,13 +155,12 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
 def next_step_after(run: Run, verdicts: Sequence[StepVerdict]) -> str:
     """Say what to do about a run after some of its steps were verified; empty if nothing is."""
     newest, names = run.newest_whole, {verdict.step.name for verdict in verdicts}
-    for verdict in sorted(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.attempt), reverse=True):
-        # A resume passes over damage that is recorded, or that files show.
-        if verdict.is_damaged and newest is not None and StepName.parsed(newest.name) and not verdict.note:
-            diagnosis = verdict.report.diagnosis if verdict.report else diagnosis_at(verdict.step.path)
-            if [remedy.step for remedy in diagnosis.remedies] == [newest.name]:
-                return f"start the job again (it resumes from {newest.name})"
-            break
+    last = max(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.attempt), default=None)
+    # A resume passes over damage that is recorded, or that files show.
+    if last and last.step.state == "faulty" and not last.note and newest and StepName.parsed(newest.name):
+        diagnosis = last.report.diagnosis if last.report else diagnosis_at(last.step.path)
+        if [remedy.step for remedy in diagnosis.remedies] == [newest.name]:
+            return f"start the job again (it resumes from {newest.name})"
     return next_step(run, [step for step in run.steps if step.name in names])
 
 

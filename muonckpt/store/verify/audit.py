@@ -225,12 +225,7 @@ class _ChunkResult(NamedTuple):
     """
 
     share: int | None
-    faults: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether elements are lost, and not only what other programs read around them."""
-        return self.share is None or any(kind not in HARMLESS for kind, _ in self.faults)
+    faults: Sequence[tuple[str, str]] = ()
 
 
 def _check_tensors(
@@ -292,7 +287,8 @@ def _joined(tensor: StateRecord, results: Sequence[_ChunkResult], unchecked: int
     # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the other
     # says: one of the two records is damaged.
     if fingerprint is None or fingerprint != tensor.fingerprint:
-        is_lost[:] = [result.is_lost for result in results]
+        for number, result in enumerate(results):
+            is_lost[number] = result.share is None or any(kind not in HARMLESS for kind, _ in result.faults)
         has_digests = all(chunk.digest is not None for chunk in tensor.chunks if chunk.box.numel)
         if tensor.fingerprint and fingerprint and not (is_lost.any() or has_digests):
             is_lost[:] = True  # one of its chunks, and nothing tells which
@@ -326,45 +322,41 @@ def _check_chunk(
     advance: Callable[[int], None],
     chunk: Chunk,
 ) -> _ChunkResult:
-    """Compare a chunk with its digest, its CRC-32 and the bytes around it; ``errors`` are of those without a place."""
+    """Read a chunk in one pass over its elements, and compare it with its digest, its CRC-32 and the bytes around it.
+
+    Args:
+        errors: why chunks have no known place.
+    """
+    payloads, sums, num_nonfinite, faults = checkpoint.payloads, Sums(), 0, list[tuple[str, str]]()
     try:
         if error := errors.get((tensor.key, chunk.box.lo)):
             raise error
-        return _compared(checkpoint, tensor, chunk, advance)
+        for words, origin in chunk_bands(payloads, tensor, chunk):
+            sums.add(words, origin)
+            num_nonfinite += count_nonfinite(words, tensor.dtype)
+            advance(words.nbytes)
+        # The CRC-32 of strided chunks is that of their bytes as they are stored.
+        checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
+        # Each record is compared, also where another one agrees: one of them may be damaged.
+        try:
+            payloads.check_item(chunk.item)
+        except SourceError as error:
+            faults.append(("crc32c", str(error)))
+        if chunk.digest not in (None, sums.digest):
+            faults.append(("digest", f"digest {sums.digest}, expected {chunk.digest}"))
+        if chunk.crc32 not in (None, checksum):
+            faults.append(("crc32", f"CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"))
+        if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
+            faults.append(("metadata", "expected its elements in an item of torch.save, found other bytes around them"))
+        if num_nonfinite:
+            faults.append(("nonfinite", f"{counted(num_nonfinite, 'element')} infinite or NaN"))
+        return _ChunkResult(sums.share, faults)
     except DiskError as error:
-        fault = "disk", str(error)
+        faults = [("disk", str(error))]
     except (SourceError, LayoutError) as error:
-        fault = "unreadable", str(error)
+        faults = [("unreadable", str(error))]
     # A chunk without elements loses nothing with its file.
-    return _ChunkResult(None, (fault,)) if chunk.box.numel else _ChunkResult(0)
-
-
-def _compared(
-    checkpoint: OpenCheckpoint, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]
-) -> _ChunkResult:
-    """Read a chunk in one pass over its elements, and compare it."""
-    payloads, sums, num_nonfinite = checkpoint.payloads, Sums(), 0
-    # The CRC-32 of strided chunks is that of their bytes as they are stored.
-    for words, origin in chunk_bands(payloads, tensor, chunk):
-        sums.add(words, origin)
-        num_nonfinite += count_nonfinite(words, tensor.dtype)
-        advance(words.nbytes)
-    checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
-    # Each record is compared, also where another one agrees: one of them may be damaged.
-    faults = []
-    try:
-        payloads.check_item(chunk.item)
-    except SourceError as error:
-        faults.append(("crc32c", str(error)))
-    if chunk.digest not in (None, sums.digest):
-        faults.append(("digest", f"digest {sums.digest}, expected {chunk.digest}"))
-    if chunk.crc32 not in (None, checksum):
-        faults.append(("crc32", f"CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"))
-    if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
-        faults.append(("metadata", "expected its elements in an item of torch.save, found other bytes around them"))
-    if num_nonfinite:
-        faults.append(("nonfinite", f"{counted(num_nonfinite, 'element')} infinite or NaN"))
-    return _ChunkResult(sums.share, tuple(faults))
+    return _ChunkResult(None, faults) if chunk.box.numel else _ChunkResult(0)
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord, chunk: Chunk, checksum: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -193,28 +193,29 @@ class Damage:
         parts = []
         if self.misplaced:
             moves = [f"that of {name} is called {file}" for name, file in sorted(self.misplaced.items())]
-            count = counted(len(moves), "file")
-            parts.append(f"{count} with other names than when it was saved: {listed(moves, 4)}")
+            files = counted(len(moves), "file")
+            parts.append(f"{files} with other names than when it was saved: {listed(moves, 4)}")
             if not (self.without_misplaced or self.findings):
                 parts.append("nothing else is wrong, and nothing is lost")
         if self and (lost := self.without_misplaced):
-            parts.append(": ".join([listed(lost._causes(), 3, "; "), *filter(None, [lost._losses()])]))
+            # The reasons, each with its files.
+            files_by_reason = defaultdict[str, list[str]](list)
+            for name in sorted(lost.damaged_files):
+                files_by_reason[lost.files.get(name, "has damaged bytes")].append(name)
+            causes = []
+            for reason, names in files_by_reason.items():
+                rank, count = rank_in_name(names[0]), len(names)
+                one = f"the file {names[0]}" if rank is None else f"rank {rank}'s file {names[0]}"
+                causes.append(
+                    f"{one} {reason}" if count == 1 else f"each of {count} files ({listed(names, 3)}) {reason}"
+                )
+            if lost.holes:
+                causes.append(f"no file has some elements of {counted(len(lost.holes), 'tensor')}")
+            parts.append(": ".join(filter(None, (listed(causes, 3, "; "), lost._losses()))))
         messages_by_kind = defaultdict[str, list[str]](list)
         for finding in self.findings:
             messages_by_kind[finding.kind].append(finding.message)
         return "; ".join([*parts, *(listed(messages, 1, "; ") for messages in messages_by_kind.values())])
-
-    def _causes(self) -> Iterator[str]:
-        """Yield the reasons, each with its files."""
-        files_by_reason = defaultdict[str, list[str]](list)
-        for name in sorted(self.damaged_files):
-            files_by_reason[self.files.get(name, "has damaged bytes")].append(name)
-        for reason, names in files_by_reason.items():
-            rank, count = rank_in_name(names[0]), len(names)
-            one = f"the file {names[0]}" if rank is None else f"rank {rank}'s file {names[0]}"
-            yield f"{one} {reason}" if count == 1 else f"each of {count} files ({listed(names, 3)}) {reason}"
-        if self.holes:
-            yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
 
     def _losses(self) -> str:
         """Return how many tensors of each kind have lost elements, weights first, and how many items are lost."""

@@ -359,9 +359,23 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
         return replace(step, state="removed", fault="it is being removed"), None
     value = None
     try:
-        path = _checkpoint_in(place)
-        step = replace(step, path=path or place)
-        step, value = _opened(step, view) if path else (_without_description(step), None)
+        # The checkpoint is the step's folder, or the only one in it that shows a format (verl's ``actor``).
+        folders = [place]
+        if kind_of(place) != "file" and format_shown(place) is None:
+            folders = [entry for entry in entries_of(place) if is_folder(entry) and format_shown(entry) is not None]
+        if len(folders) > 1:
+            names = ", ".join(sorted(entry.name for entry in folders))
+            raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")
+        if folders:
+            step = replace(step, path=folders[0])
+            with OpenCheckpoint(step.path) as checkpoint:
+                damage, value = damage_by_files(checkpoint), view(checkpoint)
+            step = judged(replace(step, is_complete=damage.kinds <= HARMLESS - {"manifest"}), damage)
+        # Nothing shows a format: a step of ours is damaged, as only a whole one gets its name.
+        elif StepName.parsed(place.name) is not None and not is_there(place / publish.CLAIM):
+            step = replace(step, fault=damage_at(place).sentence)
+        else:
+            step = replace(step, state="incomplete", fault=_NOT_FINISHED)
     except DamageError:
         step = replace(step, fault=damage_at(step.path).sentence)
     except SourceError as error:
@@ -373,14 +387,6 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
         return step, value
     state: State = "incomplete" if is_there(place) else "removed"
     return replace(step, state=state, fault=_CHANGING if is_there(place) else _GONE, is_complete=False), None
-
-
-def _opened(step: RunStep, view: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T]:
-    """Judge a step by its descriptions and the sizes of its files; return the value of ``view``, too."""
-    with OpenCheckpoint(step.path) as checkpoint:
-        damage = damage_by_files(checkpoint)
-        value = view(checkpoint)
-    return judged(replace(step, is_complete=damage.kinds <= HARMLESS - {"manifest"}), damage), value
 
 
 def judged(step: RunStep, damage: Damage) -> RunStep:
@@ -399,25 +405,6 @@ def has_lost_all(path: Location) -> bool:
     return StepName.parsed(path.name) is not None and is_folder(path) and not entries_of(path)
 
 
-def _without_description(step: RunStep) -> RunStep:
-    """Return a step in which nothing shows a format: of ours it is damaged, as only a whole one gets its name."""
-    is_ours = StepName.parsed(step.name) is not None and not is_there(step.path / publish.CLAIM)
-    if is_ours:
-        return replace(step, fault=damage_at(step.path).sentence)
-    return replace(step, state="incomplete", fault=_NOT_FINISHED)
-
-
 _GONE = "it is gone"
 _CHANGING = "its files changed while they were looked at, by a save or a removal"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
-
-
-def _checkpoint_in(place: Location) -> Location | None:
-    """Return the checkpoint of a step: its folder, or the only one in it that shows a format (verl's ``actor``)."""
-    if kind_of(place) == "file" or format_shown(place) is not None:
-        return place
-    folders = [entry for entry in entries_of(place) if is_folder(entry) and format_shown(entry) is not None]
-    if len(folders) > 1:
-        names = ", ".join(sorted(entry.name for entry in folders))
-        raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")
-    return folders[0] if folders else None

@@ -36,8 +36,6 @@ _GAP_BYTES = 512
 _FRAME_BYTES = 2048
 """More bytes than an item has besides its elements."""
 
-_Flags = NDArray[np.bool_]
-
 
 class AlikeChunks(NamedTuple):
     """The chunks of one box of tensors of one dtype.
@@ -49,7 +47,7 @@ class AlikeChunks(NamedTuple):
 
     box: Box
     words: NDArray[Any]
-    agree: _Flags
+    agree: NDArray[np.bool_]
 
 
 def read_small(
@@ -165,32 +163,21 @@ class _Rows(NamedTuple):
             places = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - item_length + 1, item_length), (1, 1))
             items[agree] = places[starts[agree]]
         elements = np.ascontiguousarray(items[:, head : head + length])
-        agree &= _sums_agree(self.columns, rows, elements)
+        # Digests and CRC-32s, where the rows have any.
+        parts = [part.data for part in elements]
+        digests, checksums = self.columns.digest[rows], self.columns.crc32[rows]
+        actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
+        agree &= (digests == actual).all(axis=1) | ~self.columns.has_digest[rows]
+        agree &= (checksums == UNKNOWN) | (checksums == np.array([crc32_of(part, 0) for part in parts], np.int64))
         # The bytes around them: of a whole item they are compared with its template, and the checksum that torch's zip
         # has in them with the manifest's; in other formats the item may have a checksum of its own.
         if template:
-            has_frame, checksums = template.recorded(items)
-            agree &= has_frame & (checksums == self.columns.crc32[rows])
+            has_frame, inner_checksums = template.recorded(items)
+            agree &= has_frame & (inner_checksums == checksums)
         elif self.payloads.has_inner_checksums:
-            extents = [Extent(file, offset, length) for file, offset, length, *_ in self.columns.rows(rows)]
-            agree &= [_inside_agrees(self.payloads, extent) for extent in extents]
+            for number, (file, offset, length, *_) in enumerate(self.columns.rows(rows)):
+                try:
+                    self.payloads.check_item(Extent(file, offset, length))
+                except MuonckptError:
+                    agree[number] = False
         return AlikeChunks(box, elements.view(dtype(name).bits).reshape(len(rows), *box.shape), agree)
-
-
-def _sums_agree(columns: Columns, rows: Column, elements: NDArray[np.uint8]) -> _Flags:
-    """Compare elements ``[rows, bytes]`` with the digests and CRC-32s of the rows, where they have any."""
-    parts = [part.data for part in elements]
-    digests, checksums = columns.digest[rows], columns.crc32[rows]
-    actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
-    agree: _Flags = (digests == actual).all(axis=1) | ~columns.has_digest[rows]
-    agree &= (checksums == UNKNOWN) | (checksums == np.array([crc32_of(part, 0) for part in parts], np.int64))
-    return agree
-
-
-def _inside_agrees(payloads: Payloads, item: Extent) -> bool:
-    """Compare an item with the checksum that its format keeps inside."""
-    try:
-        payloads.check_item(item)
-    except MuonckptError:
-        return False
-    return True

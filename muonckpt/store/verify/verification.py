@@ -85,8 +85,15 @@ def look_at_files(place: Location) -> FilesState:
     Raises:
         UnavailableError: they cannot be listed.
     """
-    facts = sorted(_remote_facts(place) if isinstance(place, Remote) else _local_facts(place))
-    facts = [fact for fact in facts if not fact[0].startswith(f"{RECORD}/")]
+    facts: list[_FileFacts] = []
+    if isinstance(place, Remote):
+        for path, info in place.described().items():
+            identity = json.dumps([str(info[name]) for name in _IDENTITIES if name in info])
+            moments = (_seconds(info[name]) for name in _TIMES if name in info)
+            facts.append((path, int(info.get("size") or 0), next(moments, None), identity))
+    else:
+        facts += _local_facts(place)
+    facts = sorted(fact for fact in facts if not fact[0].startswith(f"{RECORD}/"))
     times = [time for _, _, time, _ in facts if time is not None]
     names = json.dumps([(name, size, identity) for name, size, _, identity in facts])
     digest = xxhash.xxh3_128_hexdigest(names.encode())
@@ -129,13 +136,6 @@ def _names_at(place: Location) -> set[str]:
 
 _FileFacts = tuple[str, int, float | None, str]
 """The name, the size, the time of writing and the identity of a file."""
-
-
-def _remote_facts(place: Remote) -> Iterable[_FileFacts]:
-    for path, info in place.described().items():
-        identity = json.dumps([str(info[name]) for name in _IDENTITIES if name in info])
-        times = (_seconds(info[name]) for name in _TIMES if name in info)
-        yield path, int(info.get("size") or 0), next(times, None), identity
 
 
 def _seconds(time: object) -> float | None:
@@ -203,32 +203,32 @@ def record_verification(checkpoint: Location, entry: Verification) -> str:
     a time.
     """
     place = checkpoint.absolute()
+    record, text = place.parent / RECORD, json.dumps(fields_of(entry), indent=1).encode()
     try:
         if look_at_files(place).digest != entry.files:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
-        _write_entry(place, json.dumps(fields_of(entry), indent=1).encode())
+        if isinstance(record, Remote):
+            (record / place.name).write(text)
+        else:
+            _write_entry(record, place.name, text)
     except (UnavailableError, OSError) as error:
         return f"when it was verified cannot be recorded in {place.parent}: {getattr(error, 'strerror', None) or error}"
     return ""
 
 
-def _write_entry(place: Location, text: bytes) -> None:
-    record = place.parent / RECORD
-    if isinstance(record, Remote):
-        (record / place.name).write(text)
-        return
+def _write_entry(record: Path, name: str, text: bytes) -> None:
     if is_link(record):
         raise OSError(f"{record} is a symbolic link, expected a folder")
     record.mkdir(exist_ok=True)
     # The file changes at once.
-    draft = record / f".{place.name}.{os.urandom(8).hex()}"
+    draft = record / f".{name}.{os.urandom(8).hex()}"
     try:
         write_synced(draft, text)
-        draft.replace(record / place.name)
+        draft.replace(record / name)
     finally:
         draft.unlink(missing_ok=True)
     # Checkpoints that are gone leave the record, and so do drafts of processes that were killed.
     for entry in record.iterdir():
         checkpoint = entry.name[1:].rpartition(".")[0] if entry.name.startswith(".") else entry.name
-        if not (checkpoint and is_there(place.parent / checkpoint)):
+        if not (checkpoint and is_there(record.parent / checkpoint)):
             entry.unlink(missing_ok=True)
