@@ -12,7 +12,7 @@ import click
 from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
 from ..converters.compare.elements import TensorDifference
 from ..converters.look.run_history import RunDifference, diff_runs, resume_lines
-from ..names.wording import command, counted, listed, size
+from ..names.wording import command, counted, listed, shape_text, size
 from ..programs.registry import DIALECTS
 from ..store.io.location import Location
 from ..store.verify.diagnosis import open_damaged
@@ -155,8 +155,7 @@ def _row(tensor: TensorDifference) -> tuple[object, ...]:
     name = tensor.key if dtype_a == dtype_b else f"{tensor.key} ({dtype_a}, {dtype_b})"
     s = tensor.statistics
     if s is None:
-        shapes = [" x ".join(map(str, shape)) or "scalar" for shape in (shape_a, shape_b)]
-        return name, f"shape {', '.join(shapes)}", *("-" * 6)
+        return name, f"shape {shape_text(shape_a)}, {shape_text(shape_b)}", *("-" * 6)
     share = f"all {s.elements}" if s.changed == s.elements else f"{s.changed} of {s.elements}"
     if tensor.by == "bits":
         return name, share, *("-" * 6)

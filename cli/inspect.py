@@ -15,7 +15,7 @@ from ..converters.look.holders import Branch, cut_text, part_as_json
 from ..converters.look.inspection import LOOK_AT, Inspection, inspection_of, overview
 from ..converters.look.run_history import history_of
 from ..names.errors import DamageError
-from ..names.wording import counted, size
+from ..names.wording import counted, shape_text, size
 from ..record.record import StateRecord
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, StoredPart
@@ -23,7 +23,7 @@ from ..store.reading.payloads import tensor_bytes
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_damaged
 from ..store.verify.verification import unless_removed
-from .argument_types import CHECKPOINT, KEY, Cuts, MeshType, WordType, shard_option
+from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
 from .printing import (
     or_dash,
     print_buffer_parameters,
@@ -89,7 +89,12 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
         [checkpoint] = newest_whole(history.run)
     try:
         if view == "--fits":
-            return _answer_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
+            from ..converters.look.fits import fits  # imports all layouts
+
+            layout = {} if options["layout"] is None else {"layout": options["layout"]}
+            fit = fits(checkpoint, options["fits"], shard=options["shard"], **layout)
+            print_result(fit, as_json, partial(_print_fit, fit))
+            return 0 if fit else 1
         with unless_removed(checkpoint), open_damaged(checkpoint) as opened:
             inspection = inspection_of(opened)
             result = _SHOW[view](opened, inspection, as_json=as_json, **options)
@@ -110,7 +115,7 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     if as_json:
         data = {**_described(record), "shards": shards}
         return {**data, "parts": [part_as_json(part) for part in parts]} if index else data
-    print_line(f"{record.key}: {_shape(record.shape)}, {record.dtype}, {cut_text(record)}")
+    print_line(f"{record.key}: {shape_text(record.shape)}, {record.dtype}, {cut_text(record)}")
     if index:
         _print_parts(tensor, parts)
         return None
@@ -179,7 +184,7 @@ def _show_tree(opened: OpenCheckpoint, inspection: Inspection, globs: Sequence[s
 def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[object, ...]]:
     for branch in branches:
         count, unit = (f" ({branch.count} alike)", " each") if branch.count > 1 else ("", "")
-        shape = "" if branch.shape is None else _shape(branch.shape)
+        shape = "" if branch.shape is None else shape_text(branch.shape)
         name = f"{'  ' * depth}{branch.name}{count}"
         yield name, branch.tensors, f"{size(branch.bytes)}{unit}", shape, branch.dtype or ""
         yield from _branch_rows(branch.branches, depth + 1)
@@ -223,7 +228,7 @@ def _show_summary(
         return {**inspection.to_json(), **manifest}
     if globs:
         matches = [
-            (t.key, _shape(t.shape), t.dtype, t.slot or "-", size(tensor_bytes(t)), cut_text(t)) for t in records
+            (t.key, shape_text(t.shape), t.dtype, t.slot or "-", size(tensor_bytes(t)), cut_text(t)) for t in records
         ]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), matches)
         return None
@@ -264,10 +269,6 @@ _SHOW: Mapping[str, Callable[..., object]] = {
 }
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
 def _described(tensor: StateRecord) -> dict[str, Any]:
     return {"key": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "name": tensor.name, "slot": tensor.slot,
             "convention": tensor.convention, "bytes": tensor_bytes(tensor), "chunks": len(tensor.chunks),
@@ -276,7 +277,7 @@ def _described(tensor: StateRecord) -> dict[str, Any]:
 
 def _row(tensor: StateRecord) -> tuple[object, ...]:
     pieces = f" ({'+'.join(map(str, tensor.pieces))} rows)" if tensor.pieces else ""
-    return (tensor.key, _shape(tensor.shape) + pieces, tensor.dtype, tensor.convention or "-", len(tensor.chunks),
+    return (tensor.key, shape_text(tensor.shape) + pieces, tensor.dtype, tensor.convention or "-", len(tensor.chunks),
             tensor.fingerprint or "-")  # fmt: skip
 
 
@@ -287,22 +288,8 @@ _WIDTH = 80
 _MIN_ROWS = 3
 
 
-def _answer_fit(
-    checkpoint: Location, mesh: Mapping[str, int], shard: Mapping[str, Cuts], layout: str | None, as_json: bool
-) -> int:
-    """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no.
-
-    Raises:
-        SourceError: it cannot be opened.
-    """
-    from ..converters.look.fits import fits  # imports all layouts
-
-    fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
-    print_result(fit, as_json, partial(_print_fit, fit))
-    return 0 if fit else 1
-
-
 def _print_fit(fit: Fit) -> None:
+    """Print whether a checkpoint can be resumed on a mesh, and what each rank would hold there."""
     lines = [f"{fit.checkpoint} on {fit.place}: {fit.sentence}."]
     for remedy in fit.diagnosis.remedies:
         lines += [f"  {remedy.command}", f"    {remedy.gives}"]
@@ -322,7 +309,7 @@ def _print_fit(fit: Fit) -> None:
     uneven = []
     for entry in fit.uneven:
         elements = f"{entry.least} to {entry.most}"
-        uneven.append((entry.pattern, entry.tensors, _shape(entry.shape), entry.cuts, elements, entry.empty_ranks))
+        uneven.append((entry.pattern, entry.tensors, shape_text(entry.shape), entry.cuts, elements, entry.empty_ranks))
     headers = ("uneven", "tensors", "shape", "cut by", "elements", "ranks without")
     used = sum(-(-len(line) // _WIDTH) for line in lines) + 2 + len(rows)  # a section has a blank line and a header
     max_rows = max(_SCREEN - used - 5, _MIN_ROWS)  # and "and more", the duration and the prompt

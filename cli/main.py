@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import StringIO, TextIOWrapper
 from itertools import chain
@@ -111,23 +111,18 @@ class Commands(click.Group):
             raise click.exceptions.Exit(141) from None
         except MuonckptError as error:
             name = context.invoked_subcommand or ""
-            command = self.get_command(context, name)
-            if command is None or isinstance(command, click.Group):  # a group has added it
+            command, convert = self.get_command(context, name), cli.get_command(context, "convert")
+            if command is None or convert is None or isinstance(command, click.Group):  # a group has added the note
                 raise
-            note = self._convert_first(context, command, str(error))
+            # Say where the options are that a message of the library names and the command lacks.
+            foreign_flags = _flags(convert) - _flags(command)
+            flags = [flag for flag in _FLAGS.findall(with_options(str(error))) if flag in foreign_flags]
+            options = ", ".join(dict.fromkeys(flags))
+            note = f" ({options}: options of `muonckpt convert`; give {name} what that writes)" if flags else ""
             if isinstance(error, TargetError):  # a mistake in the command line
                 raise click.UsageError(f"{error}{note}", click.Context(command, context, name)) from error
             error.add_note(note)
             raise
-
-    def _convert_first(self, context: click.Context, command: click.Command, message: str) -> str:
-        """Say where the options are that a message of the library names and the command lacks; empty if it has them."""
-        convert = cli.get_command(context, "convert")
-        assert convert is not None, "it is a command"
-        foreign_flags = _flags(convert) - _flags(command)
-        flags = [flag for flag in _FLAGS.findall(with_options(message)) if flag in foreign_flags]
-        options = ", ".join(dict.fromkeys(flags))
-        return f" ({options}: options of `muonckpt convert`; give {command.name} what that writes)" if flags else ""
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         command = super().get_command(context, name)
@@ -189,8 +184,21 @@ def cli() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit code."""
-    with _warnings_as_notes():
+    """Run the command line and return its exit code.
+
+    Warnings are notes, each once: whoever runs a command has no use for the line of our source.
+    """
+    printed = set()
+
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        text = str(message)
+        if text not in printed:
+            printed.add(text)
+            with suppress(OSError):
+                _print_error(f"note: {text}\n", "yellow")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
         return _run(arguments)
 
 
@@ -229,23 +237,6 @@ def _run(arguments: Sequence[str]) -> int:
                 return 3 if too_many else code  # Python opens its modules, too
         _complain(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
         return 70
-
-
-@contextmanager
-def _warnings_as_notes() -> Iterator[None]:
-    """Print warnings as notes, each once: whoever runs a command has no use for the line of our source."""
-    printed = set()
-
-    def note(message: Warning | str, *_: object, **__: object) -> None:
-        text = str(message)
-        if text not in printed:
-            printed.add(text)
-            with suppress(OSError):
-                _print_error(f"note: {text}\n", "yellow")
-
-    with warnings.catch_warnings():
-        warnings.showwarning = note
-        yield
 
 
 def _complain(text: str) -> None:

@@ -74,7 +74,7 @@ class TextTable:
             return unfolded
         # Keys are never folded: they stay beside the other columns where these fit, or take lines of their own.
         sample = [self.headers, *self.rows[:_SAMPLE_ROWS]]
-        longest_words = [max(map(_longest_word, column)) for column in zip(*sample, strict=True)]
+        longest_words = [max(map(len, " ".join(column).split()), default=0) for column in zip(*sample, strict=True)]
         beside = self.width - sum(widths) - GAP * len(widths)
         narrow = min(natural, _INDENT)
         keys = {natural, min(natural, max(beside, _TIGHT)), narrow}
@@ -93,10 +93,6 @@ class TextTable:
 
     def body(self) -> list[str]:
         return list(chain.from_iterable(map(self.form.lines, self.rows)))
-
-
-def _longest_word(text: str) -> int:
-    return max(map(len, text.split()), default=0)
 
 
 def _blocks(columns: Block, longest_words: Sequence[int], available: int) -> tuple[Block, ...]:

@@ -62,8 +62,8 @@ def verify_command(
         return _print_verdicts(run, verdicts_of(run, audit_with_progress, every), as_json)
     report, _, unrecorded = verify_recorded(checkpoint, audit_with_progress)
     if as_json:
-        findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
         fields = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
+        findings = _findings_json(report.findings)
         print_json({**fields, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis})
         return 1 if report.findings else 0
     # The diagnosis says the damage in one sentence, so of the findings behind it one is enough.
@@ -118,7 +118,18 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
     run = replace(run, steps=tuple(verified_steps.get(step.name, step) for step in run.steps))
     newest = run.newest_whole
     if as_json:
-        steps = list(map(_verdict_json, verdicts))
+        steps = []
+        for verdict in verdicts:
+            steps.append(
+                {
+                    "name": verdict.step.name,
+                    "path": str(verdict.step.path),
+                    "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
+                    "sentence": verdict.sentence,
+                    "findings": _findings_json(verdict.report.findings if verdict.report else ()),
+                    "note": verdict.note,
+                }
+            )
         not_verified = []
         for step in run.steps:
             if step.name not in verified_steps:
@@ -142,16 +153,8 @@ def _newest_whole(run: Run) -> str:
     return f"{unknown}{readable}" or "none"
 
 
-def _verdict_json(verdict: StepVerdict) -> dict[str, Any]:
-    findings = verdict.report.findings if verdict.report else ()
-    return {
-        "name": verdict.step.name,
-        "path": str(verdict.step.path),
-        "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
-        "sentence": verdict.sentence,
-        "findings": [{"kind": f.kind, "key": f.key, "message": f.message} for f in findings],
-        "note": verdict.note,
-    }
+def _findings_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [{"kind": finding.kind, "key": finding.key, "message": finding.message} for finding in findings]
 
 
 def _line(verdict: StepVerdict) -> str:

@@ -160,18 +160,17 @@ def diff(
             where = " in " + " or ".join(side.place for side in sides)
             matching = match_keys(select, list(keys), names, "tensor or item", where)
             sides = [side.selected(matching) for side in sides]
-        verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
+        verified = None
+        if read:
+            from ...store.verify.audit import audit  # imports what nothing else of `diff` needs
+
+            verified = 0
+            for side in sides:
+                report = audit(side.opened, progress, jobs)
+                if report.diagnosis.has_loss:
+                    raise report.diagnosis.error
+                verified += report.payload_bytes
         return _difference(sides[0], sides[1], Tolerance(rtol, atol), memory, jobs, progress, verified)
-
-
-def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
-    """Read a checkpoint whole; return the bytes of its elements."""
-    from ...store.verify.audit import audit  # imports what nothing else of `diff` needs
-
-    report = audit(opened, progress, jobs)
-    if report.diagnosis.has_loss:
-        raise report.diagnosis.error
-    return report.payload_bytes
 
 
 def diff_of(
@@ -210,8 +209,11 @@ def _difference(
         blob_a, blob_b = a.items[key].source, b.items[key].source
         if blob_a and blob_b and blob_a.digest is not None and blob_a.digest == blob_b.digest:
             by_digest += 1
-        elif not _same_value(bytes_a := a.read_item(key), bytes_b := b.read_item(key)):
-            changed_items.append(ItemDifference(key, value_of(bytes_a), value_of(bytes_b)))
+        elif (bytes_a := a.read_item(key)) != (bytes_b := b.read_item(key)):
+            # Other bytes may be plain data with the same value.
+            value_a, value_b = value_of(bytes_a), value_of(bytes_b)
+            if OPAQUE in (value_a, value_b) or repr(value_a) != repr(value_b):
+                changed_items.append(ItemDifference(key, value_a, value_b))
     # Training changes weights and their state in every step.
     steps, unmoved = (a.step, b.step), list[str]()
     if None not in steps and steps[0] != steps[1]:
@@ -346,14 +348,6 @@ OPAQUE = "(not plain data)"
 
 def _boxes(tensor: OutputTensor) -> set[Box]:
     return {fragment.box for fragment in tensor.layout.fragments}
-
-
-def _same_value(a: bytes, b: bytes) -> bool:
-    """Return whether two items have the same bytes, or both are plain data with the same values."""
-    if a == b:
-        return True
-    values = value_of(a), value_of(b)
-    return OPAQUE not in values and repr(values[0]) == repr(values[1])
 
 
 def value_of(raw: bytes) -> Any:

@@ -121,13 +121,20 @@ def stats(
         TargetError: a pattern matches nothing.
     """
     with ExitStack() as stack:
-        # The tensors to measure, and their counterparts in an earlier checkpoint.
+        # The tensors to measure, and the weights that an earlier checkpoint has in the same shape.
         opened = stack.enter_context(open_whole(path, partly=bool(select)))
         look = first_look(opened)
         chosen = measurable(look, select)
         earlier = stack.enter_context(open_whole(since, partly=bool(select))) if since is not None else None
         earlier_look = first_look(earlier) if earlier else None
-        pairs = list(_weights_in_both(look, earlier_look, {record.key for _, record in chosen})) if earlier_look else []
+        pairs: list[tuple[StateRecord, StateRecord]] = []
+        if earlier_look is not None:
+            keys = {record.key for _, record in chosen}
+            former_weights = by_key(earlier_look.view.tensors_of(Role.WEIGHTS))
+            for tensor in look.view.tensors_of(Role.WEIGHTS):
+                former = former_weights.get(tensor.key)
+                if tensor.key in keys and former is not None and former.shape == tensor.shape:
+                    pairs.append((tensor, former))
         # Weights that both have are read twice: for their figures, and for their change.
         total = sum(tensor_bytes(record) for _, record in chosen) + 2 * sum(tensor_bytes(record) for record, _ in pairs)
 
@@ -227,17 +234,6 @@ def stats_of(
     since = str(earlier.path) if earlier else None
     health, quantised = tuple(_health(tensors, updates)), scales_of_quantised(look.manifest.tensors)
     return CheckpointStats(str(opened.path), since, steps, tensors, updates, health, quantised)
-
-
-def _weights_in_both(
-    look: FirstLook, earlier_look: FirstLook, keys: set[str]
-) -> Iterator[tuple[StateRecord, StateRecord]]:
-    """Yield the weights of one shape that both have, as this checkpoint and as the earlier one has them."""
-    earlier = by_key(earlier_look.view.tensors_of(Role.WEIGHTS))
-    for tensor in look.view.tensors_of(Role.WEIGHTS):
-        former = earlier.get(tensor.key)
-        if tensor.key in keys and former is not None and former.shape == tensor.shape:
-            yield tensor, former
 
 
 def _changes(

@@ -277,9 +277,16 @@ def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
     """Return a Python list of groups, with as many options on a line as fit in ``width``."""
     lines: list[str] = []
     for group in groups:
+        # The words of code between which a line may end.
         words: list[str] = []
         for option, value in group.items():
-            words += _option_as_code(option, value)
+            parts = [repr(value)]
+            if isinstance(value, list) and value:
+                parts = list(map(repr, value))
+                parts[0] = f"[{parts[0]}"
+                parts[-1] += "]"
+            parts[0] = f"{option!r}: {parts[0]}"
+            words += [f"{part}," for part in parts]
         # A group begins on a line of its own, and its options are filled in as words of a text.
         first, *others = words or [""]
         lines.append(f"{' ' if lines else '['}{{{first}")
@@ -290,14 +297,3 @@ def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
                 lines[-1] += f" {word}"
         lines[-1] = f"{lines[-1].removesuffix(',')}}},"
     return "\n".join(lines).removesuffix(",") + "]" if lines else "[]"
-
-
-def _option_as_code(option: str, value: object) -> list[str]:
-    """Return an option of a group as words of code, between which a line may end."""
-    parts = [repr(value)]
-    if isinstance(value, list) and value:
-        parts = list(map(repr, value))
-        parts[0] = f"[{parts[0]}"
-        parts[-1] += "]"
-    parts[0] = f"{option!r}: {parts[0]}"
-    return [f"{part}," for part in parts]

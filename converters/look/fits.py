@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -341,7 +341,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
         )
     # Consequences of the cuts for the program that runs there.
     if target.layout == ROWS:
-        yield from _cut_findings(target, tensors, _pieces(look), _flattened_keys(look))
+        yield from _cut_findings(look, target, tensors)
     cut_axes: set[str] = set()
     for rule in target.rules:
         cut_axes.update(axis for axis, _ in rule.cuts if target.mesh[axis] > 1)
@@ -365,30 +365,36 @@ _CUT_MEANINGS: Mapping[str, str] = MappingProxyType(
 """Consequences of cuts for programs, by the kind of the finding; `load` and Muon take them all."""
 
 
-def _cut_findings(
-    target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]], kernels: Collection[str]
-) -> Iterator[Finding]:
+def _cut_findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord]) -> Iterator[Finding]:
     """Yield a finding for the cuts that are right for some programs only: of fused matrices, and into unequal parts.
 
     Unequal parts of the rows of a matrix, or of a vector, are no finding: all programs have them.
-
-    Args:
-        pieces: the rows of each matrix that is fused in a tensor, by the tensor's key.
-        kernels: the keys of tensors of three dims that are flattened, and no stacks.
     """
+    # The rows of fused matrices, by the keys of weights and of the state that records them; and flattened tensors.
+    pieces, flattened = dict[str, tuple[int, ...]](), set[str]()
+    for parameter in look.view.parameters.values():
+        stored = [tensor for tensor in (parameter.weight, *parameter.state.values()) if tensor]
+        rows = next((tensor.pieces for tensor in stored if tensor.pieces), None) or parameter.options.get("pieces")
+        if isinstance(rows, list | tuple) and len(rows) > 1:
+            pieces |= {tensor.key: tuple(rows) for tensor in stored if len(tensor.shape) >= 2}
+        if parameter.options.get(FLATTEN):
+            flattened |= {*entry_keys(stored)}
     # Many tensors are cut in the same way, which is one finding with their keys.
     keys_by_cut: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in tensors:
-        for dim, axes in _cut_dims(target, tensor).items():
+        axes_by_dim: defaultdict[int, list[str]] = defaultdict(list)
+        for axis, dim in target.cuts(tensor, ()):
+            if target.mesh[axis] > 1:
+                axes_by_dim[dim].append(axis)
+        for dim, axes in axes_by_dim.items():
             # All parts but the last have ceil(length / parts) indices, as in FSDP and DTensor.
             parts, length = math.prod(target.mesh[axis] for axis in axes), tensor.shape[dim]
             part_length = -(-length // parts)
             empty_parts = parts - -(-length // part_length)
             cut = f"{','.join(axes)}:{dim} cuts"
-            parts_text = (
-                f"{parts} parts of at most {part_length}{f', {empty_parts} of them empty' if empty_parts else ''}"
-            )
-            is_kernel = len(tensor.shape) > 3 or tensor.key in kernels
+            emptiness = f", {empty_parts} of them empty" if empty_parts else ""
+            parts_text = f"{parts} parts of at most {part_length}{emptiness}"
+            is_kernel = len(tensor.shape) > 3 or tensor.key in flattened
             if tensor.key in pieces and dim == (0 if is_kernel else len(tensor.shape) - 2):
                 heights = "+".join(map(str, pieces[tensor.key]))
                 kind, message = "fused", f"{cut} rows that are fused of {heights} into {parts} parts"
@@ -401,33 +407,3 @@ def _cut_findings(
             keys_by_cut[kind, message].append(tensor.key)
     for (kind, message), keys in keys_by_cut.items():
         yield Finding.listing(kind, f"{message} ({_CUT_MEANINGS[kind]})", keys)
-
-
-def _flattened_keys(look: FirstLook) -> set[str]:
-    """Return the keys of tensors of parameters that options say to be flattened."""
-    keys = set[str]()
-    for parameter in look.view.parameters.values():
-        if parameter.options.get(FLATTEN):
-            keys |= {tensor.key for tensor in (parameter.weight, *parameter.state.values()) if tensor}
-    return keys
-
-
-def _pieces(look: FirstLook) -> dict[str, tuple[int, ...]]:
-    """Return the rows of fused matrices by key, for weights as for the state that records them."""
-    pieces: dict[str, tuple[int, ...]] = {}
-    for parameter in look.view.parameters.values():
-        tensors = [tensor for tensor in (parameter.weight, *parameter.state.values()) if tensor]
-        recorded = next((tensor.pieces for tensor in tensors if tensor.pieces), None)
-        rows = recorded or parameter.options.get("pieces")
-        if isinstance(rows, list | tuple) and len(rows) > 1:
-            pieces |= {tensor.key: tuple(rows) for tensor in tensors if len(tensor.shape) >= 2}
-    return pieces
-
-
-def _cut_dims(target: Target, tensor: StateRecord) -> Mapping[int, list[str]]:
-    """Return the axes by which a rule cuts each dim of a tensor; nothing if no rule matches it."""
-    axes_by_dim: defaultdict[int, list[str]] = defaultdict(list)
-    for axis, dim in target.cuts(tensor, ()):
-        if target.mesh[axis] > 1:
-            axes_by_dim[dim].append(axis)
-    return axes_by_dim

@@ -406,7 +406,13 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
             yield name, value if isinstance(value, str) else json.dumps(value)
     for step in inspection.provenance.get("resharded") or ():
         yield "resharded", _resharded(step)
-    yield from _step_lines(inspection)
+    steps = inspection.steps
+    if inspection.step is not None:
+        yield "step", str(inspection.step)
+    if steps["least"] is not None and (steps["least"], steps["most"]) != (inspection.step, inspection.step):
+        count = "all" if steps["read"] == steps["counters"] else f"{steps['read']}"
+        span = steps["most"] if steps["least"] == steps["most"] else f"{steps['least']} to {steps['most']}"
+        yield "counters", f"{span}, by {count} of {counted(steps['counters'], 'step counter')}"
     yield from _optimizer_lines(inspection)
     # Where the tensors lie.
     items = f"{counted(inspection.other_items, 'other item')}; {counted(inspection.files, 'file')}"
@@ -415,8 +421,8 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "tensors", f"{chunks}; {items}"
     if inspection.quantised:
         yield "quantised", describe_quantised(inspection.quantised)
-    for part, count in inspection.wrappers.items():
-        yield "wrapper", f"{part!r} is a part of {counted(count, 'name')}, as the program's wrapper has put it there"
+    for part, number in inspection.wrappers.items():
+        yield "wrapper", f"{part!r} is a part of {counted(number, 'name')}, as the program's wrapper has put it there"
     layouts = [f"{counted(layout['tensors'], 'tensor')} {_layout_text(layout)}" for layout in inspection.layouts]
     yield from _limited("layout", layouts)
     cuts = [f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MAX_CUTS]]
@@ -431,16 +437,6 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     faults = f": {last.sentence}" if last and last.sentence else ""
     when = f"{moment(last.timestamp)} UTC, {last.verdict}{faults}" if last else "never since last written"
     yield "verified", f"{when}; checksums: {sums or 'none'}"
-
-
-def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    steps = inspection.steps
-    if inspection.step is not None:
-        yield "step", str(inspection.step)
-    if steps["least"] is not None and (steps["least"], steps["most"]) != (inspection.step, inspection.step):
-        count = "all" if steps["read"] == steps["counters"] else f"{steps['read']}"
-        span = steps["most"] if steps["least"] == steps["most"] else f"{steps['least']} to {steps['most']}"
-        yield "counters", f"{span}, by {count} of {counted(steps['counters'], 'step counter')}"
 
 
 def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ...algebra.box import Index
 from ...names.errors import SourceError
-from ...names.wording import counted, fields_of, listed, moment, size
+from ...names.wording import counted, fields_of, listed, moment, shape_text, size
 from ...programs.model_view import ModelView, Role
 from ...record.record import StateRecord, by_key, no_chunks
 from ...runs.resumes import Resume, resumes_of
@@ -158,7 +157,7 @@ def change_between(since: str, before: StepView, name: str, after: StepView) -> 
         if old is None:
             continue
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            reshaped[key] = f"{_shape(old.shape)} {old.dtype}", f"{_shape(new.shape)} {new.dtype}"
+            reshaped[key] = f"{shape_text(old.shape)} {old.dtype}", f"{shape_text(new.shape)} {new.dtype}"
         is_comparable = None not in (old.fingerprint, new.fingerprint)
         moved[after.view.role(new)][int(old.fingerprint == new.fingerprint) if is_comparable else 2] += 1
     # Options by parameter: each change once, with the number of parameters that it concerns.
@@ -185,10 +184,6 @@ def change_between(since: str, before: StepView, name: str, after: StepView) -> 
         programs=(before.program, after.program),
         moved={role: (counts[0], counts[1], counts[2]) for role, counts in moved.items()},
     )
-
-
-def _shape(shape: Index) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
 
 
 @dataclass(frozen=True)
@@ -289,8 +284,14 @@ def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     last = history.resumes[-1] if history.resumes else None
     if last is not None and run.steps and last.step > run.steps[-1].step:
         yield "missing", f"step {last.step}, from which the run was resumed {moment(last.timestamp)} UTC"
-    if run.pointer:
-        yield "latest", _pointed(history)
+    if pointer := run.pointer:
+        target = next((step for step in run.steps if step.name == pointer.name), None)
+        consequence = ""
+        if target is None:
+            consequence = ", which is not here: its program will not find what to resume from"
+        elif target.state != "whole":
+            consequence = f", which is {target.state}: its program would resume from that"
+        yield "latest", f"the file {pointer.file} says {pointer.text}{consequence}"
 
 
 STEP_HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
@@ -372,15 +373,3 @@ def verdict_of(step: RunStep) -> str:
     if last is None:
         return f"{step.name}, by names and sizes of files; not verified yet"
     return f"{step.name}, verified {moment(last.timestamp)} UTC ({last.verdict})"
-
-
-def _pointed(history: RunHistory) -> str:
-    pointer = history.run.pointer
-    assert pointer is not None, "called only where there is one"
-    target = next((step for step in history.steps if step.name == pointer.name), None)
-    sentence = f"the file {pointer.file} says {pointer.text}"
-    if target is None:
-        return f"{sentence}, which is not here: its program will not find what to resume from"
-    if target.state != "whole":
-        return f"{sentence}, which is {target.state}: its program would resume from that"
-    return sentence

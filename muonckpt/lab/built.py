@@ -43,7 +43,15 @@ def maker_of(source: str) -> Maker:
     if not colon or not place or not name:
         raise TargetError(f"{source!r}: expected FILE.py:FUNCTION or package.module:FUNCTION, such as build.py:make")
     if place.endswith(".py"):
-        module = _import_file(Path(place))
+        file = Path(place)
+        if not file.is_file():
+            raise TargetError(f"{file}: there is no such file")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = module  # dataclasses and pickles look their module up
+        with _importing(str(file.parent.resolve()), str(file)):
+            spec.loader.exec_module(module)
     else:
         with _importing(str(Path.cwd()), place):
             module = importlib.import_module(place)
@@ -53,18 +61,6 @@ def maker_of(source: str) -> Maker:
         kind = "nothing of that name" if maker is None else type(maker).__name__
         raise TargetError(f"{source}: expected a function {name!r} in {place}, found {kind}{did_you_mean(name, names)}")
     return maker  # type: ignore[no-any-return]
-
-
-def _import_file(file: Path) -> Any:
-    if not file.is_file():
-        raise TargetError(f"{file}: there is no such file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses and pickles look their module up
-    with _importing(str(file.parent.resolve()), str(file)):
-        spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager

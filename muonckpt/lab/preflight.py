@@ -15,7 +15,7 @@ import inspect
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -423,7 +423,12 @@ def _by_position(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
     if optimizer is None:
         return _Outcome({}, LoadReport(), "the state dict has no optimizer with groups")
     path, groups, state = optimizer
-    saved_sizes = _saved_sizes(stored, path)
+    sizes_by_group: defaultdict[int, int] = defaultdict(int)
+    for key, entry in entries.items():
+        for reading in OptimizerKey.of_option(entry.path):
+            if key_of(reading.place.root) == key_of(tuple(path)) and reading.leaf == PARAMS:
+                sizes_by_group[int(reading.name)] = len(stored.option(key) or ())
+    saved_sizes = [sizes_by_group[number] for number in sorted(sizes_by_group)]
     sizes = [len(group[PARAMS]) for group in groups]
     if saved_sizes != sizes:
         faults.append(
@@ -456,16 +461,6 @@ def _optimizers(state_dict: Mapping[str, Any], path: tuple[str, ...] = ()) -> An
         case Mapping():
             for key, value in state_dict.items():
                 yield from _optimizers(value, (*path, str(key)))
-
-
-def _saved_sizes(stored: Stored, path: Sequence[str]) -> list[int]:
-    """Return how many parameters each saved group has."""
-    sizes: defaultdict[int, int] = defaultdict(int)
-    for key, entry in stored.entries.items():
-        for reading in OptimizerKey.of_option(entry.path):
-            if key_of(reading.place.root) == key_of(tuple(path)) and reading.leaf == PARAMS:
-                sizes[int(reading.name)] = len(stored.option(key) or ())
-    return [sizes[number] for number in sorted(sizes)]
 
 
 _LOADERS: Mapping[str, Callable[[Stored, Mapping[str, Any]], _Outcome]] = {

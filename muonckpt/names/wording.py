@@ -88,6 +88,11 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
+def shape_text(shape: Iterable[int]) -> str:
+    """Return a shape as tables show it: ``8 x 6``, or ``scalar``."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
 def size(count: int) -> str:
     """Return a number of bytes in binary units, with three figures."""
     value = float(count)

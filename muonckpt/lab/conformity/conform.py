@@ -6,7 +6,7 @@ mesh's step did: a slice that was orthogonalised explains it to the last digits,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,16 @@ def _compared(reference: Trial, trial: Trial, shape: str, sharding: str, ranks: 
         return Conformity(shape, sharding, ranks, REFUSED, cause=failure)
     # The first step that differs tells what happened; later ones begin from other weights.
     differences = [_difference(reference, trial, step) for step in range(1, STEPS + 1)]
-    state = "; ".join(_state_faults(reference, trial))
+    # State that a resume on another mesh would not find as one process has left it.
+    state_faults = []
+    if trial.has_plain_state:
+        state_faults.append("a rank's part is a plain tensor, and torch saves one rank's for all")
+    for slot in reference.states[-1]:
+        if slot not in trial.states[-1]:
+            state_faults.append(f"{slot} is not shaped like the parameter")
+        elif not trial.has_drifted and not torch.equal(trial.states[0][slot], reference.states[0][slot]):
+            state_faults.append(f"{slot} differs from that of one process after the first step")
+    state = "; ".join(state_faults)
     step = next((number for number, difference in enumerate(differences, 1) if difference), STEPS)
     difference, place = differences[step - 1], _place(reference.weights[step], trial.weights[step])
     if trial.has_drifted:
@@ -160,14 +169,3 @@ def _cause(trial: Trial, step: int) -> str:
     if any((cut.pieces, cut.columns) == trial.slices for cut in cuts):
         return f"each rank's slice was orthogonalised by itself: {cut_words(Cut(pieces=rows, columns=columns))}"
     return f"it orthogonalised {cut_words(result.best.cut)}"
-
-
-def _state_faults(reference: Trial, trial: Trial) -> Iterator[str]:
-    """Yield why state would not be that of one process after a resume on another mesh."""
-    if trial.has_plain_state:
-        yield "a rank's part is a plain tensor, and torch saves one rank's for all"
-    for slot in reference.states[-1]:
-        if slot not in trial.states[-1]:
-            yield f"{slot} is not shaped like the parameter"
-        elif not trial.has_drifted and not torch.equal(trial.states[0][slot], reference.states[0][slot]):
-            yield f"{slot} differs from that of one process after the first step"

@@ -6,9 +6,10 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,7 +112,11 @@ def _run_rank(rank: int, ranks: int, source: str | Make, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     make: Make = cast(Make, maker_of(source)) if isinstance(source, str) else source
     trials: dict[tuple[str, str], Trial] = {}
-    for name, sharding, shape in _cases(ranks):
+    # One process is the reference; more have each sharding that there is for so many.
+    shardings: dict[str, Sharding | None] = {ONE_PROCESS: None}
+    if ranks > 1:
+        shardings = {name: sharding for name, sharding in SHARDINGS.items() if sharding.mesh(ranks) is not None}
+    for (name, sharding), shape in product(shardings.items(), SHAPES):
         # Each case has a process group of its own, as one that failed has left ranks in the middle of a collective.
         store = FileStore(str(Path(folder) / f"{name} {shape}"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_SECONDS))
@@ -131,16 +136,6 @@ def _run_rank(rank: int, ranks: int, source: str | Make, folder: str) -> None:
     os._exit(0)
 
 
-def _cases(ranks: int) -> Iterator[tuple[str, Sharding | None, str]]:
-    """Yield the shardings that a number of ranks has, with each shape; one process is the reference."""
-    shardings: dict[str, Sharding | None] = {ONE_PROCESS: None}
-    if ranks > 1:
-        shardings = {name: sharding for name, sharding in SHARDINGS.items() if sharding.mesh(ranks) is not None}
-    for name, sharding in shardings.items():
-        for shape in SHAPES:
-            yield name, sharding, shape
-
-
 def _step(trial: Trial, make: Make, shape: tuple[int, ...], sharding: Sharding | None, ranks: int) -> None:
     """Make a parameter, shard it, and step it with the same global gradients everywhere."""
     generator = torch.Generator().manual_seed(0)
@@ -155,7 +150,13 @@ def _step(trial: Trial, make: Make, shape: tuple[int, ...], sharding: Sharding |
             fully_shard(model, mesh=mesh)
         elif sharding.placements != (Replicate(),):  # replicas are plain tensors, as DDP has them
             model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, sharding.placements))
-    trial.slices = _slices(model.weight)
+    # The sizes that torch cuts the last two dims into, without empty ones.
+    sizes_by_dim: dict[int, tuple[int, ...]] = {}
+    for axis, placement in enumerate(model.weight.placements if isinstance(model.weight, DTensor) else ()):
+        if isinstance(placement, Shard):
+            parts = torch.chunk(torch.empty(shape[placement.dim]), mesh.size(axis))
+            sizes_by_dim[placement.dim - len(shape)] = tuple(map(len, parts))
+    trial.slices = sizes_by_dim.get(-2), sizes_by_dim.get(-1)
     optimizers = make(model, mesh)
     optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     trial.weights.append(_whole(model.weight))
@@ -170,17 +171,6 @@ def _step(trial: Trial, make: Make, shape: tuple[int, ...], sharding: Sharding |
         trial.weights.append(_whole(model.weight))
         trial.states.append(_state(trial, optimizers, model.weight))
     trial.has_drifted = ranks > 1 and _has_drifted(model.weight)
-
-
-def _slices(weight: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return the sizes that torch cuts the last two dims into, without empty ones."""
-    sizes: dict[int, tuple[int, ...]] = {}
-    if isinstance(weight, DTensor):
-        for axis, placement in enumerate(weight.placements):
-            if isinstance(placement, Shard):
-                parts = torch.chunk(torch.empty(weight.shape[placement.dim]), weight.device_mesh.size(axis))
-                sizes[placement.dim - weight.ndim] = tuple(map(len, parts))
-    return sizes.get(-2), sizes.get(-1)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -264,10 +264,6 @@ def _configured_attention(s: Settings, layer: int, *, norms: bool = False) -> It
     return _attention(s, layer, qkv_bias=bias, out_bias=bias, norms=norms)
 
 
-def _qwen2_moe_attention(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    return _attention(s, layer, qkv_bias=s.flag("qkv_bias", default=True))
-
-
 def _latent_attention(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     """Yield DeepSeek's attention, with or without a latent of queries."""
     hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
@@ -302,14 +298,6 @@ def _experts(s: Settings, count: int, width: int) -> Iterator[FamilyParameter]:
 
 def _dense_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     return _feed_forward(s, s.number("intermediate_size"))
-
-
-def _llama_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    return _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias"))
-
-
-def _mixtral_experts(s: Settings, layer: int) -> Iterator[FamilyParameter]:
-    return _experts(s, s.number("num_local_experts"), s.number("intermediate_size"))
 
 
 def _qwen_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
@@ -347,11 +335,21 @@ _NORMED_ATTENTION = partial(_configured_attention, norms=True)
 
 LAYERS_BY_FAMILY: Mapping[str, Sequence[LayerPart]] = MappingProxyType(
     {
-        "llama": (_configured_attention, _llama_mlp),
+        "llama": (
+            _configured_attention,
+            lambda s, layer: _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias")),
+        ),
         "mistral": (_attention, _dense_mlp),
-        "mixtral": (_attention, _mixtral_experts),
+        "mixtral": (
+            _attention,
+            lambda s, layer: _experts(s, s.number("num_local_experts"), s.number("intermediate_size")),
+        ),
         "qwen2": (partial(_attention, qkv_bias=True), _dense_mlp),
-        "qwen2_moe": (_qwen2_moe_attention, _qwen_mlp, _qwen_shared_expert),
+        "qwen2_moe": (
+            lambda s, layer: _attention(s, layer, qkv_bias=s.flag("qkv_bias", default=True)),
+            _qwen_mlp,
+            _qwen_shared_expert,
+        ),
         "qwen3": (_NORMED_ATTENTION, _dense_mlp),
         "qwen3_moe": (_NORMED_ATTENTION, _qwen_mlp),
         "deepseek_v2": (_latent_attention, _deepseek_mlp),

@@ -180,17 +180,13 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
                 if earlier:
                     earlier[1].opened.close()
                 earlier = step.name, source
-    read = _as_read(history, numbers)
-    return RunPage(read, reading.stats, numbers, _verdict(read, numbers))
-
-
-def _as_read(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> RunHistory:
-    """Return a run with the verdicts that follow from what was read, so that row and exit code are of that."""
+    # The verdicts follow from what was read, so that row and exit code are of that.
     steps = []
     for step in history.steps:
         damage = numbers.get(step.name, _NO_NUMBERS).damage
         steps.append(step if damage is NOTHING_LOST else judged(step, damage))
-    return replace(history, run=replace(history.run, steps=tuple(steps)))
+    history = replace(history, run=replace(history.run, steps=tuple(steps)))
+    return RunPage(history, reading.stats, numbers, _verdict(history, numbers))
 
 
 def _attempts(history: RunHistory) -> list[int]:
