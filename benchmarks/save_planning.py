@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from muonckpt.checkpoint import saving
 from muonckpt.checkpoint.live_state import LiveState
-from muonckpt.checkpoint.saving import AgreedPlans, SaveCall, SaveProgress, run_save
+from muonckpt.checkpoint.saving import AgreedPlans, SaveProgress, run_save
 from muonckpt.store.io.location import location
 
 PROGRAMS = ("dcp", "again", "later")
@@ -76,8 +77,8 @@ def measure(tensors: int, ranks: int, rounds: int) -> tuple[dict[str, list[dict[
                     dcp.save(state, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
                 else:
                     agreed_plans = plans if program == "later" else AgreedPlans()
-                    call = SaveCall(location(place, ValueError), {}, None, agreed_plans, SaveProgress())
-                    run_save(call, lambda state=state: LiveState.of(state, "to save"))
+                    live = partial(LiveState.of, state, "to save")
+                    run_save(live, location(place, ValueError), {}, None, agreed_plans, SaveProgress())
                 whole = time.thread_time() - begin - marks.writing
                 traffic.counted(None)
                 if not counting:

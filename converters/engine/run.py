@@ -11,7 +11,7 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import TypeVar
@@ -93,7 +93,7 @@ def run_job(
     ):
         staging = None
         if workers.me.coordinates:
-            staging = unpublished.enter_context(closing(publish.Staging(destination, job.container.root)))
+            staging = unpublished.enter_context(publish.Staging(destination, job.container.root))
         staged: Location = workers.gather(staging and staging.place)[0]  # type: ignore[assignment]  # the coordinator's
         refuse_unseen(staged, f"rank {workers.me.rank}", DestinationError)
         with job.source.payloads:

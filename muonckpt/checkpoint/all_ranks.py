@@ -1,8 +1,8 @@
 """Work of all ranks together: computed by each, decided by one, with one outcome for all.
 
-An error leaves no rank waiting: what a rank raises travels to the others in place of its answer, as class and text,
-which can be pickled.  So each function here raises the same MuonckptError on all ranks, that of the first rank that
-failed, or LostRankError if another rank was lost.
+An error leaves no rank waiting: what a rank raises travels to the others in place of its answer.  So each function
+here raises the same MuonckptError on all ranks, that of the first rank that failed, or LostRankError if another rank
+was lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from threading import Timer
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,132 +26,85 @@ from ..ranks.release import in_flight
 
 T = TypeVar("T")
 R = TypeVar("R")
-K = TypeVar("K")
-D = TypeVar("D")
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The class and the parts of an error."""
-
-    kind: type[MuonckptError]
-    fault: str
-    advice: str = ""
-    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """The failures that all ranks receive, by global rank; -1 means all of them."""
 
-    failures: dict[int, _Failure]
+    failures: dict[int, MuonckptError]
 
-    def raise_it(self, cause: Exception | None) -> None:
-        """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
-        # Where several failed, raise the first one's error; a rank is named only where it failed alone.
-        keys = tuple(dict.fromkeys(chain.from_iterable(failure.keys for failure in self.failures.values())))
-        for rank, failure in self.failures.items():
-            is_alone = rank >= 0 and dist.is_initialized() and len(self.failures) == 1
-            suffix = f" (rank {rank})" if is_alone and not failure.fault.startswith(f"rank {rank} ") else ""
-            error = failure.kind(f"{failure.fault}{suffix}", failure.advice, keys=keys)
-            if isinstance(cause, failure.kind) and str(cause) == str(error):
-                cause.keys = keys
-                raise cause  # without itself as its cause
-            raise error from cause
+    def raise_it(self, cause: Exception | None) -> NoReturn:
+        """Raise the error of the first rank that failed; ``cause`` was raised on this rank."""
+        rank, failure = next(iter(self.failures.items()))
+        # A rank is named only where it failed alone.
+        is_alone = rank >= 0 and dist.is_initialized() and len(self.failures) == 1
+        suffix = f" (rank {rank})" if is_alone and not failure.fault.startswith(f"rank {rank} ") else ""
+        keys = tuple(dict.fromkeys(chain.from_iterable(each.keys for each in self.failures.values())))
+        error = type(failure)(f"{failure.fault}{suffix}", failure.advice, keys=keys)
+        if isinstance(cause, type(failure)) and str(cause) == str(error):
+            cause.keys = keys
+            raise cause  # without itself as its cause
+        raise error from cause
 
 
-def decide_on_first(
-    process_group: dist.ProcessGroup | None,
-    kind: type[MuonckptError],
-    answer: Callable[[], T],
-    decide: Callable[[list[T]], R],
-) -> R:
-    """Return the first rank's decision on the answers of all ranks: one gather and one broadcast.
+class JointWork:
+    """A block of work that ends alike on all ranks: each gives an answer, and the first one decides for all.
 
-    One process without a process group decides on its own answer.
+    Each rank calls `gather` once.  Behind that the first rank alone works, until all call `broadcast`.  The end of the
+    block does what of both is left, with None.  An error on any rank before that is raised on all of them.
 
     Args:
         kind: the class for errors that are not ours.
-        answer: makes this rank's answer.
-        decide: runs on the first rank of the group.
     """
-    decisions, cause = _decisions(process_group, kind, answer, lambda answers: [decide(answers)])
-    # A failure travels in the place of the decision, so that no rank waits for one that has raised.
-    return _unless_failed(_broadcast(process_group, decisions[0] if decisions else None), cause)
 
+    def __init__(self, process_group: dist.ProcessGroup | None, kind: type[MuonckptError]) -> None:
+        self._group, self._kind = process_group, kind
+        self._awaited: Literal["gather", "broadcast", ""] = "gather"
+        """The exchange that the other ranks wait in, if one rank fails now."""
 
-def decide_keeping(
-    process_group: dist.ProcessGroup | None,
-    kind: type[MuonckptError],
-    answer: Callable[[], tuple[T, K]],
-    decide: Callable[[list[T], K], tuple[R, D]],
-) -> tuple[K, R, D | None]:
-    """Return the first rank's decision as `decide_on_first`, between what no other rank hears.
+    def __enter__(self) -> JointWork:
+        return self
 
-    Args:
-        answer: makes this rank's answer, and what it keeps.
-        decide: gets the first rank's own; returns the decision, and what the first rank keeps.
+    def gather(self, answer: T) -> list[T] | None:
+        """Return the answers of all ranks, in the order of the group, on its first rank; None on others."""
+        return self._gather(answer, None)
 
-    Returns:
-        What this rank keeps of its answer, the decision, and what the first rank keeps of that; None on others.
-    """
-    kept: list[K] = []
-    kept_by_first: list[D] = []
-    decision = decide_on_first(
-        process_group,
-        kind,
-        lambda: _keep(kept, answer()),
-        lambda answers: _keep(kept_by_first, decide(answers, kept[0])),
-    )
-    return kept[0], decision, kept_by_first[0] if kept_by_first else None
+    def broadcast(self, decision: T | None) -> T:
+        """Return the first rank's decision on all ranks."""
+        message: T = self._broadcast(decision, None)
+        return message
 
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._awaited or not (error is None or isinstance(error, Exception)):
+            return
+        failure = None if error is None else _as_ours(error, self._kind)
+        if self._awaited == "gather":
+            self._gather(failure, error)
+        self._broadcast(failure and _Outcome({-1: failure}), error)
 
-def _keep(kept: list[K], values: tuple[T, K]) -> T:
-    """Return the first of two values, and keep the second."""
-    kept.append(values[1])
-    return values[0]
+    def _gather(self, answer: Any, cause: Exception | None) -> list[Any] | None:
+        self._awaited = ""
+        answers = gather_on_first(self._group, answer)
+        self._awaited = "broadcast"
+        # Nothing is decided on the answers of some ranks.
+        ranked = zip(group_ranks(self._group), answers or (), strict=False)
+        if failures := {rank: answer for rank, answer in ranked if isinstance(answer, MuonckptError)}:
+            self._broadcast(_Outcome(failures), cause)
+        return answers
 
-
-def scatter_from_first(
-    process_group: dist.ProcessGroup | None,
-    kind: type[MuonckptError],
-    answer: Callable[[], T],
-    divide: Callable[[list[T]], tuple[list[R], D]],
-) -> tuple[R, D | None]:
-    """Return this rank's value among those that the first rank makes from all answers: one gather and one scatter.
-
-    Args:
-        divide: runs on the first rank of the group; returns a value for each rank, and what the first rank keeps.
-
-    Returns:
-        The value, and what the first rank keeps; None on others.
-    """
-    kept: list[D] = []
-    decisions, cause = _decisions(process_group, kind, answer, lambda answers: _keep(kept, divide(answers)))
-    # A failure goes to every rank, as a value would.
-    if decisions is not None and isinstance(decisions[0], _Outcome):
-        decisions = decisions * len(group_ranks(process_group))
-    messages = decisions[:1] if decisions else [None]
-    if dist.is_initialized():
-        with lost_ranks():
-            dist.scatter_object_list(messages, decisions, group=process_group, group_src=0)
-    return _unless_failed(messages[0], cause), kept[0] if kept else None
+    def _broadcast(self, message: Any, cause: Exception | None) -> Any:
+        # A failure travels in the place of the decision, so that no rank waits for one that has raised.
+        self._awaited = ""
+        return _unless_failed(_broadcast(self._group, message), cause)
 
 
 def gather_on_all(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> list[T]:
     """Return the answers of all ranks, in the order of the group: one gather and one broadcast."""
-    return decide_on_first(process_group, kind, answer, list)
-
-
-def gather_keeping(
-    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], tuple[T, K]]
-) -> tuple[K, list[T]]:
-    """Return what this rank keeps, and the answers of all ranks as `gather_on_all`; ``answer`` makes both."""
-    kept: list[K] = []
-    answers = gather_on_all(process_group, kind, lambda: _keep(kept, answer()))
-    return kept[0], answers
+    with JointWork(process_group, kind) as work:
+        return work.broadcast(work.gather(answer()))
 
 
 def broadcast_from_first(process_group: dist.ProcessGroup | None, answer: Callable[[], T]) -> T:
@@ -159,9 +112,21 @@ def broadcast_from_first(process_group: dist.ProcessGroup | None, answer: Callab
     message: T | _Outcome | None = None
     cause: Exception | None = None
     if is_coordinator(process_group):
-        answer_here, cause = _attempted(SourceError, answer)
-        message = _Outcome({-1: answer_here}) if isinstance(answer_here, _Failure) else answer_here
+        try:
+            message = answer()
+        except Exception as error:
+            message, cause = _Outcome({-1: _as_ours(error, SourceError)}), error
     return _unless_failed(_broadcast(process_group, message), cause)
+
+
+def scatter_from_first(process_group: dist.ProcessGroup | None, values: list[T] | None) -> T:
+    """Return this rank's value among those that the first rank has for all; others give None."""
+    received: list[Any] = [values and values[0]]
+    if dist.is_initialized():
+        with lost_ranks():
+            dist.scatter_object_list(received, values, group=process_group, group_src=0)
+    value: T = received[0]
+    return value
 
 
 _HEAD_BYTES = 1 << 10
@@ -227,35 +192,8 @@ def _broadcast(process_group: dist.ProcessGroup | None, message: T) -> T:
     return message
 
 
-def _attempted(kind: type[MuonckptError], answer: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
-    try:
-        return answer(), None
-    except MuonckptError as error:
-        return _Failure(type(error), error.fault, error.advice, error.keys), error
-    except Exception as error:
-        return _Failure(kind, f"{type(error).__name__}: {error}"), error
-
-
-def _decisions(
-    process_group: dist.ProcessGroup | None,
-    kind: type[MuonckptError],
-    answer: Callable[[], T],
-    decide: Callable[[list[T]], list[R]],
-) -> tuple[list[R | _Outcome | None] | None, Exception | None]:
-    """Return, on the first rank, its decisions or one outcome for all; and the error of this rank."""
-    # Gather all answers, failures among them, before anything is decided.
-    answer_here, cause = _attempted(kind, answer)
-    answers = gather_on_first(process_group, answer_here)
-    if answers is None:
-        return None, cause
-    # Nothing is decided on the answers of some ranks.
-    ranked = zip(group_ranks(process_group), answers, strict=True)
-    if failures := {rank: answer for rank, answer in ranked if isinstance(answer, _Failure)}:
-        return [_Outcome(failures)], cause
-    decisions, cause = _attempted(kind, lambda: decide(answers))  # type: ignore[arg-type]
-    if isinstance(decisions, _Failure):  # about all ranks: where one of them is meant, it is named
-        return [_Outcome({-1: decisions})], cause
-    return [*decisions], None
+def _as_ours(error: Exception, kind: type[MuonckptError]) -> MuonckptError:
+    return error if isinstance(error, MuonckptError) else kind(f"{type(error).__name__}: {error}")
 
 
 def _unless_failed(message: R | _Outcome | None, cause: Exception | None) -> R:

@@ -40,9 +40,9 @@ from ..names.errors import (
 )
 from ..ranks.new_group import new_group, time_out
 from ..store.io.location import absolute_name
-from .all_ranks import decide_on_first, refuse_mixed_calls
+from .all_ranks import gather_on_all, refuse_mixed_calls
 from .live_state import LiveState, nested_state, refuse_no_state_dict
-from .saving import AgreedPlans, SaveCall, SaveProgress, as_json, run_save
+from .saving import AgreedPlans, SaveProgress, as_json, run_save
 from .shared_memory import Elements
 from .signals import end_in_order
 from .storable import is_writable
@@ -151,7 +151,7 @@ class Lane:
         self.process = os.getpid()
         self.last: AsyncSave | None = None
         self._copy = HostCopy()
-        self._plans = AgreedPlans()
+        self._plans: AgreedPlans = {}
         self._thread = ThreadPoolExecutor(1, "muonckpt-save")
         self._group = _gloo(process_group) if self.world else None
         self._asking = _gloo(process_group) if self.world else None
@@ -186,7 +186,7 @@ class Lane:
 
         def work() -> None:
             with self._failing_together(path):
-                run_save(SaveCall(path, details, self._group, self._plans, progress), copied)
+                run_save(copied, path, details, self._group, self._plans, progress)
             then()
 
         # One thread, so that saves of this lane meet those of other ranks in one order.
@@ -233,7 +233,7 @@ class Lane:
     def busy(self) -> bool:
         is_busy = self.last is not None and not self.last.done()
         with self._failing_together("a checkpoint"):
-            return decide_on_first(self._asking, DestinationError, lambda: is_busy, any)
+            return any(gather_on_all(self._asking, DestinationError, lambda: is_busy))
 
     def settle(self) -> None:
         """Wait for the last save; unless its error was reported on a rank, raise or warn of it on all."""
@@ -243,7 +243,7 @@ class Lane:
         last, unreported = self.last, self.last.unreported is not None
         if last.failed_on_all:
             with self._failing_together(last.path):
-                if not decide_on_first(self._asking, DestinationError, lambda: unreported, all):
+                if not all(gather_on_all(self._asking, DestinationError, lambda: unreported)):
                     last.mark_reported()
         last.settle()
 

@@ -29,7 +29,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import check_chunk, chunk_share
 from ..store.verify.diagnosis import open_whole
-from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
+from .all_ranks import JointWork, group_ranks, refuse_mixed_calls
 from .bits import share_of, unsigned
 from .joint_state import HeldBoxes, holders_by_key, with_joint_groups
 from .live_state import LiveState, RankState
@@ -220,25 +220,23 @@ def _attested(
 ) -> Attestation:
     """Compare what ranks hold with each other and with what they should; ``unequal`` begins the error."""
 
-    def shares() -> SharesOfRank:
+    attestation: Attestation | None = None
+    with JointWork(process_group, AttestError) as work:
         live = LiveState.of(state_dict, "to attest").cut_to(rows)
         for key, value in live.flat.items():
             if isinstance(value, Tensor):
                 refuse_unwritable(key, value)
-        return shares_of(live, live.parts)
-
-    def judge(ranks: list[SharesOfRank]) -> Attestation:
-        # Replicas are compared even where nothing else is, as a checkpoint keeps one of them alone.
-        live = held_together(group_ranks(process_group), ranks)
-        subject, expected = compared(live.tensors)
-        faults = [*live.faults, *differing(subject, expected)]
-        if faults:
-            reason = unequal or " differs from rank to rank"
-            raise AttestError(f"live state{reason}: {listed(faults, MOST_FAULTS, '; ')}")
-        nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
-        return Attestation(len(subject), nbytes, live.replicated, Fingerprints(live.tensors))
-
-    return decide_on_first(process_group, AttestError, shares, judge)
+        ranks = work.gather(shares_of(live, live.parts))
+        if ranks is not None:
+            # Replicas are compared even where nothing else is, as a checkpoint keeps one of them alone.
+            held = held_together(group_ranks(process_group), ranks)
+            subject, expected = compared(held.tensors)
+            if faults := [*held.faults, *differing(subject, expected)]:
+                reason = unequal or " differs from rank to rank"
+                raise AttestError(f"live state{reason}: {listed(faults, MOST_FAULTS, '; ')}")
+            nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
+            attestation = Attestation(len(subject), nbytes, held.replicated, Fingerprints(held.tensors))
+        return work.broadcast(attestation)
 
 
 def _recorded(checkpoint: OpenCheckpoint, key: str) -> TensorPrint:

@@ -12,9 +12,10 @@ import pickle
 import socket
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,9 +37,8 @@ from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.verify.diagnosis import advice_on, diagnosis_at, open_to_load
 from ..store.verify.run import last_verification
 from .all_ranks import (
+    JointWork,
     broadcast_from_first,
-    decide_keeping,
-    decide_on_first,
     group_ranks,
     is_coordinator,
     place_in,
@@ -345,19 +345,23 @@ def load_sent(call: LoadCall, sent: SentCheckpoint) -> Loaded:
 @gc_paused()
 def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
     # 1. All ranks hear what all of them ask for.
-    ask = lambda: _ask(call, *sent.received(call.place))  # noqa: E731
-    asked, agreement, known = decide_keeping(call.group, SourceError, ask, _answer)
+    decided, known = None, None
+    with JointWork(call.group, SourceError) as work:
+        question, asked = _ask(call, *sent.received(call.place))
+        questions = work.gather(question)
+        if questions is not None:
+            decided, known = _answer(questions, asked)
+        agreement = work.broadcast(decided)
     checkpoint = asked.checkpoint
     # 2. All ranks derive who reads what, and take the memory for it; asked to, they read everything to check it.
-    prepare = partial(_prepare, asked, agreement)
-    prepared, _, _ = decide_keeping(
-        call.group, SourceError, lambda: _seen(call, prepare), lambda ranks, _: (_judge(asked, ranks), None)
-    )
+    with JointWork(call.group, SourceError) as work, _naming_unseen(call.group):
+        checked, prepared = _prepare(asked, agreement)
+        work.broadcast(_judge(asked, work.gather(checked)))
     # 3. Elements are read to where they belong, and sent to the other ranks that ask for them.
     with unusable('; check="before" finds damage before any tensor is touched'):
         failure = _fill(asked, prepared)
-        finish = partial(_finish, asked, prepared, failure)
-        num_read = decide_on_first(call.group, SourceError, lambda: _seen(call, finish), partial(_judge, asked))
+        with JointWork(call.group, SourceError) as work, _naming_unseen(call.group):
+            num_read = work.broadcast(_judge(asked, work.gather(_finish(asked, prepared, failure))))
     if call.attest:
         with unusable():
             attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.live.rows, call.group)
@@ -455,19 +459,20 @@ def _refuse_overwriting(call: LoadCall, checkpoint: OpenCheckpoint, tied: Collec
             raise SourceError(differing_ties(key, other_key, call.place))
 
 
-def _seen(call: LoadCall, work: Callable[[], T]) -> T:
-    """Return what ``work`` does, and tell files that this rank does not see from those that may be lost.
+@contextmanager
+def _naming_unseen(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Tell files that this rank does not see from those that may be lost.
 
     Raises:
         UnseenError: this rank does not see a file; the first rank finds whether it is there.
     """
     try:
-        return work()
+        yield
     except DamageError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FileNotFoundError):
             cause = cause.__cause__
-        if cause is None or is_coordinator(call.group):
+        if cause is None or is_coordinator(group):
             raise
         raise UnseenError(f"rank {dist.get_rank()} does not see a file: {error}") from error
 
@@ -503,8 +508,10 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]
     return _Checked(reader.sums, reader.bytes_read), _Prepared(rounds, reader, transfers, wire, items, targets)
 
 
-def _judge(asked: _Asked, ranks: Sequence[_Checked]) -> int:
+def _judge(asked: _Asked, ranks: Sequence[_Checked] | None) -> int | None:
     """Compare chunks that were read in parts, on the coordinator, and return the bytes that all have read."""
+    if ranks is None:
+        return None
     sums = chain.from_iterable(checked.sums for checked in ranks)
     judge_sums(asked.checkpoint, sums, group_ranks(asked.call.group))
     return sum(checked.bytes_read for checked in ranks)

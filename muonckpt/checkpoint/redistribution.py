@@ -26,9 +26,8 @@ from ..record.record import Blob, Extent, StateRecord
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
 from .all_ranks import (
+    JointWork,
     broadcast_from_first,
-    decide_on_first,
-    gather_keeping,
     gather_on_all,
     group_ranks,
     place_in,
@@ -121,16 +120,21 @@ def redistribute(
     refuse_mixed_calls(group, "redistribute")
     ranks, (place, _) = group_ranks(group), place_in(group)
     # 1. All ranks hear what each has, and match their targets with it.
-    (source, choices), offers = gather_keeping(
-        group, SourceError, lambda: _offer(source_state_dict, memory, attest, allow_extra, fresh)
-    )
+    with JointWork(group, SourceError) as work:
+        if memory < 1:
+            raise TargetError(f"expected memory of at least 1 byte, found {memory}")
+        choices, source = Choices.of(allow_extra, fresh), LiveState.of(source_state_dict, "to redistribute from")
+        offer = _Offer.of(source, memory, {**choices.as_arguments(), "attest": attest})
+        offers = work.broadcast(work.gather(offer))
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
     states = [offer.state for offer in offers]
     refuse_other_groups(states, [offer.digests for offer in offers])
     offers = [offer.known_as(state) for offer, state in zip(offers, with_joint_groups(states), strict=True)]
     items, stored = _stored_of(ranks, offers, (place, len(ranks)))
     source = source.known_as(offers[place].state)
-    target, requests = gather_keeping(group, SourceError, lambda: _ask(source, target_state_dict, stored, choices))
+    with JointWork(group, SourceError) as work:
+        target = LiveState.of(target_state_dict, "to redistribute into")
+        requests = work.broadcast(work.gather(_ask(source, target, stored, choices)))
     matching, report = judge([request.matching for request in requests], stored, choices)
     if not matching.fits:
         refusal = Refusal(matching, choices, stored, target, None, REDISTRIBUTE)
@@ -139,23 +143,22 @@ def redistribute(
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}
         _refuse_overwriting(ranks, tied, gather_on_all(group, LayoutError, lambda: shares_of(source, keys)))
-    plan, _ = gather_keeping(group, TargetError, lambda: (None, _plan(offers, requests, stored, ranks, group)))
+    with JointWork(group, TargetError):
+        plan = _plan(offers, requests, stored, ranks, group)
     moves, transfer = plan.moves, plan.transfer
     box_shares = _prove_replicas(source, moves, ranks, group) if attest else {}
     # 3. Elements move; then everything else is set, and what has arrived is compared with what was sent.
     failure = transfer.run({move.source: source.local(move.source) for move in moves}, target.local, plan.wire)
     own_matching = requests[place].matching
-
-    def finish() -> _Shares:
+    with unusable(), JointWork(group, TargetError) as work:
         if failure is not None:
             raise failure
         target.zero(own_matching.zeros)
         origins = {key: origin for key, origin in own_matching.sources.items() if origin in items}
         target.put({key: pickle.loads(items[origin]) for key, origin in origins.items()}, own_matching.added)
-        return _Shares.of(moves, transfer.sides, source, target, box_shares) if attest else _Shares({}, {})
-
-    with unusable():
-        decide_on_first(group, TargetError, finish, lambda shares: _compare(ranks, moves, shares))
+        own_shares = _Shares.of(moves, transfer.sides, source, target, box_shares) if attest else _Shares({}, {})
+        if (shares := work.gather(own_shares)) is not None:
+            _compare(ranks, moves, shares)
     if own_matching.own_options:
         options = "; ".join(own_matching.own_options)
         warn_on_rank(f"the source did not say options, which stay as the running optimizer's: {options}")
@@ -175,26 +178,13 @@ class _Plan:
     wire: Tensor
 
 
-def _offer(
-    state_dict: Mapping[str, Any], memory: int, attest: bool, allow_extra: bool | Iterable[str], fresh: Iterable[str]
-) -> tuple[_Offer, tuple[LiveState, Choices]]:
-    """Return what this rank tells the others of its source, and the source with the checked arguments."""
-    if memory < 1:
-        raise TargetError(f"expected memory of at least 1 byte, found {memory}")
-    choices, source = Choices.of(allow_extra, fresh), LiveState.of(state_dict, "to redistribute from")
-    return _Offer.of(source, memory, {**choices.as_arguments(), "attest": attest}), (source, choices)
-
-
-def _ask(
-    source: LiveState, target_state_dict: dict[str, Any], stored: Stored, choices: Choices
-) -> tuple[_Request, LiveState]:
+def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices) -> _Request:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
-    target = LiveState.of(target_state_dict, "to redistribute into")
     matching = match(target, stored, choices)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
-    return _Request(matching, target.described.boxes(keys), target.devices, tied), target
+    return _Request(matching, target.described.boxes(keys), target.devices, tied)
 
 
 def _plan(

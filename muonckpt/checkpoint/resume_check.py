@@ -19,7 +19,7 @@ from ..names.errors import AttestError
 from ..names.keys import OptimizerKey, key_of, largest_parts
 from ..names.resumption import in_short
 from ..names.vocabulary import GIVEN_KEYS, HISTORY_OPTIONS, KeyPath
-from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
+from .all_ranks import JointWork, group_ranks, refuse_mixed_calls
 from .attestation import SharesOfRank, held_together, shares_of
 from .live_parts import LiveParts
 from .live_state import LiveState
@@ -78,13 +78,9 @@ def compare(
         LayoutError: no rank holds some elements of a tensor.
     """
     refuse_mixed_calls(process_group, "Restored.check")
-    ranks = group_ranks(process_group)
-    return decide_on_first(
-        process_group,
-        AttestError,
-        lambda: _make_rank_answer(take_parts()),
-        lambda answers: _prove(step, ranks, answers),
-    )
+    with JointWork(process_group, AttestError) as work:
+        answers = work.gather(_make_rank_answer(take_parts()))
+        return work.broadcast(None if answers is None else _prove(step, group_ranks(process_group), answers))
 
 
 def _make_rank_answer(parts: LiveParts) -> _RankAnswer:

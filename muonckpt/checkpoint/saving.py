@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,7 +30,7 @@ from ..algebra.box import Index
 from ..algebra.fingerprint import box_shares
 from ..algebra.grouping import neighbours
 from ..names.collector import gc_paused
-from ..names.errors import ArgumentError, DestinationError, LostRankError, called_like, unwritable
+from ..names.errors import ArgumentError, DestinationError, called_like, unwritable
 from ..names.version import PROGRAM
 from ..record import json_fields
 from ..store.formats import native
@@ -41,16 +40,9 @@ from ..store.io import publish
 from ..store.io.checksums import Sums, crc32_of, xxh3_128
 from ..store.io.location import Location, location, refuse_unseen
 from ..store.io.new_file import Writing, create_file
-from .all_ranks import (
-    decide_keeping,
-    decide_on_first,
-    place_in,
-    refuse_differing,
-    refuse_mixed_calls,
-    scatter_from_first,
-)
+from .all_ranks import JointWork, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
 from .bits import bits_of, dtype_name, integer_view
-from .live_state import Digests, Item, LiveState, RankState
+from .live_state import Item, LiveState, RankState
 from .storable import refuse_unstorable
 from .whole_plan import AlikeItems, RankItems, WholePlan, rank_file, receipt_row
 
@@ -77,39 +69,14 @@ class AgreedPlan:
         joint_plan: the plan of all ranks, on the coordinator.
     """
 
-    name: bytes
     state: RankState
     share: RankItems
     common_items: AlikeItems
     joint_plan: WholePlan | None
 
-    def digests(self, live: LiveState) -> dict[int, int]:
-        """Return a digest of all that has to be alike, by the number that its holders have."""
-        digest_of_holders = {}
-        for holders, items in self.common_items.items():
-            digest_of_holders[holders] = xxh3_64_intdigest(b"".join(map(live.digests.__getitem__, items)))
-        return digest_of_holders
 
-
-class AgreedPlans:
-    """The last plans that a rank has agreed on with the others."""
-
-    def __init__(self) -> None:
-        self._plans: dict[bytes, AgreedPlan] = {}
-
-    def fitting(self, live: LiveState) -> dict[bytes, dict[int, int]]:
-        """Return the names of plans that were made when the rank held the same, newest first, with their `digests`."""
-        state = live.described
-        return {plan.name: plan.digests(live) for plan in reversed(self._plans.values()) if plan.state == state}
-
-    def __getitem__(self, name: bytes) -> AgreedPlan:
-        return self._plans[name]
-
-    def keep(self, plan: AgreedPlan) -> None:
-        self._plans[plan.name] = plan
-        # Every rank drops the same ones, as all keep plans in one order.
-        for name in list(self._plans)[:-_MOST_PLANS]:
-            del self._plans[name]
+AgreedPlans = dict[bytes, AgreedPlan]
+"""The last plans that a rank has agreed on with the others, by name; all ranks keep them in one order."""
 
 
 def refuse_lone_process(path: str | os.PathLike[str]) -> None:
@@ -128,124 +95,96 @@ def refuse_lone_process(path: str | os.PathLike[str]) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class SaveCall:
-    """One call, with the arguments of `save`, and what is kept from one to the next.
-
-    Attributes:
-        plans: kept by each rank for the same process group.
-        progress: is kept up to date for this rank's file.
-    """
-
-    path: str | os.PathLike[str]
-    provenance: Mapping[str, Any]
-    group: dist.ProcessGroup | None
-    plans: AgreedPlans
-    progress: SaveProgress
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A save before any rank writes: this rank's state, the destination, and the provenance as it will be read."""
-
-    live: LiveState
-    destination: Location
-    details: Mapping[str, Any]
-
-
-_NamedDigests = dict[bytes, dict[int, int]]
-"""The digests of kept plans, by their names, as `AgreedPlans.fitting` returns them."""
-
-
 @gc_paused()
-def run_save(call: SaveCall, state: Callable[[], LiveState]) -> None:
+def run_save(
+    state: Callable[[], LiveState],
+    path: str | os.PathLike[str],
+    provenance: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    plans: AgreedPlans,
+    progress: SaveProgress,
+) -> None:
     """Save what ``state`` returns, or fail on all ranks with one error and leave nothing.
+
+    Args:
+        plans: those that each rank keeps for the process group; a new one is added.
+        progress: is kept up to date for this rank's file.
 
     Raises:
         DestinationError: torchrun started several processes, and this one has no process group.
     """
-    refuse_lone_process(call.path)
+    refuse_lone_process(path)
     with ExitStack() as unpublished:  # a failed save leaves nothing behind, whatever ended it
         # 1. All ranks hear where they write, and which plan serves again: one exchange while the structure stays.
-        begun, (name, place), staging = decide_keeping(
-            call.group, DestinationError, lambda: _begin(call, state), partial(_reserve, call, unpublished)
-        )
+        staging, found = None, None
+        with JointWork(group, DestinationError) as work:
+            live, destination, details = state(), location(path, DestinationError), as_json(provenance)
+            refuse_unstorable(live.flat)
+            answers = work.gather((str(destination), _fitting_plans(plans, live)))
+            if answers is not None:
+                refuse_differing(group, "save", [{"path": path} for path, _ in answers])
+                staging = unpublished.enter_context(publish.Staging(destination))
+                found = _common_plan([digests for _, digests in answers]), staging.place
+            name, place = work.broadcast(found)
         # 2. Where no plan serves, the coordinator makes one, and each rank gets its share of it alone.
-        plan = _agree(call, begun.live) if name is None else call.plans[name]
+        plan = _agree(group, plans, live) if name is None else plans[name]
         # 3. Each rank writes its file.  The coordinator publishes only when the receipts of all are there.
-        write = partial(_write_share, call, begun.live, plan, place)
-        decide_on_first(call.group, DestinationError, write, partial(_publish, plan, staging, begun.details))
+        with JointWork(group, DestinationError) as work:
+            receipts = work.gather(_write_share(live, plan, place, group, progress))
+            if staging is not None and plan.joint_plan is not None and receipts is not None:
+                manifest = plan.joint_plan.manifest(receipts, _with_programs(details, len(receipts)))
+                # The description comes last, and then the one rename: a reader finds all of it or nothing.
+                native.write_native(manifest, staging.place)
+                staging.publish()
 
 
-def _begin(call: SaveCall, state: Callable[[], LiveState]) -> tuple[tuple[str, _NamedDigests], _Begun]:
-    """Make the state of this rank; the others hear of its destination, and of the plans that fit it."""
-    live = state()
-    begun = _Begun(live, location(call.path, DestinationError), as_json(call.provenance))
-    refuse_unstorable(live.flat)
-    return (str(begun.destination), call.plans.fitting(live)), begun
+_Digests = dict[int, int]
+"""Digests of what ranks have alike, by the number that its holders have."""
 
 
-def _reserve(
-    call: SaveCall, unpublished: ExitStack, ranks: Sequence[tuple[str, _NamedDigests]], begun: _Begun
-) -> tuple[tuple[bytes | None, Location], publish.Staging]:
-    """Return the name of a plan that serves again, if one does, and the place for files, on the coordinator."""
-    refuse_differing(call.group, "save", [{"path": path} for path, _ in ranks])
-    try:
-        staging = publish.Staging(begun.destination)
-    except OSError as error:
-        raise unwritable(begun.destination, error) from error
-    # Where a rank was lost, those that live may be writing still.
-    unpublished.push(lambda _, error, __: staging.close(isinstance(error, LostRankError)))
-    # A plan serves again only where every rank has kept it, and equal objects are equal still.
-    digests_by_plan = [digests for _, digests in ranks]
-    kept_by_all = [name for name in digests_by_plan[0] if all(name in digests for digests in digests_by_plan)]
-    for name in kept_by_all:
-        if _have_equal_objects([digests[name] for digests in digests_by_plan]):
-            return (name, staging.place), staging
-    return (None, staging.place), staging
+def _fitting_plans(plans: AgreedPlans, live: LiveState) -> dict[bytes, _Digests]:
+    """Return the names of plans that were made when the rank held the same, newest first, with present digests."""
+    fitting: dict[bytes, _Digests] = {}
+    for name, plan in reversed(plans.items()):
+        if plan.state == live.described:
+            fitting[name] = digest_of_holders = {}
+            for holders, items in plan.common_items.items():
+                digest_of_holders[holders] = xxh3_64_intdigest(b"".join(map(live.digests.__getitem__, items)))
+    return fitting
 
 
-def _agree(call: SaveCall, live: LiveState) -> AgreedPlan:
+def _common_plan(ranks: Sequence[Mapping[bytes, _Digests]]) -> bytes | None:
+    """Return the name of the newest plan that every rank has kept, and whose equal objects are equal still."""
+    for name in ranks[0]:
+        if all(name in plans for plans in ranks):
+            digest_of_holders: _Digests = {}
+            entries = chain.from_iterable(plans[name].items() for plans in ranks)
+            if all(digest_of_holders.setdefault(holders, digest) == digest for holders, digest in entries):
+                return name
+    return None
+
+
+def _agree(group: dist.ProcessGroup | None, plans: AgreedPlans, live: LiveState) -> AgreedPlan:
     """Make a plan of what all ranks hold, on the coordinator, and keep this rank's share of it."""
-    (name, share, common_items), joint_plan = scatter_from_first(
-        call.group, DestinationError, lambda: (live.described, live.digests), _divide
-    )
-    plan = AgreedPlan(name, live.described, share, common_items, joint_plan)
-    call.plans.keep(plan)
-    return plan
+    joint_plan, shares = None, None
+    with JointWork(group, DestinationError) as work:
+        answers = work.gather((live.described, live.digests))
+        if answers is not None:
+            joint_plan = WholePlan.of([state for state, _ in answers], [digests for _, digests in answers])
+            name = secrets.token_bytes(16)
+            shares = [(name, *items) for items in zip(joint_plan.shares, joint_plan.common_items, strict=True)]
+    name, share, common_items = scatter_from_first(group, shares)
+    plans[name] = AgreedPlan(live.described, share, common_items, joint_plan)
+    # Every rank drops the same ones, as all keep plans in one order.
+    for former in list(plans)[:-_MOST_PLANS]:
+        del plans[former]
+    return plans[name]
 
 
-def _divide(
-    ranks: list[tuple[RankState, Digests]],
-) -> tuple[list[tuple[bytes, RankItems, AlikeItems]], WholePlan]:
-    """Plan for all ranks, and return the name of the plan with each rank's share, and all of it."""
-    plan = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
-    name = secrets.token_bytes(16)
-    return [(name, *items) for items in zip(plan.shares, plan.common_items, strict=True)], plan
-
-
-def _publish(
-    plan: AgreedPlan, staging: publish.Staging | None, details: Mapping[str, Any], receipts: list[bytes]
-) -> None:
-    # The description comes last, and then the one rename: a reader finds all of it or nothing.
-    assert plan.joint_plan is not None and staging is not None, "this is the coordinator"
-    provenance = {
-        "program": PROGRAM,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": sys.platform,
-        "world": len(receipts),
-        **details,
-    }
-    native.write_native(plan.joint_plan.manifest(receipts, provenance), staging.place)
-    staging.publish()
-
-
-def _have_equal_objects(ranks: Sequence[Mapping[int, int]]) -> bool:
-    """Return whether the ranks that hold the same objects have the same digest of them."""
-    digest_of_holders: dict[int, int] = {}
-    entries = chain.from_iterable(digests.items() for digests in ranks)
-    return all(digest_of_holders.setdefault(holders, digest) == digest for holders, digest in entries)
+def _with_programs(details: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Return the provenance of a save."""
+    programs = {"program": PROGRAM, "torch": torch.__version__, "python": platform.python_version()}
+    return {**programs, "platform": sys.platform, "world": num_ranks, **details}
 
 
 def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +202,7 @@ def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
 _plans: WeakKeyDictionary[dist.ProcessGroup, AgreedPlans] = WeakKeyDictionary()
 """The plans for each process group, kept as long as that."""
 
-_ungrouped_plans = AgreedPlans()
+_ungrouped_plans: AgreedPlans = {}
 """The plans of a process without a process group."""
 
 
@@ -305,21 +244,22 @@ def save_together(
 ) -> None:
     """Save as `save` does, once all ranks are known to have made the same call."""
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-    plans = _ungrouped_plans if group is None else _plans.setdefault(group, AgreedPlans())
-    call = SaveCall(path, provenance, process_group, plans, SaveProgress())
-    run_save(call, lambda: LiveState.of(state_dict, "to save"))
+    plans = _ungrouped_plans if group is None else _plans.setdefault(group, {})
+    run_save(lambda: LiveState.of(state_dict, "to save"), path, provenance, process_group, plans, SaveProgress())
 
 
 # --- The file of one rank: stock items end to end, digested in the pass that writes them ------------------------------
 
 
-def _write_share(call: SaveCall, live: LiveState, plan: AgreedPlan, place: Location) -> bytes:
+def _write_share(
+    live: LiveState, plan: AgreedPlan, place: Location, group: dist.ProcessGroup | None, progress: SaveProgress
+) -> bytes:
     """Write a rank's file, digest what it holds as a witness, and return its receipt."""
     if plan.joint_plan is None:  # another rank has made the folder
         refuse_unseen(place, f"rank {dist.get_rank()}", DestinationError)
     stored_numbers, witness_numbers = plan.share
-    file = place / rank_file(place_in(call.group)[0])
-    rows = write_items(live, [live.items[number] for number in stored_numbers], file, call.progress)
+    file = place / rank_file(place_in(group)[0])
+    rows = write_items(live, [live.items[number] for number in stored_numbers], file, progress)
     # Replicas are compared by the coordinator, so that each byte is written by one rank alone.
     rows += [_witness(live, live.items[number]) for number in witness_numbers]
     return b"".join(rows)

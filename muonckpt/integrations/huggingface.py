@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpoint.all_ranks import broadcast_from_first, decide_on_first, group_ranks
+from ..checkpoint.all_ranks import JointWork, broadcast_from_first, group_ranks
 from ..checkpoint.attestation import Fingerprints, fingerprints
 from ..checkpoint.live_parts import LiveParts, frozen_parameters
 from ..checkpoint.live_state import LiveState
@@ -166,7 +166,9 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
             SourceError: lists the damage, on all ranks.
         """
         place = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        decide_on_first(None, SourceError, lambda: None, lambda _: check_saved(place))
+        with JointWork(None, SourceError) as work:
+            if work.gather(None) is not None:
+                check_saved(place)
         try:
             record = _record(_training(model, optimizer, lr_scheduler))
         except MuonckptError as error:  # such as buffers of replicas that differ, or another optimizer

@@ -19,7 +19,7 @@ from muonckpt import DestinationError, LayoutError
 from muonckpt.algebra.box import Box
 from muonckpt.checkpoint import all_ranks
 from muonckpt.checkpoint.live_state import Annotation, LiveState, RankState, ShardSpec
-from muonckpt.checkpoint.saving import AgreedPlans, SaveCall, SaveProgress, run_save
+from muonckpt.checkpoint.saving import AgreedPlans, SaveProgress, run_save
 from muonckpt.checkpoint.whole_plan import WholePlan
 from muonckpt.store.io.location import location
 
@@ -71,12 +71,15 @@ class Ranks:
         """Save, and say what was exchanged."""
         self.exchanged.clear()
         place = location(self.folder / name, DestinationError)
-        run_save(SaveCall(place, {"step": 1}, None, plans, SaveProgress()), lambda: LiveState.of(state, "to save"))
+        run_save(lambda: LiveState.of(state, "to save"), place, {"step": 1}, None, plans, SaveProgress())
         return list(self.exchanged)
 
     def same_as_first(self, name: str, state: dict, plans: AgreedPlans | None = None) -> bool:
         """Whether a save needed no plan, after checking that its files are those of ranks that never saved before."""
-        new, sent = self.save(f"{name}-new", state, AgreedPlans()), self.save(name, state, plans or self.plans)
+        new, sent = (
+            self.save(f"{name}-new", state, AgreedPlans()),
+            self.save(name, state, self.plans if plans is None else plans),
+        )
         assert len(new) == 4 and new[2] == -1, new
         one, two = self.folder / name, self.folder / f"{name}-new"
         files = sorted(path.name for path in one.iterdir())

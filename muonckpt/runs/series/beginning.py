@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ...checkpoint.all_ranks import broadcast_from_first, decide_on_first
+from ...checkpoint.all_ranks import JointWork, broadcast_from_first
 from ...checkpoint.loading import LoadCall, run_load
 from ...checkpoint.refusal import RESUME
 from ...checkpoint.training import MODEL, OPTIMIZER, Training
@@ -304,7 +304,9 @@ def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str
 
 
 def _remove_on_first(copy: Location, group: dist.ProcessGroup | None) -> None:
-    decide_on_first(group, SourceError, lambda: None, lambda _: _remove(copy))
+    with JointWork(group, SourceError) as work:
+        if work.gather(None) is not None:
+            _remove(copy)
 
 
 def _remove(copy: Location) -> None:

@@ -11,15 +11,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ...checkpoint.all_ranks import (
+    JointWork,
     broadcast_from_first,
-    decide_on_first,
     gather_on_all,
     is_coordinator,
     refuse_differing,
@@ -61,8 +61,6 @@ from ..run_audit import record_damage
 from ..step_folder import Newest, StepFolder
 from .beginning import begin
 from .restored import Restored
-
-_Answer = TypeVar("_Answer")
 
 _FORMS = ("hf",)
 """The forms of an export.  "hf": safetensors with an index, whole weights under the model's own names, as Hugging
@@ -382,20 +380,23 @@ class Series:
         refuse_mixed_calls(self._group, "Series.export")
         settle_last(self._group)
         place = None if destination is None else os.fspath(destination)
-
-        def arguments() -> Mapping[str, object]:
+        # All export the attempt at the step that the first rank finds whole.
+        name: StepName | None = None
+        with JointWork(self._group, SourceError) as work:
             _check_form(form)
             if type(step) is not int or type(shard_size) is not int or shard_size < 1:
                 raise ArgumentError(
                     "expected a step and a shard_size that are integers, the latter in bytes and above 0, found "
                     f"{step!r} and {shard_size!r}"
                 )
-            return {"step": step, "form": form, "destination": place, "shard_size": shard_size}
-
-        # All export the attempt at the step that the first rank finds whole.
-        name = self._decide("export", SourceError, arguments, lambda: self._folder.whole(step))
-        if name is None:
-            raise SourceError(f"expected a whole checkpoint of step {step} in {self._folder.place}, found none")
+            arguments = {"step": step, "form": form, "destination": place, "shard_size": shard_size}
+            ranks = work.gather(arguments)
+            if ranks is not None:
+                refuse_differing(self._group, "export", ranks)
+                name = self._folder.whole(step)
+                if name is None:
+                    raise SourceError(f"expected a whole checkpoint of step {step} in {self._folder.place}, found none")
+            name = work.broadcast(name)
         return self._export(name, form, place, shard_size)
 
     def _export(self, name: StepName, form: str, destination: str | None = None, shard_size: int = _SHARD_BYTES) -> str:
@@ -556,22 +557,22 @@ class Series:
     def _new_name(self, step: int, replace: bool, also: str | None) -> StepName:
         """Return the name to save under, once all ranks have given the same step."""
 
-        def arguments() -> Mapping[str, object]:
+        name: StepName | None = None
+        with JointWork(self._group, DestinationError) as work:
             _check_step(step)
             if also is not None:
                 _check_form(also)
-            return {"step": step, "replace": replace, "also": also}
-
-        def begin() -> StepName:
-            self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
-            name, replaced = self._folder.new_name(
-                step, lambda name: "replace=True" if replace else self._damaged.get(name)
-            )
-            for old, reason in replaced.items():
-                print(f"{self._folder.path(name)} replaces {old}, which is removed afterwards: {reason}", flush=True)
-            return name
-
-        return self._decide("save", DestinationError, arguments, begin)
+            ranks = work.gather({"step": step, "replace": replace, "also": also})
+            if ranks is not None:
+                refuse_differing(self._group, "save", ranks)
+                self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
+                may_replace = (lambda name: "replace=True") if replace else self._damaged.get
+                name, replaced = self._folder.new_name(step, may_replace)
+                for old, reason in replaced.items():
+                    print(
+                        f"{self._folder.path(name)} replaces {old}, which is removed afterwards: {reason}", flush=True
+                    )
+            return work.broadcast(name)
 
     def _prune(self, saved: StepName) -> None:
         def is_whole(name: StepName) -> bool:  # looks at each checkpoint once, as time is short
@@ -616,21 +617,6 @@ class Series:
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
             warn_on_rank(message, RuntimeWarning)
-
-    def _decide(
-        self,
-        call: str,
-        kind: type[MuonckptError],
-        arguments: Callable[[], Mapping[str, object]],
-        decide: Callable[[], _Answer],
-    ) -> _Answer:
-        """Return the first rank's decision, once all ranks have called with the same arguments."""
-
-        def decide_for(ranks: list[Mapping[str, object]]) -> _Answer:
-            refuse_differing(self._group, call, ranks)
-            return decide()
-
-        return decide_on_first(self._group, kind, arguments, decide_for)
 
 
 def _check_step(step: object) -> None:

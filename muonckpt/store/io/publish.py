@@ -18,7 +18,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from ...names.errors import DestinationError, SourceError, UnavailableError, UnsyncedError
+from ...names.errors import (
+    DestinationError,
+    LostRankError,
+    SourceError,
+    UnavailableError,
+    UnsyncedError,
+    unwritable,
+)
 from .location import Location, Remote, is_folder, is_link, is_there, map_each, raise_error
 from .new_file import write_synced
 from .regular import open_regular
@@ -35,14 +42,13 @@ class Staging:
 
     It lies beside the destination; in an object store it is the destination itself, which only one save can claim,
     unless a single file is published.  A lock, which the system lifts when this process dies, tells other saves that a
-    directory is not abandoned.
+    directory is not abandoned.  The end of its block removes the unpublished, and the folders made for it.
 
     Args:
         file: the name of the one file of it that becomes the destination; empty if the directory does.
 
     Raises:
-        DestinationError: the destination exists, or another save writes there.
-        OSError: the place cannot be made.
+        DestinationError: the destination exists, another save writes there, or the place cannot be made.
     """
 
     def __init__(self, destination: Location, file: str = "") -> None:
@@ -50,22 +56,24 @@ class Staging:
         self._has_moved = False
         self._lock: int | None = None
         self._new_parents: list[Path] = []
-        # Space first: what killed saves left would otherwise stay for ever.
-        remove_abandoned(destination)
-        refuse_existing(destination)
-        if isinstance(destination, Remote) and not file:
-            self.place: Location = destination
-            _claim(destination)
-            return
-        # A folder with a name that no other process makes.
-        self._new_parents = make_parents(destination)
-        self.place = destination.parent / f".{destination.name}.{os.urandom(6).hex()}.tmp"
-        self.place.mkdir()
-        if isinstance(self.place, Path):
-            try:
+        try:
+            # Space first: what killed saves left would otherwise stay for ever.
+            remove_abandoned(destination)
+            refuse_existing(destination)
+            if isinstance(destination, Remote) and not file:
+                self.place: Location = destination
+                _claim(destination)
+                return
+            # A folder with a name that no other process makes.
+            self._new_parents = make_parents(destination)
+            self.place = destination.parent / f".{destination.name}.{os.urandom(6).hex()}.tmp"
+            self.place.mkdir()
+            if isinstance(self.place, Path):
                 self._lock = _lock_directory(self.place)
-            except _InUse:
-                raise _in_use(destination) from None
+        except _InUse:
+            raise _in_use(destination) from None
+        except OSError as error:
+            raise unwritable(destination, error) from error
 
     def publish(self) -> None:
         """Make the finished directory or file appear under its name: sync it, rename it, sync its parent.
@@ -109,14 +117,14 @@ class Staging:
                     "or run sync and verify it"
                 ) from error
 
-    def close(self, others_write: bool = False) -> None:
-        """Remove the unpublished and the folders made for it, and unlock the others.
+    def __enter__(self) -> Staging:
+        return self
 
-        Args:
-            others_write: whether other processes may still write there.  A store does not refuse that, so its claim
-                stays, without which their objects would look like a damaged checkpoint.
-        """
-        if not self._has_moved and not (others_write and isinstance(self.place, Remote)):
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # Where a rank was lost, others may be writing still.  A store does not refuse that, so its claim stays, without
+        # which their objects would look like a damaged checkpoint.
+        others_write = isinstance(error, LostRankError) and isinstance(self.place, Remote)
+        if not self._has_moved and not others_write:
             discard(self.place)
             with suppress(OSError):  # another process has made something there
                 for folder in self._new_parents:
