@@ -117,9 +117,9 @@ def existence_that_swallows_errors(patch: pytest.MonkeyPatch) -> None:
 
 
 def lock_left(patch: pytest.MonkeyPatch) -> None:
-    close = publish.Staging.close
+    end = publish.Staging.__exit__
     patch.setattr(
-        publish.Staging, "close", lambda staging, *args: close(staging, *args) if staging._has_moved else None
+        publish.Staging, "__exit__", lambda staging, *args: end(staging, *args) if staging._has_moved else None
     )
 
 
