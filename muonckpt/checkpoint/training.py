@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from ..names.errors import ArgumentError
+from ..names.vocabulary import STEP
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 """The keys of the objects in the state dict."""
@@ -71,11 +72,22 @@ class Training:
                 f"{name} {fault}. Make the optimizer after what replaces parameters: fully_shard, "
                 "parallelize_module, .to() of another device, load_state_dict(assign=True)"
             )
+        unstepped = self.unstepped
         weights, state = get_state_dict(self.model, self.optimizers)
+        # Torch makes state that an optimizer lacks by a step with gradients of zero, and its counters count that step.
+        for optimizer in unstepped:
+            for values in optimizer.state.values():
+                if isinstance(values.get(STEP), Tensor):
+                    values[STEP].zero_()
         # Parts of a scheduler may share rates that are tensors, and have others in a checkpoint: each gets its own.
         states = [tree_map_only(Tensor, Tensor.clone, scheduler.state_dict()) for scheduler in self.schedulers]
         schedules = {SCHEDULER: states[0] if len(states) == 1 else states} if states else {}
         return {MODEL: weights, OPTIMIZER: state, **schedules, **self.extra}
+
+    @property
+    def unstepped(self) -> list[Optimizer]:
+        """The optimizers that have no state yet, as torch's before their first step."""
+        return [optimizer for optimizer in self.optimizers if not optimizer.state]
 
     @property
     def lacks_scheduler(self) -> bool:

@@ -211,6 +211,43 @@ class Job:
             self.loader.position += 1
 
 
+UNSTEPPED: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "adamw": lambda net: [torch.optim.AdamW(net.parameters())],
+    "nadam": lambda net: [torch.optim.NAdam(net.parameters())],
+    "sgd": lambda net: [torch.optim.SGD(net.parameters(), momentum=0.9, dampening=0.5)],
+    "two": lambda net: [torch.optim.Muon([net.weight]), torch.optim.AdamW([net.bias])],
+    "muonckpt": lambda net: [Muon.for_model(net, lr=0.1, adamw_lr=0.1)],
+}
+
+
+@pytest.mark.parametrize("make", UNSTEPPED.values(), ids=UNSTEPPED.keys())
+def test_a_new_run_trains_as_without_a_series(make, tmp_path):
+    bits = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 6)
+        optimizers = make(net)
+        if folder:
+            assert muonckpt.Series(folder, net, optimizers).resume() == 0
+        for _ in range(STEPS):
+            net(torch.ones(2, 6)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        bits.append(net.state_dict())
+    assert all(torch.equal(bits[0][name], bits[1][name]) for name in bits[0])
+
+
+def test_a_save_before_the_first_step_counts_no_step(tmp_path):
+    net = nn.Linear(6, 6)
+    optimizer = torch.optim.AdamW(net.parameters())
+    run = muonckpt.Series(tmp_path, net, optimizer)
+    run.save(0)
+    assert [state["step"].item() for state in optimizer.state.values()] == [0, 0]
+    run.resume()
+    assert [state["step"].item() for state in optimizer.state.values()] == [0, 0]
+
+
 def test_several_optimizers_schedulers_and_other_objects_come_back(tmp_path, capsys):
     job = Job(tmp_path)
     assert job.series.resume() == 0

@@ -324,6 +324,7 @@ class Series:
             )
         if strict and self._training.lacks_scheduler:
             raise AttestError(_UNSEEN_SCHEDULER)
+        unstepped = self._training.unstepped
         state_dict = self._training.state_dict()
         choices = Choices.of(allow_extra, fresh, grow, ungrouped)
         restored = self._restored(RESUME, state_dict, choices, required)
@@ -331,6 +332,8 @@ class Series:
             warn_on_rank(_UNSEEN_SCHEDULER)
         if restored is None:
             if begin_from is None:
+                for optimizer in unstepped:
+                    optimizer.state.clear()  # the state dict made it
                 if is_coordinator(self._group):
                     place = self._folder.place
                     advice = "to make this an error: resume(required=True)"
