@@ -350,6 +350,10 @@ def test_each_step_is_compared_with_the_one_before_in_its_attempt(run, tmp_path)
     assert [step["name"] for step in data["steps"]] == [*names] and data["attempts"] == [0, 0, 1, 1]
     assert data["since"] == [None, "step-00000010", "step-00000010", "step-00000020.2"]
     assert all(row["drift"][1] == row["drift"][2] for row in data["series"])
+    # What a file was changed by, since an attempt began with it, is no save of that attempt.
+    os.utime(folder / "step-00000010" / "__0_0.distcp", (6, 6))
+    later = data_of(muonckpt.report_run(folder).html())
+    assert (later["attempts"], later["since"]) == (data["attempts"], data["since"])
 
 
 def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):

@@ -190,8 +190,18 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
 
 
 def _attempts(history: RunHistory) -> list[int]:
-    """Return the attempt that saved each step: how many resumes are recorded before its files were written."""
-    return [bisect_right(history.resume_times, step.saved or 0) for step in history.steps]
+    """Return the attempt that saved each step: the last that had begun, of an earlier step, when files were written.
+
+    A step whose files were damaged or copied since then has a later time, and may be what an attempt began with.
+    """
+    begun_with = {resume.attempt: resume.step for resume in history.resumes}
+    attempts = []
+    for step in history.steps:
+        attempt = bisect_right(history.resume_times, step.saved or 0)
+        while begun_with.get(attempt, -1) >= step.step:
+            attempt -= 1
+        attempts.append(attempt)
+    return attempts
 
 
 def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
