@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import math
@@ -370,6 +371,26 @@ def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
     assert page.diagnosis.sentence == f"2 of 4 steps not whole: {named}"
     assert page.diagnosis.remedies[0].command == f"muonckpt verify {tmp_path / 'run' / 'step-00000030'}"
     assert [one.command for one in page.diagnosis.remedies[1:]] == commands
+
+
+def test_a_step_that_cannot_be_read_is_not_called_damaged(run, tmp_path, monkeypatch):
+    """Neither the newest, nor an older one."""
+    for step in (10, 20, 30):
+        shutil.copytree(run / "10", tmp_path / "run" / f"step-000000{step}")
+    refused = {tmp_path / "run" / f"step-000000{step}" / "muonckpt.json" for step in (10, 30)}
+    opened = os.open
+
+    def refuse(path: object, *arguments: int, **options: int) -> int:
+        if path in refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    diagnosis = muonckpt.report_run(tmp_path / "run", stats="none").diagnosis
+    named = "step-00000030 (unread), step-00000010 (unread)"
+    assert diagnosis.sentence == f"2 of 3 steps not whole, or cannot be read: {named}"
+    assert all(one.gives.startswith("says whether it can be read now") for one in diagnosis.remedies)
+    assert len(diagnosis.remedies) == 2
 
 
 def test_damage_that_only_reading_shows_is_the_verdict_of_a_run(run, tmp_path):

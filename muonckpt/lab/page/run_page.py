@@ -223,7 +223,7 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
     remedies: list[Remedy] = []
     if unread := history.run.unread:
         damaged.remove(unread[-1])
-        gives = ". ".join(filter(None, ("says whether it can be read now", history.run.way_back())))
+        gives = ". ".join(filter(None, (_ASKS_AGAIN, history.run.way_back())))
         remedies.append(Remedy(command("verify", unread[-1].path), gives))
     elif damaged and damaged[0] in newer:
         remedies += _remedies(damaged.pop(0), numbers, [step.name for step in bad])
@@ -231,8 +231,10 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
         remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
     # Other steps need nothing done before that.
     for step in damaged[:_MAX_STEPS]:
-        remedies.append(Remedy(command("verify", step.path), f"says what is wrong with {step.name}, and what to do"))
-    sentence = f"{len(bad)} of {counted(len(steps), 'step')} not whole: {names}"
+        says = f"says what is wrong with {step.name}, and what to do" if step.state != "unread" else _ASKS_AGAIN
+        remedies.append(Remedy(command("verify", step.path), says))
+    verdict = "not whole, or cannot be read" if any(step.state == "unread" for step in bad) else "not whole"
+    sentence = f"{len(bad)} of {counted(len(steps), 'step')} {verdict}: {names}"
     return Diagnosis(history.run.path, sentence, tuple(remedies))
 
 
@@ -242,6 +244,8 @@ def _remedies(step: RunStep, numbers: Mapping[str, StepNumbers], bad_names: Sequ
     known = diagnosis_at(step.path, bad_names) if damage is NOTHING_LOST else diagnosis_of(step.path, damage, bad_names)
     return known.remedies
 
+
+_ASKS_AGAIN = "says whether it can be read now"
 
 _MAX_STEPS = 2
 """The most steps, besides the newest, about which a page says what to do."""
