@@ -39,6 +39,12 @@ def saved(run: object) -> str:
     return str(run)
 
 
+def failure_of_web(status: int) -> Exception:
+    failure = RuntimeError(f"status {status}")
+    failure.status = status
+    return failure
+
+
 def raising(failure: Exception) -> Callable:
     def call(*arguments: object, **options: object) -> None:
         raise failure
@@ -141,6 +147,40 @@ def test_a_store_is_asked_again_only_where_that_may_help(failures, asked, passes
             kind_of(place / "object")
     assert len(count) == asked
     assert kind_of(place / "other") is None and kind_of(place) == "folder"
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [(None, None), (KeyError("x"), None), (failure_of_web(404), None), (OSError("no such repository"), None)]
+    + [
+        (each, UnavailableError)
+        for each in (failure_of_web(403), ConnectionRefusedError(111, "refused"), TimeoutError())
+    ],
+)
+def test_a_library_that_finds_nothing_for_any_failure_is_asked_for_its_cause(cause, kind, monkeypatch):
+    """As fsspec's of the web does."""
+    place = location(f"memory://{uuid.uuid4().hex}")
+
+    def info(fs: MemoryFileSystem, path: str, **options: object) -> object:
+        raise FileNotFoundError(path) from cause
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    if kind is None:
+        assert kind_of(place) is None
+    else:
+        with pytest.raises(kind, match="no damage"):
+            kind_of(place)
+
+
+def test_a_server_that_serves_whole_files_only_is_no_damage(monkeypatch):
+    place = location(f"memory://{uuid.uuid4().hex}") / "model.safetensors"
+    place.write(bytes(1000))
+    whole = lambda fs, paths, starts, stops, **options: [fs.store[path].getvalue() for path in paths]  # noqa: E731
+    monkeypatch.setattr(MemoryFileSystem, "cat_ranges", whole)
+    with pytest.raises(
+        UnavailableError, match="expected 4 bytes at byte 0, found 1000: its server does not serve parts"
+    ):
+        place.open().read(0, 4)
 
 
 def test_a_listing_of_a_store_leaves_nothing_out_in_silence(monkeypatch):

@@ -128,11 +128,12 @@ class Remote:
         for pause in (*_PAUSES, None):
             try:
                 return question(*arguments, **options)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{self}: {error}") from error
             except Exception as error:
-                if pause is None or not _may_pass(error) or time.monotonic() > deadline:
-                    raise unavailable(self, error) from error
+                failure = _failure_behind(error)
+                if isinstance(failure, FileNotFoundError):
+                    raise FileNotFoundError(f"{self}: {error}") from error
+                if pause is None or not _may_pass(failure) or time.monotonic() > deadline:
+                    raise unavailable(self, failure) from error
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
@@ -440,7 +441,12 @@ class RemoteFile:
             parts = iter(place.ask(place.fs.cat_ranges, paths, starts, stops, on_error="raise"))
         views = [memoryview(next(parts) if length else b"") for _, length in ranges]
         for view, (start, length) in zip(views, ranges, strict=True):
-            if len(view) != length:
+            if len(view) > length:
+                raise UnavailableError(
+                    f"cannot read {self.place}: expected {length} bytes at byte {start}, found {len(view)}: its server "
+                    "does not serve parts of a file: copy it to a disk, and read it there"
+                )
+            if len(view) < length:
                 raise DamageError(
                     f"{self.place}: expected {length} bytes at byte {start}, found {len(view)}: it was cut"
                 )
@@ -555,10 +561,25 @@ def _missing_as_damage() -> Iterator[None]:
         raise DamageError(f"cannot read {error}") from error
 
 
+def _failure_behind(error: Exception) -> Exception:
+    """Return the failure for which a library says that nothing is there, as fsspec's of the web does for any."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    number = cause.errno if isinstance(cause, OSError) else None
+    is_other = (_status_code(cause) or 404) not in (404, 410) or number not in (None, errno.ENOENT, errno.ENOTDIR)
+    return cause if is_other or isinstance(cause, TimeoutError | ConnectionError | PermissionError) else error
+
+
+def _status_code(error: Exception) -> int | None:
+    """Return the status of the web's protocol that an error of a store's library has; None if it has none."""
+    values = (getattr(error, name, None) for name in ("status", "code", "status_code"))
+    return next((value for value in values if isinstance(value, int) and value), None)
+
+
 def _may_pass(error: Exception) -> bool:
     """Return whether an error of a store's library may be gone when it is asked again: time-outs, 429, 5xx."""
-    status = next(filter(None, (getattr(error, name, None) for name in ("status", "code", "status_code"))), None)
-    if isinstance(status, int):
+    if status := _status_code(error):
         return status in (408, 429) or status >= 500
     number = error.errno if isinstance(error, OSError) else None
     return isinstance(error, TimeoutError | ConnectionError) or number in _PASSING_ERRNOS
