@@ -52,7 +52,7 @@ class JointWork:
     """A block of work that ends alike on all ranks: each gives an answer, and the first one decides for all.
 
     Each rank calls `gather` once.  Behind that the first rank alone works, until all call `broadcast`.  The end of the
-    block does what of both is left, with None.  An error on any rank before that is raised on all of them.
+    block waits for all ranks, if they have not met in either.  An error on any rank before is raised on all of them.
 
     Args:
         kind: the class for errors that are not ours.
@@ -81,16 +81,17 @@ class JointWork:
         failure = None if error is None else _as_ours(error, self._kind)
         if self._awaited == "gather":
             self._gather(failure, error)
-        self._broadcast(failure and _Outcome({-1: failure}), error)
+        else:
+            self._broadcast(failure and _Outcome({-1: failure}), error)
 
     def _gather(self, answer: Any, cause: Exception | None) -> list[Any] | None:
         self._awaited = ""
-        answers = gather_on_first(self._group, answer)
-        self._awaited = "broadcast"
-        # Nothing is decided on the answers of some ranks.
-        ranked = zip(group_ranks(self._group), answers or (), strict=False)
-        if failures := {rank: answer for rank, answer in ranked if isinstance(answer, MuonckptError)}:
+        answers, has_failed = gather_on_first(self._group, answer)
+        if has_failed:  # nothing is decided on the answers of some ranks
+            ranked = zip(group_ranks(self._group), answers or (), strict=False)
+            failures = {rank: answer for rank, answer in ranked if isinstance(answer, MuonckptError)}
             self._broadcast(_Outcome(failures), cause)
+        self._awaited = "broadcast"
         return answers
 
     def _broadcast(self, message: Any, cause: Exception | None) -> Any:
@@ -134,46 +135,45 @@ _HEAD_BYTES = 1 << 10
 
 
 def _divided(process_group: dist.ProcessGroup | None, value: object) -> tuple[Tensor, Tensor]:
-    """Return the pickle of an object behind its length, as a head that is as long on all ranks, and a rest."""
+    """Return the pickle of an object as a head, which is as long on all ranks, and a rest.
+
+    The head begins with the length of the pickle, and with whether the object is an error.
+    """
     pickled = pickle.dumps(value)
-    raw = bytearray(len(pickled).to_bytes(8, "little") + pickled)
+    raw = bytearray(len(pickled).to_bytes(8, "little") + bytes([isinstance(value, MuonckptError)]) + pickled)
     message = torch.frombuffer(raw.ljust(_HEAD_BYTES, b"\0"), dtype=torch.uint8).to(wire_device(process_group, ()))
     return message[:_HEAD_BYTES], message[_HEAD_BYTES:]
 
 
 def _rest_bytes(head: Tensor) -> int:
-    return max(8 + int.from_bytes(bytes(head[:8].tolist()), "little") - _HEAD_BYTES, 0)
+    return max(9 + int.from_bytes(bytes(head[:8].tolist()), "little") - _HEAD_BYTES, 0)
 
 
 def _joined(head: Tensor, rest: Tensor) -> Any:
-    return pickle.loads(bytes(torch.cat([head, rest]).cpu().numpy()[8:]))
+    return pickle.loads(bytes(torch.cat([head, rest]).cpu().numpy()[9:]))
 
 
-def gather_on_first(process_group: dist.ProcessGroup | None, answer: T) -> list[T] | None:
-    """Return the answers of all ranks, in the order of the group, on its first rank; None on others.
+def gather_on_first(process_group: dist.ProcessGroup | None, answer: T) -> tuple[list[T] | None, bool]:
+    """Return the answers of all ranks, in the order of the group, on its first rank, and None on others.
 
-    The first rank says how long the longest rest is: `torch.distributed.gather_object` asks all ranks for all lengths,
-    which takes several times as long.
+    All ranks also get whether an answer is an error.  They hear the head of every answer, and so the longest rest:
+    to gather heads on the first rank alone, and to say what it has found, takes twice as long.
     """
     if not dist.is_initialized():
-        return [answer]
+        return [answer], isinstance(answer, MuonckptError)
     num_ranks, is_first = dist.get_world_size(process_group), is_coordinator(process_group)
     head, rest = _divided(process_group, answer)
-
-    def gather(part: Tensor) -> list[Tensor] | None:
-        parts = list(part.repeat(num_ranks, 1)) if is_first else None
-        dist.gather(in_flight(part), parts, group=process_group, group_dst=0)
-        return parts
-
+    heads, rests = list(head.repeat(num_ranks, 1)), None
     with lost_ranks():
-        heads = gather(head)
-        longest = torch.tensor(max(map(_rest_bytes, heads or ()), default=0), device=head.device)
-        dist.broadcast(in_flight(longest), group=process_group, group_src=0)
-        padding = rest.new_zeros(int(longest) - len(rest))
-        rests = gather(torch.cat([rest, padding])) if longest else [padding] * num_ranks
-        if heads is None or rests is None:
-            return None
-        return [answer, *map(_joined, heads[1:], rests[1:])]
+        dist.all_gather(heads, in_flight(head.clone()), group=process_group)
+        longest = max(map(_rest_bytes, heads))
+        if is_first:
+            rests = list(rest.new_empty(num_ranks, longest))
+        if longest:
+            padded = torch.cat([rest, rest.new_zeros(longest - len(rest))])
+            dist.gather(in_flight(padded), rests, group=process_group, group_dst=0)
+    has_failed = any(head[8] for head in heads)
+    return None if rests is None else [answer, *map(_joined, heads[1:], rests[1:])], has_failed
 
 
 def _broadcast(process_group: dist.ProcessGroup | None, message: T) -> T:

@@ -190,7 +190,6 @@ class _Asked:
 
     Attributes:
         live: tensors that have grown are their first rows, as the checkpoint has them.
-        boxes: where the tensors are that it asks for.
     """
 
     call: LoadCall
@@ -198,7 +197,6 @@ class _Asked:
     stored: Stored
     live: LiveState
     matching: Matching
-    boxes: RankState
 
     def refusal(self, matching: Matching) -> str:
         choices = self.call.checked_choices
@@ -210,6 +208,7 @@ class _Question:
     """A rank's question to the first one; ``devices`` are the types of its tensors' devices.
 
     Attributes:
+        boxes: where the tensors are that it asks for.
         outline_digest: of the checkpoint as it sees it.
         machine: a name that ranks have alike if they share a page cache.
     """
@@ -270,14 +269,6 @@ class _Prepared:
     wire: Tensor
     raw_items: Mapping[str, bytes]
     targets: Mapping[str, Sequence[LocalParts]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A rank's check of what it has read: checksums of parts of chunks, and the bytes so far."""
-
-    sums: Sequence[PartialSum]
-    bytes_read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,14 +345,21 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
         agreement = work.broadcast(decided)
     checkpoint = asked.checkpoint
     # 2. All ranks derive who reads what, and take the memory for it; asked to, they read everything to check it.
-    with JointWork(call.group, SourceError) as work, _naming_unseen(call.group):
-        checked, prepared = _prepare(asked, agreement)
-        work.broadcast(_judge(asked, work.gather(checked)))
+    with JointWork(call.group, SourceError), _naming_unseen(call.group):
+        prepared = _prepare(asked, agreement)
+    reader = prepared.reader
+    if call.check == "before":
+        with JointWork(call.group, SourceError) as work, _naming_unseen(call.group):
+            reader.check()
+            work.broadcast(_judge(asked, work.gather((reader.sums, reader.bytes_read))))
     # 3. Elements are read to where they belong, and sent to the other ranks that ask for them.
     with unusable('; check="before" finds damage before any tensor is touched'):
         failure = _fill(asked, prepared)
         with JointWork(call.group, SourceError) as work, _naming_unseen(call.group):
-            num_read = work.broadcast(_judge(asked, work.gather(_finish(asked, prepared, failure))))
+            if failure is not None:
+                raise failure
+            _finish(asked, prepared)
+            num_read = work.broadcast(_judge(asked, work.gather((reader.sums, reader.bytes_read))))
     if call.attest:
         with unusable():
             attest_loaded(call.state_dict, checkpoint, known.sources if known else {}, asked.live.rows, call.group)
@@ -398,7 +396,7 @@ def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tup
         _refuse_overwriting(call, checkpoint, tied_origins(live, matching.sources, matching.zeros))
     memory = max(call.memory, _MIN_BYTES)
     question = _Question(call.arguments, matching, boxes, memory, live.devices, outline_digest, machine_name())
-    return question, _Asked(call, checkpoint, stored, live, matching, boxes)
+    return question, _Asked(call, checkpoint, stored, live, matching)
 
 
 def machine_name() -> str:
@@ -421,7 +419,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     matching, report = judge([question.matching for question in ranks], stored, call.checked_choices)
     if not matching.fits:
         raise SourceError(asked.refusal(matching))
-    # Drop the rest; all ranks know the loaded state by the same keys.
+    # 1. What nothing takes; and what tensors take, by keys that ranks have in common, unlike numbers of groups.
     claimed = matching.covered_keys.union(*(question.matching.sources.values() for question in ranks))
     unloaded_keys = []
     for key, entry in stored.entries.items():
@@ -429,9 +427,13 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
         is_left = is_dropped or call.checked_choices.allow_extra.match(key)
         if key not in claimed and is_left and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS:
             unloaded_keys.append(key)
-    sources = _joint_sources([(question.boxes, question.matching) for question in ranks])
+    sources = dict[str, str]()
+    for question, joint in zip(ranks, with_joint_groups([question.boxes for question in ranks]), strict=True):
+        for key, joint_key in zip(question.boxes.form.keys, joint.form.keys, strict=True):
+            if key in question.matching.sources:
+                sources[joint_key] = question.matching.sources[key]
     known = _Known(sources, sorted(unloaded_keys), sorted(matching.grown))
-    # The requests of all ranks; ranks share no cache of an object store.
+    # 2. The requests of all ranks, with items that several ask for; ranks share no cache of an object store.
     prove_asked_whole(dict(zip(group_ranks(group), [question.boxes for question in ranks], strict=True)), call.attest)
     request = JointRequest.of([(question.boxes, question.matching.sources) for question in ranks])
     items = _read_items(asked.checkpoint, {key for key, places in request.objects.items() if len(places) > 1})
@@ -441,22 +443,19 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     return _Agreement(request, items, report, min(question.memory for question in ranks), devices, machines), known
 
 
-def _joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:
-    """Return the keys of the checkpoint of all tensors that ranks ask for, by the keys that ranks have in common."""
-    # Numbers of groups are each rank's own, so keys are those that ranks have in common.
-    joint = with_joint_groups([state for state, _ in ranks])
-    sources: dict[str, str] = {}
-    for (state, matching), joint_state in zip(ranks, joint, strict=True):
-        keys = zip(state.form.keys, joint_state.form.keys, strict=True)
-        sources |= {joint_key: matching.sources[key] for key, joint_key in keys if key in matching.sources}
-    return sources
-
-
 def _refuse_overwriting(call: LoadCall, checkpoint: OpenCheckpoint, tied: Collection[tuple[str, str]]) -> None:
-    """Refuse tensors that differ and share one memory: only the last copy would remain."""
-    for key, other_key in sorted(tied):
-        if _differ(checkpoint, (checkpoint.tensors[key].record, checkpoint.tensors[other_key].record)):
-            raise SourceError(differing_ties(key, other_key, call.place))
+    """Refuse tensors that are known to differ and share one memory: only the last copy would remain."""
+    for keys in sorted(tied):
+        one, other = (checkpoint.tensors[key].record for key in keys)
+        if one.fingerprint is not None and other.fingerprint is not None:
+            is_differing = one.fingerprint != other.fingerprint
+        else:  # by the checksums of equal chunks, as far as there are any
+            chunks, other_chunks = (tensor.chunks for tensor in checkpoint.locate((one, other)))
+            by_box = {(chunk.box, chunk.strides): chunk.crc32 for chunk in chunks}
+            sums = ((by_box.get((chunk.box, chunk.strides)), chunk.crc32) for chunk in other_chunks)
+            is_differing = any(None not in of_chunks and of_chunks[0] != of_chunks[1] for of_chunks in sums)
+        if is_differing:
+            raise SourceError(differing_ties(*keys, call.place))
 
 
 @contextmanager
@@ -487,8 +486,8 @@ def _read_items(checkpoint: OpenCheckpoint, keys: Collection[str]) -> dict[str, 
     return items
 
 
-def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]:
-    """Plan who reads what, open the items of this rank's chunks, and take memory; read and check all, if asked to."""
+def _prepare(asked: _Asked, agreement: _Agreement) -> _Prepared:
+    """Plan who reads what, open the items of this rank's chunks, and take memory."""
     call, checkpoint, (place, _) = asked.call, asked.checkpoint, place_in(asked.call.group)
     request, units = agreement.request, ChunkUnits(checkpoint)
     rounds = plan_reading(checkpoint.outline, request, agreement.machines, agreement.memory, units)
@@ -502,19 +501,16 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> tuple[_Checked, _Prepared]
                 targets[source].append(asked.live.local(tensor.target))
     own_keys = {key for key, places in request.objects.items() if places == (place,)}
     reader = ChunkReader(checkpoint, rounds, place, "cuda" in asked.live.devices)
-    if call.check == "before":
-        reader.check()
     items = {**agreement.items, **_read_items(checkpoint, own_keys)}
-    return _Checked(reader.sums, reader.bytes_read), _Prepared(rounds, reader, transfers, wire, items, targets)
+    return _Prepared(rounds, reader, transfers, wire, items, targets)
 
 
-def _judge(asked: _Asked, ranks: Sequence[_Checked] | None) -> int | None:
+def _judge(asked: _Asked, ranks: Sequence[tuple[Sequence[PartialSum], int]] | None) -> int | None:
     """Compare chunks that were read in parts, on the coordinator, and return the bytes that all have read."""
     if ranks is None:
         return None
-    sums = chain.from_iterable(checked.sums for checked in ranks)
-    judge_sums(asked.checkpoint, sums, group_ranks(asked.call.group))
-    return sum(checked.bytes_read for checked in ranks)
+    judge_sums(asked.checkpoint, chain.from_iterable(sums for sums, _ in ranks), group_ranks(asked.call.group))
+    return sum(num_bytes for _, num_bytes in ranks)
 
 
 def _fill(asked: _Asked, prepared: _Prepared) -> Exception | None:
@@ -536,14 +532,12 @@ def _fill(asked: _Asked, prepared: _Prepared) -> Exception | None:
     return failure
 
 
-def _finish(asked: _Asked, prepared: _Prepared, failure: Exception | None) -> _Checked:
-    """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
-    if failure is not None:
-        raise failure
-    reader, live, matching = prepared.reader, asked.live, asked.matching
+def _finish(asked: _Asked, prepared: _Prepared) -> None:
+    """Set everything that is not read from chunks."""
+    live, matching = asked.live, asked.matching
     # Each element was put in its place once, by this rank or by one that has sent it.
     expected = sum(box.numel for parts in chain.from_iterable(prepared.targets.values()) for box in parts.boxes)
-    placed = reader.placed + sum(transfer.received_elements for transfer in prepared.transfers)
+    placed = prepared.reader.placed + sum(transfer.received_elements for transfer in prepared.transfers)
     if placed != expected:
         raise SourceError(f"{placed} elements were loaded, of {expected}: this is a defect of muonckpt, report it")
     live.zero(matching.zeros)
@@ -551,7 +545,6 @@ def _finish(asked: _Asked, prepared: _Prepared, failure: Exception | None) -> _C
     raw = {key: prepared.raw_items.get(source) for key, source in matching.sources.items()}
     values = {key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None}
     live.put(values, matching.added)
-    return _Checked(reader.sums, reader.bytes_read)
 
 
 def _outline_digest(outline: Manifest) -> str:
@@ -565,17 +558,6 @@ def _outline_digest(outline: Manifest) -> str:
         digest.update(repr([(box.lo, box.hi) for box in tensor.boxes]).encode())
     digest.update(repr([(blob.key, blob.item.file, blob.item.length) for blob in outline.blobs]).encode())
     return digest.hexdigest()
-
-
-def _differ(checkpoint: OpenCheckpoint, pair: tuple[StateRecord, StateRecord]) -> bool:
-    """Return whether two tensors are known to differ, by their fingerprints or else by checksums of equal chunks."""
-    prints = [tensor.fingerprint for tensor in pair]
-    if None not in prints:
-        return prints[0] != prints[1]
-    chunks, other_chunks = (tensor.chunks for tensor in checkpoint.locate(pair))
-    by_box = {(chunk.box, chunk.strides): chunk.crc32 for chunk in chunks}
-    sums = [(by_box.get((chunk.box, chunk.strides)), chunk.crc32) for chunk in other_chunks]
-    return any(None not in of_chunks and of_chunks[0] != of_chunks[1] for of_chunks in sums)
 
 
 @called_like(f"{LOAD_LINES}; muonckpt.open(path) reads a checkpoint without a model")
