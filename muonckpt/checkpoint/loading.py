@@ -6,7 +6,6 @@ Then each reads its part to where it belongs, checks it on the way, and sends wh
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import socket
@@ -57,7 +56,7 @@ from .reading_plan import ChunkUnits, JointRequest, ReadingRound, plan_reading
 from .refusal import LOAD, Refusal
 from .resume_proof import LoadedState
 from .shared_memory import differing_ties, tied_origins
-from .storable import refuse_code
+from .storable import load_plain
 from .stored import Matching, Stored
 from .transfer import Transfer
 
@@ -259,7 +258,7 @@ class _Prepared:
 
     Attributes:
         transfers: of the rounds.
-        raw_items: items that are not tensors, by keys of the checkpoint.
+        items: the values that are not tensors, by keys of the state dict.
         targets: the tensors of this rank, by the keys of the checkpoint that fill them.
     """
 
@@ -267,7 +266,7 @@ class _Prepared:
     reader: ChunkReader
     transfers: Sequence[Transfer]
     wire: Tensor
-    raw_items: Mapping[str, bytes]
+    items: Mapping[str, Any]
     targets: Mapping[str, Sequence[LocalParts]]
 
 
@@ -482,7 +481,6 @@ def _read_items(checkpoint: OpenCheckpoint, keys: Collection[str]) -> dict[str, 
     for blob in checkpoint.outline.blobs:
         if blob.key in keys:
             items[blob.key] = checked_blob(checkpoint.payloads, blob)
-            refuse_code(blob.key, items[blob.key])
     return items
 
 
@@ -501,7 +499,11 @@ def _prepare(asked: _Asked, agreement: _Agreement) -> _Prepared:
                 targets[source].append(asked.live.local(tensor.target))
     own_keys = {key for key, places in request.objects.items() if places == (place,)}
     reader = ChunkReader(checkpoint, rounds, place, "cuda" in asked.live.devices)
-    items = {**agreement.items, **_read_items(checkpoint, own_keys)}
+    raw_items = {**agreement.items, **_read_items(checkpoint, own_keys)}
+    items = {}
+    for key, source in asked.matching.sources.items():
+        if source in raw_items:
+            items[key] = load_plain(source, raw_items[source])
     return _Prepared(rounds, reader, transfers, wire, items, targets)
 
 
@@ -542,9 +544,7 @@ def _finish(asked: _Asked, prepared: _Prepared) -> None:
         raise SourceError(f"{placed} elements were loaded, of {expected}: this is a defect of muonckpt, report it")
     live.zero(matching.zeros)
     live.zero_new_rows()
-    raw = {key: prepared.raw_items.get(source) for key, source in matching.sources.items()}
-    values = {key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None}
-    live.put(values, matching.added)
+    live.put(prepared.items, matching.added)
 
 
 def _outline_digest(outline: Manifest) -> str:

@@ -10,6 +10,7 @@ import marshal
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,22 +112,22 @@ def digest_of_object(value: object) -> bytes:
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def refuse_code(key: str, raw: bytes) -> None:
-    """Refuse an item that is more than plain data.
+def load_plain(key: str, raw: bytes) -> Any:
+    """Return the object that the bytes of an item hold; refuse one that is more than plain data.
 
     Raises:
         LimitError: it would cost too much to find out.
         SourceError: names the item and the classes.
     """
     try:
-        classes = _refused(raw)
+        return _load_plain(raw)
     except LimitError as error:
         raise LimitError(f"refused {key!r}: {error}") from error
-    if classes is not None:
+    except SourceError as error:
         raise SourceError(
-            f"refused {key!r}: it holds more than plain data ({classes}); if you trust the checkpoint, name its "
+            f"refused {key!r}: it holds more than plain data ({error}); if you trust the checkpoint, name its "
             "classes with torch.serialization.add_safe_globals"
-        )
+        ) from error
 
 
 def _is_plain(value: object) -> bool:
@@ -147,21 +148,27 @@ def _refused_if_saved(value: object) -> str | None:
         torch.save(value, stream)
     except Exception as error:  # whatever an object raises that cannot be pickled
         return f"{type(error).__name__}: {error}"
-    return _refused(stream.getvalue())
+    try:
+        _load_plain(stream.getvalue())
+    except LimitError:
+        raise
+    except SourceError as error:
+        return str(error)
+    return None
 
 
-def _refused(raw: bytes) -> str | None:
-    """Return the classes for which torch does not load these bytes as plain data, if there are any."""
+def _load_plain(raw: bytes) -> Any:
+    """Return what torch loads from these bytes as plain data; raise a SourceError with the classes that it refuses."""
     stream = io.BytesIO(raw)
     try:
         plain_value(raw, Anything())  # torch's reader has no limits on memory and time
-        torch.load(stream, weights_only=True)  # what passes here holds no code
+        return torch.load(stream, weights_only=True)  # what passes here holds no code
     except LimitError:
         raise
     except (SourceError, pickle.UnpicklingError) as error:
         stream.seek(0)
+        classes = list[str]()
         with suppress(ValueError):  # it is not a zip archive
             # All of its classes at once, so that the user allows them in one go.
-            return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream)) or str(error)
-        return str(error)
-    return None
+            classes = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        raise SourceError(", ".join(classes) or str(error)) from error
