@@ -14,7 +14,7 @@ from ...names.keys import PARAM_GROUPS
 from ...names.resumption import as_tuples
 from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, STEP
 from ...names.wording import listed
-from ...programs.dialect import Dialect, Keys
+from ...programs.dialect import Dialect
 from ...programs.model_view import ParameterGroup
 from ...record.record import Blob
 from ..engine.outputs import Action, Check, OutputItem, OutputTensor, Topic
@@ -93,7 +93,7 @@ class GroupWriter:
         if target.common is not None:
             return [written_at(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
         self._number(groups)
-        if isinstance(target.keys, Keys) and any(place.flat for place in target.keys.optimizers):
+        if any(place.flat for place in target.keys.optimizers):
             self._report_schedules(groups)
         return [*self._entries(groups), *derived]
 
@@ -352,38 +352,39 @@ class GroupWriter:
 
     def _entries(self, groups: Sequence[ParameterGroup]) -> Iterator[OutputTensor | OutputItem]:
         """Yield the options of the target's groups: copies of stored ones, and values."""
-        template, counts = self.target.option, Counter[str]()
-        assert template is not None
+        keys, counts = self.target.keys, Counter[str]()
         # With flat keys, torch takes groups with equal values for one.
         names_by_values: defaultdict[str, list[str]] = defaultdict(list)
         for group in () if self.is_copied else groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
         for group in groups:
-            options, is_listed = dict(group.options), bool(group.positions) if self.is_copied else template.listed
+            options, is_listed = dict(group.options), bool(group.positions) if self.is_copied else keys.listed
             if self.target.names_option and not self.is_copied:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
                 options[self.target.names_option] = list(group.parameters) if is_listed else same_names
             places = [] if is_listed else list(self._named_places(group))
             if is_listed:
                 # A list keeps its numbers, but for groups that are added and move those behind them.
-                chain_name = group.chain if template.chained else ""
+                chain_name = group.chain if keys.chained else ""
                 number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
                 counts[chain_name] = number + 1
-                places = [{"group": str(number), "chain": chain_name}]
+                places = [(str(number), chain_name)]
                 names, numbers = group.parameters, self.state.numbers
                 listing = [int(numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
                 options.setdefault(PARAMS, listing)
             for option, value in options.items():
-                yield from (written_at(template.write(**place, option=option), value) for place in places)
+                yield from (
+                    written_at(keys.write_option(name, option, chain_name), value) for name, chain_name in places
+                )
 
-    def _named_places(self, group: ParameterGroup) -> Iterator[dict[str, str]]:
-        """Yield the fields of keys that have the options of a group by name, in the optimizer of each parameter."""
+    def _named_places(self, group: ParameterGroup) -> Iterator[tuple[str, str]]:
+        """Yield the names under which keys have the options of a group, with the optimizer of each."""
         names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
         for name in group.parameters:
             chain_name = group.chain if self.is_copied else self.state.chain(self.source.listed[name])
             names_by_chain[chain_name].append(name)
         for chain_name, names in names_by_chain.items():
-            yield from ({"name": name, "chain": chain_name} for name in self._listed_names(names))
+            yield from ((name, chain_name) for name in self._listed_names(names))
 
     def _listed_names(self, members: Sequence[str]) -> list[str]:
         """Return the names under which the target may look up the options of a group's members; it reads them all."""

@@ -328,7 +328,7 @@ def _matrices(parameter: TranslatedParameter, dialect: Dialect, values: Values) 
 def _refuse_ungrouped(model: TranslatedModel) -> None:
     """Refuse state of parameters that are in no group: their rates are unknown."""
     grouped = model.view.groups_by_name.keys()
-    if not grouped or model.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
+    if not grouped or model.dialect.common is not None:  # Megatron's torch_dist does not say whose its groups are
         return
     stateful = [parameter.aliases for parameter in model.parameters.values() if {*parameter.tensors} != {None}]
     if ungrouped := sorted(aliases[0] for aliases in stateful if grouped.isdisjoint(aliases)):
@@ -371,7 +371,8 @@ def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> Tran
     chains: set[str] = set()
     for source in parameter.sources:
         for entry in source.slots.values():
-            chains.add((dialect.state.read(entry.path) or {}).get("chain", ""))
+            reading = dialect.keys.read_state(entry.path)
+            chains.add(reading.chain if reading else "")
     parameter = replace(parameter, method=method, group=group, chains=frozenset(chains))
     return replace(parameter, step=_step(model, parameter))
 

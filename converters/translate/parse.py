@@ -42,11 +42,11 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[Pa
     keys_by_state: dict[tuple[str, str], str] = {}
     tensors: list[StateRecord] = []
     for tensor in manifest.tensors:
-        fields = dialect.state.read(tensor.path)
-        if fields is None and tensor.slot is not None:
+        reading = dialect.keys.read_state(tensor.path)
+        if reading is None and tensor.slot is not None:
             raise _unread(tensor, dialect)
-        if fields:
-            name, slot = names.get(fields["name"], fields["name"]), fields["slot"]
+        if reading:
+            name, slot = names.get(reading.name, reading.name), reading.leaf
             if slot not in dialect.slots_called("step") and (name, slot) in keys_by_state:
                 raise SourceError(
                     f"{keys_by_state[name, slot]!r} and {tensor.key!r} are state of parameters of the same name in "
@@ -77,9 +77,8 @@ def entries_of(manifest: Manifest) -> tuple[Entry, ...]:
 
 def other_items(manifest: Manifest, dialect: Dialect) -> tuple[Blob, ...]:
     """Return the items that are neither state nor options."""
-    options = dialect.option
-    blobs = (blob for blob in manifest.blobs if not dialect.state.read(blob.path))
-    return tuple(blob for blob in blobs if options is None or not options.read(blob.path))
+    keys = dialect.keys
+    return tuple(b for b in manifest.blobs if not (keys.read_state(b.path) or keys.read_option(b.path)))
 
 
 def _unread(entry: Entry, dialect: Dialect) -> UnknownOptimizerError:
@@ -90,7 +89,7 @@ def _unread(entry: Entry, dialect: Dialect) -> UnknownOptimizerError:
 
 
 def _key_forms(dialect: Dialect) -> str:
-    return f"keys of {dialect.name} are like {dialect.state} and {dialect.model}"
+    return f"keys of {dialect.name} are like {dialect.keys.state_form} and {dialect.keys.model_form}"
 
 
 # Groups.
@@ -102,24 +101,24 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     Raises:
         SourceError: a group does not list its parameters.
     """
-    template = dialect.option
-    if template is None:
+    if dialect.common is not None:
         return tuple(_groups_in_common(manifest, dialect, values))
     # A group is a position in a list, or a single parameter by its name; several optimizers have lists of their own.
     listed_entries: defaultdict[tuple[str, int], dict[str, Entry]] = defaultdict(dict)
     named_entries: defaultdict[tuple[str, str], dict[str, Entry]] = defaultdict(dict)
     entries: tuple[Entry, ...] = (*manifest.blobs, *manifest.tensors)
     for entry in entries:
-        match fields := template.read(entry.path) or {}:
-            case {"group": number, "option": option}:
-                listed_entries[fields["chain"], int(number)][option] = entry
-            case {"name": name, "option": option}:
-                named_entries[fields["chain"], name][option] = entry
+        if (reading := dialect.keys.read_option(entry.path)) is None:
+            continue
+        if reading.listed:
+            listed_entries[reading.chain, int(reading.name)][reading.leaf] = entry
+        else:
+            named_entries[reading.chain, reading.name][reading.leaf] = entry
     groups: list[ParameterGroup] = []
     for (chain, position), options in sorted(listed_entries.items()):
         if PARAMS not in options:
             raise SourceError(f"group {position} does not list its parameters under {PARAMS!r}")
-        names = tuple(dialect.state.full_name(str(name), chain) for name in values.read(options[PARAMS]))
+        names = tuple(dialect.keys.full_name(str(name), chain) for name in values.read(options[PARAMS]))
         groups.append(_group(names, options, values, (position,), chain))
     # Options may have a name of their own for parameters that are stored under others, or in parts.
     listed_names = dialect.listed_names(_stored_names(manifest, dialect)) if dialect.option_names else {}
@@ -136,7 +135,7 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     for key, options in named_entries.items():
         names = tuple(name for name in members[key] if keys_by_member[key[0], name] == key)
         groups += [_group(names, options, values, (), key[0])] if names else []
-    return tuple(_without_state_elsewhere(groups, manifest, dialect) if template.chained else groups)
+    return tuple(_without_state_elsewhere(groups, manifest, dialect) if dialect.chained else groups)
 
 
 def _without_state_elsewhere(
@@ -144,9 +143,8 @@ def _without_state_elsewhere(
 ) -> Iterator[ParameterGroup]:
     """Yield the groups without parameters whose state is in another optimizer, which does not update them."""
     chains_by_name: defaultdict[str, set[str]] = defaultdict(set)
-    for tensor in manifest.tensors:
-        if fields := dialect.state.read(tensor.path):
-            chains_by_name[fields["name"]].add(fields["chain"])
+    for _, reading in dialect.state_in(manifest.tensors):
+        chains_by_name[reading.name].add(reading.chain)
     for group in groups:
         names = [name for name in group.parameters if group.chain in chains_by_name.get(name, {group.chain})]
         if names or not group.parameters:
@@ -161,9 +159,9 @@ def _stored_names(manifest: Manifest, dialect: Dialect) -> set[str]:
     """Return the names of parameters that have a weight or state."""
     names: set[str] = set()
     for tensor in manifest.tensors:
-        for template in (dialect.state, dialect.model):
-            if fields := template.read(tensor.path):
-                names.add(fields["name"])
+        for read in (dialect.keys.read_state, dialect.keys.read_weight):
+            if reading := read(tensor.path):
+                names.add(reading.name)
     return names
 
 
@@ -196,11 +194,10 @@ def _renamed(group: ParameterGroup, names: Mapping[str, str]) -> ParameterGroup:
 def _recorded_names(manifest: Manifest, dialect: Dialect) -> dict[str, str]:
     """Return the names that the manifest records of numbers."""
     names: dict[str, str] = {}
-    for tensor in manifest.tensors:
-        if fields := dialect.state.read(tensor.path):
-            number = fields["name"]  # with its optimizer; manifests may have the name alone
-            if tensor.name not in (None, number, number.rpartition("#")[2]):
-                names[number] = str(tensor.name)
+    for tensor, (number, *_) in dialect.state_in(manifest.tensors):
+        # The number is with its optimizer; manifests may have it alone.
+        if tensor.name not in (None, number, number.rpartition("#")[2]):
+            names[number] = str(tensor.name)
     return names
 
 
@@ -234,9 +231,8 @@ def _common_counts(manifest: Manifest, dialect: Dialect, values: Values) -> dict
 def _names_by_chain(manifest: Manifest, dialect: Dialect) -> dict[str, tuple[str, ...]]:
     """Return the names of parameters by the optimizer to which keys of state say that they belong."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for tensor in manifest.tensors:
-        if fields := dialect.state.read(tensor.path):
-            names[fields["chain"]][fields["name"]] = None
+    for _, reading in dialect.state_in(manifest.tensors):
+        names[reading.chain][reading.name] = None
     return {chain: tuple(members) for chain, members in names.items()}
 
 

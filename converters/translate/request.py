@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...names.errors import SourceError
 from ...names.keys import key_of
 from ...programs.detection import detect, target_of
-from ...programs.dialect import Template
+from ...programs.dialect import Keys
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import Outputs, OutputTensor, unchanged
 from .choices import TranslationChoices
@@ -52,26 +52,32 @@ class Request(TranslationChoices):
         """
         # The target names weights, and decides no more.
         outputs = replace(self, target=None, model_only=False).outputs(source)
-        model: Template | None = None
-        target_model = self.target.model if self.target else None
+        model: Keys | None = None
+        target_model = self.target.keys if self.target else None
         try:
             manifest = source.manifest
             detected = detect(manifest, self.source)
-            model = detected.dialect.model
-            target_model = target_of(self.target, detected.dialect, manifest.provenance).model
+            model = detected.dialect.keys
+            target_model = target_of(self.target, detected.dialect, manifest.provenance).keys
         except SourceError:
             if self.target is not None:
                 raise
         tensors: list[OutputTensor] = []
         left_keys = dict.fromkeys(outputs.keys)
         for tensor in outputs.tensors:
-            fields = model.read(tensor.record.path) if model else {}
-            if tensor.record.slot is None and fields is not None:
-                path = target_model.write(**fields) if target_model else tensor.record.path
+            reading = model.read_weight(tensor.record.path) if model else None
+            if tensor.record.slot is None and (model is None or reading):
+                path = (
+                    target_model.write_weight(reading.name, reading.chain)
+                    if target_model and reading
+                    else tensor.record.path
+                )
                 tensors.append(replace(tensor, record=replace(tensor.record, key=key_of(path), path=path)))
                 del left_keys[tensor.key]
         if not tensors:
-            raise SourceError(f"{source.path}: expected weights of a model under {model}, found none")
+            raise SourceError(
+                f"{source.path}: expected weights of a model under {model and model.model_form}, found none"
+            )
         kept_keys = {*outputs.keys} - left_keys.keys()
         reduced = outputs.reduced_to(tensors, (), kept_keys, "`model_only=True`")
         return replace(reduced, left_out=(*outputs.left_out, *left_keys))

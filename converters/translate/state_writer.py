@@ -55,7 +55,7 @@ class StateWriter:
         if len(parameter.chains) > 1:
             chains = sorted(parameter.chains)
             raise SourceError(f"parameter {parameter.name!r} is made of state of more than one optimizer: {chains}")
-        has_same_keys = self.target.state == self.source.dialect.state
+        has_same_keys = self.target.keys.optimizers == self.source.dialect.keys.optimizers
         source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
         return source_chain or self.target.chains.get(self.method(parameter).name, "")
 
@@ -65,15 +65,15 @@ class StateWriter:
             raise SourceError(
                 f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
             )
-        return self.target.state.write(name=self.numbers.get(name, name), slot=slot, chain=self.chain(parameter))
+        return self.target.keys.write_state(self.numbers.get(name, name), slot, self.chain(parameter))
 
     # Tensors.
 
     def weight(self, parameter: TranslatedParameter, weight: OutputTensor) -> OutputTensor:
         """Return the weight of a parameter, which stays in its chunk where the target has the source's."""
         paths = (source.weight.path for source in parameter.sources if source.weight)
-        fields = self.source.dialect.model.read(next(paths, ())) or {}
-        return _at(weight, self.target.model.write(name=parameter.name, chain=fields.get("chain", "")))
+        reading = self.source.dialect.keys.read_weight(next(paths, ()))
+        return _at(weight, self.target.keys.write_weight(parameter.name, reading.chain if reading else ""))
 
     def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
         """Return the tensor of a slot; momentum is in the convention of the target."""

@@ -123,5 +123,5 @@ def _outputs(state: StateWriter, groups: GroupWriter) -> tuple[list[OutputTensor
         items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
     items += [counter for counter in counters if isinstance(counter, OutputItem)]
     for item in group_items:
-        items.append(replace(item, is_option=target.state.read(item.path) is None))
+        items.append(replace(item, is_option=target.keys.read_state(item.path) is None))
     return tensors, items

@@ -20,7 +20,7 @@ from ..names.errors import SourceError, TargetError
 from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.vocabulary import STEP, KeyPath
 from ..record.record import Manifest, StateRecord
-from .dialect import WRAPPERS, Dialect, Keys, Mark, Templates, refuse_eight_bits
+from .dialect import WRAPPERS, Dialect, Keys, Mark, refuse_eight_bits
 from .registry import DIALECTS, with_plugins
 from .signs import SOURCE_ROOTS
 
@@ -49,8 +49,9 @@ class FoundKeys:
 
 def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     """Return the dialect at these places, and at its own for what has none; only keys of `Keys`' forms have places."""
-    if isinstance(own := dialect.keys, Templates):
+    if dialect.has_own_form:
         return dialect
+    own = dialect.keys
     models = keys.models or own.models
     return dialect.at(replace(keys, models=models) if keys.optimizers else replace(own, models=models))
 
@@ -73,8 +74,8 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
         TargetError: its keys are not of torch's forms, or have no such form.
     """
     keys = dialect.keys
-    is_wrapped = _is_wrapped(dialect)
-    if isinstance(keys, Templates) or form not in (None, *FORMS) or (is_wrapped and form == "flat"):
+    is_wrapped = keys.wrappers is not None
+    if dialect.has_own_form or form not in (None, *FORMS) or (is_wrapped and form == "flat"):
         raise TargetError(
             f"`keys=` and `roots=`: expected {' or '.join(FORMS)}, and a program with torch's keys; found {form!r} for "
             f"{dialect.name}"
@@ -98,18 +99,13 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     return replace(located, chains={} if "optimizer" in roots else dialect.chains)
 
 
-def _is_wrapped(dialect: Dialect) -> bool:
-    """Return whether the keys are of Megatron-LM's form."""
-    return isinstance(dialect.keys, Keys) and dialect.keys.wrappers is not None
-
-
 def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[str, Any]) -> Dialect:
     """Return the dialect to write, which is that of the source if none is requested.
 
     How many wrappers a program of Megatron-LM's form has, and whether its optimizers are chained, is decided by its
     run: what came from one goes back as it was, unless roots are given.
     """
-    if requested is None or not _is_wrapped(requested) or requested is not DIALECTS.get(requested.name):
+    if requested is None or requested.keys.wrappers is None or requested is not DIALECTS.get(requested.name):
         return requested or source
     if source.name == requested.name:
         return source
@@ -122,7 +118,7 @@ def target_of(requested: Dialect | None, source: Dialect, provenance: Mapping[st
 def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
     """Return the roots with which `with_target_keys` makes this dialect of Megatron-LM's form; none of another form."""
     keys = dialect.keys
-    if isinstance(keys, Templates) or keys.wrappers is None:
+    if keys.wrappers is None:
         return {}
     # Chunks of a model have one root, as the names in them differ.
     model = keys.models[0] if len(keys.models) == 1 else replace(keys.models[0], root=(_MODEL,))
@@ -359,7 +355,7 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
         return Detected(dialect_at(named, keys_in(manifest).keys), ("`from_dialect=` names it",))
     # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
-        if dialect.unique_keys and isinstance(dialect.keys, Templates) and (example := _state_key(dialect, manifest)):
+        if dialect.has_own_form and (example := _state_key(dialect, manifest)):
             return Detected(dialect, (f"its state is under keys such as {example!r}",))
     # Options by parameter tell Megatron-FSDP's, whatever wraps its names.
     found_keys = keys_in(manifest)
@@ -372,9 +368,11 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
         return _by_marks(found_keys)
     # A model without an optimizer tells only where it lies.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
-    models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
+    models = [
+        name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].keys.read_weight, weights))
+    ]
     if models:
-        return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
+        return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].keys.model_form}",))
     roots = {tensor.path[:-1] for tensor in manifest.tensors}
     has_state = any(looks_like_state(tensor.path) for tensor in manifest.tensors)
     if len(roots) == 1 and not has_state and (root := roots.pop())[-1:] in ((), ("model",), ("state_dict",)):
@@ -403,10 +401,10 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
     numbered = dialect.chained and dialect.numbered
 
     def with_slot(tensor: StateRecord) -> StateRecord:
-        fields = dialect.state.read(tensor.path) if tensor.slot is None or numbered else None
-        if fields and tensor.slot is not None and tensor.name != fields["name"].rpartition("#")[2]:
+        reading = dialect.keys.read_state(tensor.path) if tensor.slot is None or numbered else None
+        if reading is None or (tensor.slot is not None and tensor.name != reading.name.rpartition("#")[2]):
             return tensor
-        return replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
+        return replace(tensor, name=reading.name, slot=reading.leaf)
 
     tensors = tuple(map(with_slot, manifest.tensors))
     for tensor in tensors:
@@ -431,11 +429,8 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
 def _state_key(dialect: Dialect, manifest: Manifest) -> str | None:
     """Return the first key of state; only known slots count, since a name could begin there."""
     known_slots = frozenset[str]().union(*(method.slots.values() for method in dialect.methods))
-    for entry in chain[Any](manifest.tensors, manifest.blobs):
-        fields = dialect.state.read(entry.path)
-        if fields and fields["slot"] in known_slots:
-            return str(entry.key)
-    return None
+    state = chain[Any](dialect.state_in(manifest.tensors), dialect.state_in(manifest.blobs))
+    return next((entry.key for entry, reading in state if reading.leaf in known_slots), None)
 
 
 def _by_marks(found_keys: FoundKeys) -> Detected:

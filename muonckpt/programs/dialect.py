@@ -2,149 +2,39 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ..algebra.box import Index
 from ..names.errors import SourceError, UnknownOptimizerError
-from ..names.keys import PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, key_of
+from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.renaming import compiled, filled
 from ..names.vocabulary import EIGHT_BIT_SLOTS, FUSION, HISTORY_OPTIONS, PARAMS, STEP, Convention, KeyPath
+from ..record.record import Blob, StateRecord
 from .codings import Coding, renamed
 from .signs import COMMON_FILE
 
-_FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "name": ("name", ".+"),
-        "number": ("name", "0|[1-9][0-9]*"),
-        "weight": ("name", r"(?!(?:chained_[0-9]+\.)*optimizer\.).+"),
-        "slot": ("slot", "[^.]+"),
-        "option": ("option", "[^.]+"),
-        "group": ("group", "0|[1-9][0-9]*"),
-        "chain": ("chain", r"(?:chained_[0-9]+\.)*"),
-    }
-)
-"""The key of each field in what `Template.read` returns, and the pattern of its values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """A key path with fields, such as ``("model", "module.{name}")``, under a ``root`` without fields.
-
-    ``{group}`` is a list position.  Several optimizers, or chunks of a model, have a template each.
-
-    Attributes:
-        chain: tells them apart; keys of some programs have it in them.
-        prefix: stands before the names that are read.
-        others: the templates of the other ones.
-    """
-
-    parts: tuple[str, ...]
-    root: KeyPath = ()
-    chain: str = ""
-    prefix: str = ""
-    others: tuple[Template, ...] = ()
-
-    @staticmethod
-    def of_several(by_chain: Mapping[str, Template], qualifiers: Mapping[str, str] = MappingProxyType({})) -> Template:
-        """Return the template of several optimizers or chunks; itself of one.
-
-        Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.  A
-        name that several chunks have is read with its qualifier.
-        """
-        first, *others = (
-            replace(template, chain=chain, prefix=f"{chain}#" if template.numbered else qualifiers.get(chain, ""))
-            for chain, template in by_chain.items()
-        )
-        return replace(first, others=tuple(others)) if others else next(iter(by_chain.values()))
-
-    def read(self, path: KeyPath) -> dict[str, str] | None:
-        """Return the fields of a path and its chain, or None if the path does not match."""
-        for template in (self, *self.others):
-            if (fields := template._fields(path)) is not None:
-                if "name" in fields:
-                    fields["name"] = template.prefix + fields["name"]
-                return {"chain": template.chain, **fields}
-        return None
-
-    def _fields(self, path: KeyPath) -> dict[str, str] | None:
-        depth = len(self.root)
-        if len(path) != depth + len(self.parts) or path[:depth] != self.root:
-            return None
-        # Every part of the path matches the pattern of its own part of the template.
-        fields: dict[str, str] = {}
-        for pattern, part in zip(map(_pattern, self.parts), path[depth:], strict=True):
-            match = pattern.fullmatch(str(part))
-            if match is None:
-                return None
-            fields |= match.groupdict()
-        return fields
-
-    def write(self, chain: str = "", **fields: str) -> KeyPath:
-        """Return the path with these fields, in a chain if there are several.
-
-        Raises:
-            SourceError: they cannot be read back from it.
-        """
-        chain, template = (chain, self._of(chain)) if self.chained else ("", self)
-        values = {field: fields.get(name, "").removeprefix(template.prefix) for field, (name, _) in _FIELDS.items()}
-        values["chain"] = chain
-        parts = (int(values["group"]) if part == "{group}" else part.format(**values) for part in template.parts)
-        path = (*template.root, *parts)
-        if template.read(path) != {"chain": chain, **fields}:
-            raise SourceError(f"{template} cannot hold {fields}")
-        return path
-
-    def _of(self, chain: str) -> Template:
-        return next((template for template in self.others if template.chain == chain), self)
-
-    def full_name(self, name: str, chain: str) -> str:
-        """Return the name of a parameter from its name or number in an optimizer."""
-        return self._of(chain).prefix + name
-
-    @property
-    def numbered(self) -> bool:
-        """Return whether paths have parameters by their number in the optimizer."""
-        return "{number}" in self.parts or any(template.numbered for template in self.others)
-
-    @property
-    def listed(self) -> bool:
-        """Return whether paths have groups by their position in a list."""
-        return "{group}" in self.parts and all(template.listed for template in self.others)
-
-    @property
-    def chained(self) -> bool:
-        """Return whether paths say to which of several optimizers they belong."""
-        return "{chain}" in self.parts[0] or bool(self.others)
-
-    def __str__(self) -> str:
-        keys = [key_of((*template.root, *template.parts)) for template in (self, *self.others)]
-        return " and ".join(keys).replace("{chain}", "")
-
-
-@lru_cache(maxsize=256)
-def _pattern(part: str) -> re.Pattern[str]:
-    literal, *pieces = re.split(r"\{([a-z]+)\}", part)
-    pattern = re.escape(literal)
-    for name, literal in zip(pieces[::2], pieces[1::2], strict=True):
-        pattern += "(?P<{}>{})".format(*_FIELDS[name]) + re.escape(literal)
-    return re.compile(pattern)
+AnyEntry = TypeVar("AnyEntry", StateRecord, Blob)
 
 
 # The keys of a program.
 
 
-@dataclass(frozen=True, slots=True)
-class Templates:
-    """Keys in forms of a program's own; ``option`` is None if groups are not stored as items."""
+class Reading(NamedTuple):
+    """The meaning of a key.
 
-    model: Template
-    state: Template
-    option: Template | None = None
+    Attributes:
+        name: of a parameter, or the number of a group that is ``listed``.
+        leaf: the slot or the option; empty for a weight.
+        chain: tells several optimizers, or chunks of a model, apart.
+    """
+
+    name: str
+    leaf: str = ""
+    chain: str = ""
+    listed: bool = False
 
 
 WRAPPERS = "module.module.module."
@@ -153,7 +43,10 @@ WRAPPERS = "module.module.module."
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys in torch's forms, or in Megatron-LM's, by the places of optimizers and model.
+    """Keys in torch's forms, or in Megatron-LM's, by the places of optimizers and model; they are written as read.
+
+    Each of several optimizers numbers its parameters from 0, so a number is read as a name with the optimizer:
+    ``"muon#0"``.  A name that several chunks of a model have is read with its qualifier.
 
     Attributes:
         optimizers: several ones are told apart by their place, and so are chunks of a model.
@@ -169,32 +62,105 @@ class Keys:
     wrappers: str | None = None
     qualifiers: Mapping[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def model(self) -> Template:
-        return self._at(self.models, lambda place: (f"{place.prefix}{{name}}",))
+    @property
+    def chained(self) -> bool:
+        """Return whether keys say to which of several optimizers they belong."""
+        return len(self.optimizers) > 1
 
-    @cached_property
-    def state(self) -> Template:
-        def parts(place: KeyPlace) -> tuple[str, ...]:
-            if place.flat:
-                return (f"{place.prefix}{STATE}.{{name}}.{{slot}}",)
-            return STATE, "{number}" if place in self.numbered else f"{self.wrappers or ''}{{name}}", "{slot}"
+    @property
+    def listed(self) -> bool:
+        """Return whether keys have groups by their position in a list."""
+        return self.wrappers is None and not any(place.flat for place in self.optimizers)
 
-        return self._at(self.optimizers, parts)
+    def read_weight(self, path: KeyPath) -> Reading | None:
+        for place in self.models if path else ():
+            leaf = str(path[-1])
+            if path[:-1] == place.root and leaf.startswith(place.prefix) and leaf != place.prefix:
+                chain = str(place) if len(self.models) > 1 else ""
+                return Reading(self.qualifiers.get(chain, "") + leaf.removeprefix(place.prefix), "", chain)
+        return None
 
-    @cached_property
-    def option(self) -> Template:
-        def parts(place: KeyPlace) -> tuple[str, ...]:
-            if self.wrappers is not None:
-                return PARAMETER_OPTIONS, f"{self.wrappers}{{name}}", "{option}"
-            if place.flat:
-                return (f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",)
-            return PARAM_GROUPS, "{group}", "{option}"
+    def read_state(self, path: KeyPath) -> Reading | None:
+        for key in OptimizerKey.of_slot(path):
+            has_name = key.place not in self.numbered or NUMBER.fullmatch(key.name)
+            if key.place in self.optimizers and has_name and "." not in key.leaf:
+                return self._reading(key)
+        return None
 
-        return self._at(self.optimizers, parts)
+    def read_option(self, path: KeyPath) -> Reading | None:
+        readings = OptimizerKey.of_option if self.wrappers is None else OptimizerKey.of_parameter_option
+        for key in readings(path):
+            if key.place in self.optimizers and "." not in key.leaf:
+                is_listed = self.wrappers is None and not key.place.flat
+                return Reading(key.name, key.leaf, self._chain(key.place), True) if is_listed else self._reading(key)
+        return None
 
-    def _at(self, places: Iterable[KeyPlace], parts: Callable[[KeyPlace], tuple[str, ...]]) -> Template:
-        return Template.of_several({str(p): Template(parts(p), p.root) for p in places}, self.qualifiers)
+    def write_weight(self, name: str, chain: str = "") -> KeyPath:
+        """Return the key of a weight.
+
+        Raises:
+            SourceError: it could not be read back; so do the others.
+        """
+        place = next((place for place in self.models if str(place) == chain), self.models[0])
+        bare_name = name.removeprefix(self.qualifiers.get(chain, ""))
+        return self._checked((*place.root, place.prefix + bare_name), self.read_weight, Reading(name, "", chain))
+
+    def write_state(self, name: str, slot: str, chain: str = "") -> KeyPath:
+        place, stored_name = self._place(chain), self._stored_name(name, chain)
+        parts = (f"{place.prefix}{STATE}.{stored_name}.{slot}",) if place.flat else (STATE, stored_name, slot)
+        return self._checked((*place.root, *parts), self.read_state, Reading(name, slot, self._chain(place)))
+
+    def write_option(self, name: str, option: str, chain: str = "") -> KeyPath:
+        """Return the key of an option of a group in a list, by the group's number, or of a parameter by its name."""
+        place, stored_name, is_listed = self._place(chain), self._stored_name(name, chain), False
+        if self.wrappers is not None:
+            parts: KeyPath = (PARAMETER_OPTIONS, stored_name, option)
+        elif place.flat:
+            parts = (f"{place.prefix}{PARAM_GROUPS}.{stored_name}.{option}",)
+        else:
+            parts, is_listed = (PARAM_GROUPS, int(name), option), True
+        expected = Reading(name, option, self._chain(place), is_listed)
+        return self._checked((*place.root, *parts), self.read_option, expected)
+
+    def full_name(self, name: str, chain: str) -> str:
+        """Return the name of a parameter from its name or number in an optimizer."""
+        if not self.chained:
+            return name
+        return f"{chain}#{name}" if self._place(chain) in self.numbered else self.qualifiers.get(chain, "") + name
+
+    @property
+    def state_form(self) -> str:
+        """The form of the keys of state, for messages."""
+        forms = []
+        for place in self.optimizers:
+            name = "{number}" if place in self.numbered else f"{self.wrappers or ''}{{name}}"
+            forms.append(key_of((*place.root, f"{place.prefix}{STATE}.{name}.{{slot}}")))
+        return " and ".join(forms)
+
+    @property
+    def model_form(self) -> str:
+        """The form of the keys of weights, for messages."""
+        return " and ".join(key_of((*place.root, f"{place.prefix}{{name}}")) for place in self.models)
+
+    def _reading(self, key: OptimizerKey) -> Reading | None:
+        chain, wrappers = self._chain(key.place), self.wrappers or ""
+        if not key.name.startswith(wrappers) or key.name == wrappers:
+            return None
+        return Reading(self.full_name(key.name.removeprefix(wrappers), chain), key.leaf, chain)
+
+    def _chain(self, place: KeyPlace) -> str:
+        return str(place) if self.chained else ""
+
+    def _place(self, chain: str) -> KeyPlace:
+        return next((place for place in self.optimizers if str(place) == chain), self.optimizers[0])
+
+    def _stored_name(self, name: str, chain: str) -> str:
+        return (self.wrappers or "") + name.removeprefix(self.full_name("", chain))
+
+    def _checked(self, path: KeyPath, read: Callable[[KeyPath], Reading | None], expected: Reading) -> KeyPath:
+        if read(path) != expected:
+            raise SourceError(f"{key_of(path)!r} cannot hold {expected}")
+        return path
 
 
 FLAT = KeyPlace(("optimizer",), flat=True)
@@ -435,7 +401,7 @@ class Dialect:
     always: frozenset[str] = frozenset()
     beside: frozenset[str] | None = None
     kinds: Mapping[str, OptionKind] = field(default_factory=dict)
-    keys: Keys | Templates = Keys()
+    keys: Keys = Keys()
     option_names: tuple[OptionName, ...] = ()
     marks: tuple[Mark, ...] = ()
     unique_keys: bool = False
@@ -456,30 +422,29 @@ class Dialect:
     format: str | None = None
     runs_keep: Convention | None = None
 
-    @property
-    def model(self) -> Template:
-        return self.keys.model
-
-    @property
-    def state(self) -> Template:
-        return self.keys.state
-
-    @property
-    def option(self) -> Template | None:
-        return self.keys.option
-
-    def at(self, keys: Keys | Templates) -> Dialect:
+    def at(self, keys: Keys) -> Dialect:
         """Return the dialect with these keys; itself if nothing changes."""
         return self if keys == self.keys else replace(self, keys=keys)
 
     @property
     def numbered(self) -> bool:
-        return self.state.numbered
+        return bool(self.keys.numbered)
+
+    @property
+    def has_own_form(self) -> bool:
+        """Return whether its keys have a form of its own, and so no other places."""
+        return self.unique_keys and self.keys.wrappers is None
 
     @property
     def is_program(self) -> bool:
         """Return whether it is one program, and not a form of keys that many have."""
         return self.unique_keys or bool(self.marks)
+
+    def state_in(self, entries: Iterable[AnyEntry]) -> Iterator[tuple[AnyEntry, Reading]]:
+        """Yield the entries that are state, with the meaning of their keys."""
+        for entry in entries:
+            if (reading := self.keys.read_state(entry.path)) is not None:
+                yield entry, reading
 
     def unknown_options(self, options: Iterable[str]) -> list[str]:
         """Return the options of a group with momentum that the program never writes."""
@@ -529,12 +494,12 @@ class Dialect:
 
     @property
     def chained(self) -> bool:
-        return self.state.chained
+        return self.keys.chained
 
     def with_optimizers_of(self, methods: Iterable[str]) -> Dialect:
         """Return the dialect with an optimizer for each method, if `chains` puts them into several."""
         chains = sorted(map(str, {*map(self.chains.get, methods)} - {None}))
-        if self.chained or len(chains) < 2 or not isinstance(self.keys, Keys):
+        if self.chained or len(chains) < 2:
             return self
         (optimizer,) = self.keys.optimizers
         places = {chain: replace(optimizer, root=(*optimizer.root, chain)) for chain in chains}

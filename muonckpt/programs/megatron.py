@@ -5,13 +5,15 @@ Sources: ``docs/formats/fsdp_dtensor.md`` and ``docs/formats/torch_dist.md`` lis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ..algebra.box import Index
 from ..names.keys import KeyPlace
-from ..names.vocabulary import MASTER, Convention
+from ..names.vocabulary import MASTER, Convention, KeyPath
 from .codings import Coding, OptionValues, betas
-from .dialect import WRAPPERS, Dialect, Keys, OptionName, StoredMethod, Template, Templates
+from .dialect import WRAPPERS, Dialect, Keys, OptionName, Reading, StoredMethod
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -125,14 +127,44 @@ def _code_settings(arguments: Mapping[str, object]) -> Iterator[tuple[str, tuple
         )
 
 
+_TORCH_DIST_STATE = re.compile(r"((?:chained_[0-9]+\.)*)optimizer\.(?:state\.([^.]+)\.(.+)|.*)")
+
+
+@dataclass(frozen=True)
+class _TorchDistKeys(Keys):
+    """Keys with the slot before the name, perhaps of one of several optimizers; weights have their names alone."""
+
+    state_form = "optimizer.state.{slot}.{name}"
+    model_form = "{weight}"
+    chained = True
+    listed = False
+
+    def read_weight(self, path: KeyPath) -> Reading | None:
+        has_name = len(path) == 1 and path[0] and not _TORCH_DIST_STATE.fullmatch(str(path[0]))
+        return Reading(str(path[0])) if has_name else None
+
+    def read_state(self, path: KeyPath) -> Reading | None:
+        match = _TORCH_DIST_STATE.fullmatch(str(path[0])) if len(path) == 1 else None
+        return Reading(match[3], match[2], match[1]) if match and match[3] else None
+
+    def read_option(self, path: KeyPath) -> Reading | None:
+        return None
+
+    def write_weight(self, name: str, chain: str = "") -> KeyPath:
+        return self._checked((name,), self.read_weight, Reading(name))
+
+    def write_state(self, name: str, slot: str, chain: str = "") -> KeyPath:
+        return self._checked((f"{chain}optimizer.state.{slot}.{name}",), self.read_state, Reading(name, slot, chain))
+
+
 def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
     return Dialect(
         name,
         who,
         None,
         _methods(_MASTER, {}),
-        keys=Templates(Template(("{weight}",)), Template(("{chain}optimizer.state.{slot}.{name}",))),
-        unique_keys=not chains,
+        keys=_TorchDistKeys(),
+        unique_keys=True,
         hints=_HINTS,
         common=(COMMON_STATE,),
         chains=chains,
@@ -170,11 +202,7 @@ LAYER_WISE = Dialect(
     "Megatron's layer_wise_optimizer_{rank}.pt, under names",
     None,
     _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
-    keys=Templates(
-        Keys().model,
-        Template(("layer_wise", "state", "{name}", "{slot}")),
-        Template(("layer_wise", "param_groups", "{group}", "{option}")),
-    ),
+    keys=Keys((KeyPlace(("layer_wise",)),)),
     unique_keys=True,
     writable=False,
     private=_ITEMS,

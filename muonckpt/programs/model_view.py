@@ -242,18 +242,17 @@ def model_view(
         if tensor.slot is not None and tensor.name is not None:
             state[tensor.name][tensor.slot] = tensor
             owners[tensor.key] = tensor.name
-        elif dialect and dialect.option and dialect.option.read(tensor.path):
+        elif dialect and dialect.keys.read_option(tensor.path):
             roles[Role.OPTIONS].append(tensor)
-        elif dialect and (fields := dialect.model.read(tensor.path)):
-            weights[fields["name"]] = tensor
-            owners[tensor.key] = fields["name"]
+        elif dialect and (reading := dialect.keys.read_weight(tensor.path)):
+            weights[reading.name] = tensor
+            owners[tensor.key] = reading.name
             roles[Role.WEIGHTS].append(tensor)
         else:
             roles[Role.OTHER].append(tensor)
     items: defaultdict[str, dict[str, Blob]] = defaultdict(dict)
-    for blob in manifest.blobs:
-        if dialect and (fields := dialect.state.read(blob.path)):
-            items[names.get(fields["name"], fields["name"])][fields["slot"]] = blob
+    for blob, reading in dialect.state_in(manifest.blobs) if dialect else ():
+        items[names.get(reading.name, reading.name)][reading.leaf] = blob
     # The method of a parameter tells the role of a slot: some slots mean something else in another method.
     program = dialect or DIALECTS["muonckpt"]
     usual_roles = _roles_of(reversed(program.methods))

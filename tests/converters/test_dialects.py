@@ -18,9 +18,10 @@ from muonckpt.converters.options import grouped
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
+from muonckpt.names.keys import KeyPlace
 from muonckpt.names.vocabulary import Convention
 from muonckpt.programs.detection import detect, with_slots, with_slots_of
-from muonckpt.programs.dialect import Dialect, Template
+from muonckpt.programs.dialect import FLAT, Dialect, Keys
 from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -340,32 +341,36 @@ def test_a_number_is_never_a_guess(tmp_path):
         translate(manifest, muonckpt.open(path).values, target)
 
 
-# Templates.
+# Keys.
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_what_a_template_writes_it_reads(name):
+def test_what_keys_write_they_read(name):
     """Names with dots, with digits, and with parts that look like a slot."""
     dialect = DIALECTS[name]
     for param in ("7", "31") if dialect.numbered else ("w", "a.b.weight", "layers.0.state.exp_avg", "module.x.step"):
-        path = dialect.state.write(name=param, slot="momentum_buffer")
-        found = dialect.state.read(path)
-        assert found is not None and (found["name"], found["slot"]) == (param, "momentum_buffer")
-        assert dialect.model.read(dialect.model.write(name=param)) == {"name": param, "chain": ""}
+        keys = dialect.keys
+        found = keys.read_state(keys.write_state(param, "momentum_buffer"))
+        assert found is not None and (found.name, found.leaf) == (param, "momentum_buffer")
+        assert keys.read_weight(keys.write_weight(param)) == (param, "", "", False)
 
 
 @pytest.mark.parametrize(
-    "parts, fields",
+    "write",
     [
-        (("optimizer", "state.{name}.{slot}"), {"name": "w", "slot": "a.b"}),
-        (("optimizer", "state", "{number}", "{slot}"), {"name": "w", "slot": "a"}),
-        (("optimizer", "state", "{name}", "{slot}"), {"name": "", "slot": "a"}),
-        (("{weight}",), {"name": "chained_0.optimizer.state.x"}),
+        lambda: Keys((FLAT,)).write_state("w", "a.b"),
+        lambda: DIALECTS["fully_shard"].keys.write_state("w", "a"),
+        lambda: Keys().write_state("", "a"),
+        lambda: Keys().write_state("w", ""),
+        lambda: Keys().write_weight(""),
+        lambda: Keys(models=(KeyPlace(("model0",)), KeyPlace(("model1",)))).write_weight("w", "model2"),
+        lambda: DIALECTS["torch_dist"].keys.write_weight("chained_0.optimizer.state.x"),
+        lambda: DIALECTS["torch_dist"].keys.write_weight(""),
     ],
 )
-def test_what_could_not_be_read_back_is_not_written(parts, fields):
+def test_what_could_not_be_read_back_is_not_written(write):
     with pytest.raises(SourceError, match="cannot hold"):
-        Template(parts).write(**fields)
+        write()
 
 
 # Every program.
@@ -382,22 +387,22 @@ def checkpoint_of(dialect: Dialect) -> dict:
     for number, (kind, shape) in enumerate({"muon": (4, 3), "adamw": (3,)}.items()):
         method = min((method for method in dialect.methods if method.name == kind), key=lambda m: len(m.slots))
         name, chain = f"layers.0.{kind}", dialect.chains.get(kind, "")
-        known, entries = str(number) if dialect.numbered else name, {dialect.model.write(name=name): torch.ones(shape)}
+        known, entries = str(number) if dialect.numbered else name, {dialect.keys.write_weight(name): torch.ones(shape)}
         for slot in (*method.slots.values(), *dialect.derived):
             value = torch.tensor(3.0) if slot in dialect.slots_called("step") else torch.randn(shape)
             value = 1.0 if slot in dialect.derived else value
-            entries[dialect.state.write(name=known, slot=slot, chain=chain)] = value
+            entries[dialect.keys.write_state(known, slot, chain)] = value
         required = [o for coding in method.encodings if not coding.optional for o in coding.options]
         options = {**method.inert_options, **method.default_options}
         unknown = [option for option in (*options, *required) if options.get(option) is None]
         options |= {option: SAID[option] for option in unknown if option in SAID or option not in options}
         options = {option: value for option, value in options.items() if option not in dialect.unwritten_options}
         options |= {dialect.method_option: kind} if dialect.method_option else {}
-        if dialect.option is not None and dialect.option.listed:
+        if dialect.common is None and dialect.keys.listed:
             group = {"params": [number if dialect.numbered else name], "param_names": [name], **options}
-            entries[dialect.option.write(group=str(number), option="params")[:-1]] = group
-        for option, value in options.items() if dialect.option and not dialect.option.listed else ():
-            entries[dialect.option.write(name=known, option=option)] = value
+            entries[dialect.keys.write_option(str(number), "params")[:-1]] = group
+        for option, value in options.items() if dialect.common is None and not dialect.keys.listed else ():
+            entries[dialect.keys.write_option(known, option)] = value
         for path, value in entries.items():
             *parents, last = path
             node = tree

@@ -151,7 +151,7 @@ def programs(folder: Path) -> str:
                     assert np.allclose(found, value.numpy(), rtol=1e-6), (dialect.name, slot)
         momentum = dialect.convention or "as `--convention` says"
         why = f"no: {WHY_NOT_WRITTEN[dialect.name]}" if to == "no" else to
-        rows.append((f"`{dialect.name}`", dialect.who, momentum, f"`{dialect.state}`", why))
+        rows.append((f"`{dialect.name}`", dialect.who, momentum, f"`{dialect.keys.state_form}`", why))
     return table(("program", "who", "momentum", "state under", "written"), rows)
 
 
