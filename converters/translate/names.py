@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from ...names.errors import SourceError, TargetError, did_you_mean
 from ...names.renaming import PLACEHOLDER, as_toml
@@ -124,27 +125,21 @@ _KINDS = MappingProxyType(
 )
 """The types of a row's values in TOML, beside the patterns ``from`` and ``to``."""
 
-T = TypeVar("T")
 
-
-def _rule(row: Mapping[str, object]) -> NameRule:
+def _rule(row: Mapping[str, Any]) -> NameRule:
     keys = {"from", "to", *_KINDS}
     if not row.keys() <= keys:
         raise SourceError(f"rules: unknown keys {sorted(row.keys() - keys)}; expected some of {sorted(keys)}")
-    values: dict[str, Any] = {key: _checked(kind, row[key]) for key, kind in _KINDS.items() if key in row}
-    values["shares"] = tuple(_checked(int, share) for share in values.get("shares", ()))
-    return NameRule(_patterns(row["from"]), _patterns(row["to"]), **values)
-
-
-def _patterns(value: object) -> tuple[str, ...]:
-    patterns = value if isinstance(value, list) else [value]
-    return tuple(_checked(str, pattern) for pattern in patterns)
-
-
-def _checked(kind: type[T], value: object) -> T:
-    if type(value) is not kind:  # so that a bool is not taken for an int
-        raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
-    return value
+    sides = [side if isinstance(side, list) else [side] for side in (row["from"], row["to"])]
+    options = {key: row[key] for key in _KINDS if key in row}
+    values = [(_KINDS[key], value) for key, value in options.items()]
+    values += [(str, pattern) for pattern in chain(*sides)]
+    if isinstance(shares := options.get("shares", []), list):
+        values += [(int, share) for share in shares]
+    for kind, value in values:
+        if type(value) is not kind:  # so that a bool is not taken for an int
+            raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
+    return NameRule(*map(tuple, sides), **{**options, "shares": tuple(shares)})
 
 
 def _row(rule: NameRule) -> dict[str, object]:
@@ -157,87 +152,52 @@ def _row(rule: NameRule) -> dict[str, object]:
 
 # Ready-made tables.
 
-READY_MADE: Mapping[str, str] = MappingProxyType(
-    {
-        # Megatron-LM's fsdp_dtensor stores the gate and the up half of a SwiGLU's fc1 as `_w` and `_v`.  Its groups
-        # (`param_to_group_meta`) name the whole.  Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py.
-        "megatron-swiglu": """\
-[[rule]]
-from = ['{p*}.linear_fc1.weight_w', '{p*}.linear_fc1.weight_v']
-to = '{p*}.linear_fc1.weight'
-shares = [1, 1]
-keeps_groups = true
 
-[[rule]]
-from = ['{p*}.linear_fc1.weight{n}_w', '{p*}.linear_fc1.weight{n}_v']
-to = '{p*}.linear_fc1.weight{n}'
-shares = [1, 1]
-keeps_groups = true
-""",
-        # Experts that are one matrix each, numbered over all ranks, as one stacked 3-d tensor.
-        "megatron-experts": """\
-[[rule]]
-from = '{p*}.experts.linear_{f}.weight{e}'
-to = '{p*}.experts.linear_{f}.weight'
-each = 'e'
-stacked = true
-""",
-        # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate
-        # and up are one after the other in it.  Source: `sharded_state_dict` of Megatron's `TEGroupedMLP`.
-        "torch-dist-experts": """\
-[[rule]]
-from = '{p*}.experts.linear_{f}.weight{e}'
-to = '{p*}.experts.experts.linear_{f}.weight'
-each = 'e'
-stacked = true
-""",
-        # The same with Megatron's `singleton_local_shards`: every expert by its number, and its gate and up apart.
-        "torch-dist-singletons": """\
-[[rule]]
-from = '{p*}.experts.linear_{f}.weight{e}'
-to = '{p*}.experts.experts.{e}.linear_{f}.weight'
+def _written(text: str, **attributes: Any) -> NameRule:
+    source, target = (tuple(side.split(" + ")) for side in text.split(" -> "))
+    return NameRule(source, target, **attributes)
 
-[[rule]]
-from = '{p*}.experts.experts.{e}.linear_fc1.weight'
-to = ['{p*}.experts.experts.{e}.linear_fc1.weight_w', '{p*}.experts.experts.{e}.linear_fc1.weight_v']
-shares = [1, 1]
-keeps_groups = true
-""",
-        # Megatron-LM's fsdp_dtensor stores the fused down-projection of MLA, and the norm in it, as runs without fusion
-        # have them.  Groups name the whole.  Source: `handle_mla_down_proj_in_state_dict` (#6271).  To split, add
-        # `shares`, such as [1536, 576]: q_lora_rank, and kv_lora_rank + qk_pos_emb_head_dim.
-        "megatron-mla": """\
-[[rule]]
-from = ['{p*}.linear_q_down_proj.weight', '{p*}.linear_kv_down_proj.weight']
-to = '{p*}.linear_qkv_down_proj.weight'
-keeps_groups = true
 
-[[rule]]
-from = '{p*}.input_layernorm.weight'
-to = '{p*}.self_attention.linear_qkv_down_proj.layer_norm_weight'
-""",
-        # And layers of multi-token prediction under the name that they had before.  Source: `handle_mtp_in_state_dict`.
-        "megatron-mtp": """\
-[[rule]]
-from = 'mtp.layers.{n}.transformer_layer.{p*}'
-to = 'mtp.layers.{n}.mtp_model_layer.{p*}'
-""",
-        # Hugging Face's names: projections that are fused in some models and separate in others.  Joining takes the
-        # parts as they are; to split, add `shares`, such as [24, 8, 8].
-        "hf-qkv": """\
-[[rule]]
-from = ['{p*}.q_proj.weight', '{p*}.k_proj.weight', '{p*}.v_proj.weight']
-to = '{p*}.qkv_proj.weight'
-""",
-        "hf-gate-up": """\
-[[rule]]
-from = ['{p*}.gate_proj.weight', '{p*}.up_proj.weight']
-to = '{p*}.gate_up_proj.weight'
-shares = [1, 1]
-""",
-    }
-)
-"""The text of each table."""
+_EXPERTS = "{p*}.experts.experts.{e}.linear_fc1.weight"
+_TABLES: Mapping[str, tuple[NameRule, ...]] = {
+    # Megatron-LM's fsdp_dtensor stores the gate and the up half of a SwiGLU's fc1 as `_w` and `_v`.  Its groups
+    # (`param_to_group_meta`) name the whole.  Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py.
+    "megatron-swiglu": tuple(
+        _written(f"{fc1}_w + {fc1}_v -> {fc1}", shares=(1, 1), keeps_groups=True)
+        for fc1 in ("{p*}.linear_fc1.weight", "{p*}.linear_fc1.weight{n}")
+    ),
+    # Experts that are one matrix each, numbered over all ranks, as one stacked 3-d tensor.
+    "megatron-experts": (
+        _written("{p*}.experts.linear_{f}.weight{e} -> {p*}.experts.linear_{f}.weight", each="e", stacked=True),
+    ),
+    # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate
+    # and up are one after the other in it.  Source: `sharded_state_dict` of Megatron's `TEGroupedMLP`.
+    "torch-dist-experts": (
+        _written("{p*}.experts.linear_{f}.weight{e} -> {p*}.experts.experts.linear_{f}.weight", each="e", stacked=True),
+    ),
+    # The same with Megatron's `singleton_local_shards`: every expert by its number, and its gate and up apart.
+    "torch-dist-singletons": (
+        _written("{p*}.experts.linear_{f}.weight{e} -> {p*}.experts.experts.{e}.linear_{f}.weight"),
+        _written(f"{_EXPERTS} -> {_EXPERTS}_w + {_EXPERTS}_v", shares=(1, 1), keeps_groups=True),
+    ),
+    # Megatron-LM's fsdp_dtensor stores the fused down-projection of MLA, and the norm in it, as runs without fusion
+    # have them.  Groups name the whole.  Source: `handle_mla_down_proj_in_state_dict` (#6271).  To split, add
+    # `shares`, such as [1536, 576]: q_lora_rank, and kv_lora_rank + qk_pos_emb_head_dim.
+    "megatron-mla": (
+        _written(
+            "{p*}.linear_q_down_proj.weight + {p*}.linear_kv_down_proj.weight -> {p*}.linear_qkv_down_proj.weight",
+            keeps_groups=True,
+        ),
+        _written("{p*}.input_layernorm.weight -> {p*}.self_attention.linear_qkv_down_proj.layer_norm_weight"),
+    ),
+    # And layers of multi-token prediction under the name that they had before.  Source: `handle_mtp_in_state_dict`.
+    "megatron-mtp": (_written("mtp.layers.{n}.transformer_layer.{p*} -> mtp.layers.{n}.mtp_model_layer.{p*}"),),
+    # Hugging Face's names: projections that are fused in some models and separate in others.  Joining takes the
+    # parts as they are; to split, add `shares`, such as [24, 8, 8].
+    "hf-qkv": (_written("{p*}.q_proj.weight + {p*}.k_proj.weight + {p*}.v_proj.weight -> {p*}.qkv_proj.weight"),),
+    "hf-gate-up": (_written("{p*}.gate_proj.weight + {p*}.up_proj.weight -> {p*}.gate_up_proj.weight", shares=(1, 1)),),
+}
+READY_MADE: Mapping[str, NameRules] = MappingProxyType({name: NameRules(rules) for name, rules in _TABLES.items()})
 
 _INVERSE = "inverse:"
 
@@ -250,7 +210,7 @@ def load_rules(name: str) -> NameRules:
     """
     plain = name.removeprefix(_INVERSE)
     try:
-        rules = NameRules.from_toml(READY_MADE.get(plain) or Path(plain).read_text(encoding="utf-8"))
+        rules = READY_MADE.get(plain) or NameRules.from_toml(Path(plain).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         near = f"{', '.join(READY_MADE)}{did_you_mean(plain, [*READY_MADE])}"
         raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {near}") from error

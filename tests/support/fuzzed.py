@@ -221,7 +221,7 @@ def parsers(folder: Path) -> dict[str, Fuzzed]:
         "flat_buffers": Fuzzed(file("buffers", "flat_buffers.json"), (json.dumps(index).encode(),)),
         "layer_wise": Fuzzed(_described(folder / "layer_wise", "layer_wise.json"), (json.dumps(layer_wise).encode(),)),
         "layer_wise_toml": Fuzzed(_described(folder / "toml", "layer_wise.toml"), (_LAYER_WISE_TOML,)),
-        "name_rules": Fuzzed(_name_rules, tuple(table.encode() for table in READY_MADE.values())),
+        "name_rules": Fuzzed(_name_rules, tuple(table.to_toml().encode() for table in READY_MADE.values())),
         "mesh_rules": Fuzzed(_mesh_rules, (b"ep=8,dp=2\n*experts*=ep:0,dp:1\n*=", b"dp=1\nw*=dp:0")),
     }
 
