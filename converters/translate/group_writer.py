@@ -42,7 +42,6 @@ class GroupWriter:
 
     Attributes:
         state: writes the state of their parameters, and so has its keys.
-        other_names: names by which the target may list options, each with its stored names, by the first of them.
         option_findings: what the report says of options, by method, each with the parameters whose they are.
         members: the parameters of groups that Megatron's common state has without names, by optimizer.
         unsaid: options that are written and that the source does not say, by the parameters that groups list.
@@ -50,7 +49,6 @@ class GroupWriter:
 
     source: TranslatedModel
     state: StateWriter
-    other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
     option_findings: dict[tuple[str, Check], list[str]] = field(default_factory=lambda: defaultdict(list))
     members: dict[str, list[list[str]]] = field(default_factory=dict)
     unsaid: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -145,21 +143,26 @@ class GroupWriter:
 
     def _renamed(self, group: ParameterGroup, members: Collection[str]) -> Iterator[ParameterGroup]:
         """Yield a group with its stored options, but for those that rules and the user change for its parameters."""
-        step, changes_by_name = self.source.choices.step, dict[str, dict[str, object]]()
+        step, listed, changes_by_name = self.source.choices.step, self.source.listed, dict[str, dict[str, object]]()
         stepped = (self.target.options_called("step") | {STEP}) & group.entries.keys()
         for name in members:
             changes_by_name[name] = dict.fromkeys(stepped, step) if step is not None else {}
-            if (parameter := self.source.listed.get(name)) is not None:
+            if (parameter := listed.get(name)) is not None:
                 if unsaid := self.source.unsaid_options(parameter):
                     self.unsaid[name] = unsaid & group.options.keys()
                 changes_by_name[name] |= self._restructured(group, parameter)
         for made in _by_options(changes_by_name, group) if members else (replace(group, parameters=(), options={}),):
-            names, changes = made.parameters, {**made.options}
+            names, changes, new_names = made.parameters, {**made.options}, self.source.new_names
             # The user's number of steps goes where AdamW looks for it, if it has no counters.
-            if step is not None and STEP not in group.entries and any(map(self._is_counted_by_group, names)):
+            counted = [listed[name] for name in names if name in listed and not listed[name].is_stateless]
+            averages = [p for p in counted if {"first", "second"} <= p.slots.keys() and STEP not in p.method.slots]
+            if step is not None and STEP not in group.entries and averages:
                 changes[STEP] = step
-            if NAMES in group.entries and self.source.new_names:
-                changes[NAMES] = self._new_names(group, names)
+            # A group may list names once more: its members', or all of a group with them.
+            if NAMES in group.entries and new_names:
+                all_names = group.options[NAMES]
+                renamed = chain.from_iterable(new_names.get(name, (name,)) for name in all_names)
+                changes[NAMES] = [*names] if {*all_names} <= {*group.parameters} else [*dict.fromkeys(renamed)]
             is_whole = names == group.parameters
             options = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS} | changes
             yield replace(made, options={o: value for o, value in options.items() if value is not _GONE})
@@ -177,19 +180,6 @@ class GroupWriter:
             if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
                 changes[option] = value
         return changes
-
-    def _is_counted_by_group(self, name: str) -> bool:
-        parameter = self.source.listed.get(name)
-        if parameter is None or parameter.is_stateless:
-            return False
-        return {"first", "second"} <= parameter.slots.keys() and STEP not in parameter.method.slots
-
-    def _new_names(self, group: ParameterGroup, members: Sequence[str]) -> list[str]:
-        """Return the names that a group lists once more, after rules: its members', or all of a group with them."""
-        stored_names, new_names = group.options[NAMES], self.source.new_names
-        if {*stored_names} <= {*group.parameters}:
-            return [*members]
-        return [*dict.fromkeys(chain.from_iterable(new_names.get(name, (name,)) for name in stored_names))]
 
     def _matrices(self, parameter: TranslatedParameter) -> Matrices | None:
         """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
@@ -281,8 +271,9 @@ class GroupWriter:
         has_kernel_dims = len(shape) > 3 and FLATTEN not in stored.common and "momentum" in parameter.method.slots
         if parameter.is_flattened or has_kernel_dims:
             common[FLATTEN] = True
-        stored = replace(stored, common=common)
-        written = OptionWriter(source.dialect, target, parameter.method, method, stored, shape).write(template_options)
+        stored, program = replace(stored, common=common), source.dialect
+        writer = OptionWriter(program, target, parameter.method, method, said_options, stored, shape)
+        written = writer.write(template_options)
         if not (parameter.is_flattened or has_kernel_dims):
             return written
         evidence = (
@@ -352,51 +343,40 @@ class GroupWriter:
 
     def _entries(self, groups: Sequence[ParameterGroup]) -> Iterator[OutputTensor | OutputItem]:
         """Yield the options of the target's groups: copies of stored ones, and values."""
-        keys, counts = self.target.keys, Counter[str]()
+        keys, counts, numbers = self.target.keys, Counter[str](), self.state.numbers
         # With flat keys, torch takes groups with equal values for one.
         names_by_values: defaultdict[str, list[str]] = defaultdict(list)
         for group in () if self.is_copied else groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
+        # The target may look up the options of stored names under others, each of all of these; it reads them all.
+        names_in_groups = (parameter.listed for parameter in self.source.parameters.values())
+        other_names: defaultdict[str, list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
+        for name, parts in self.target.listed_names((*self.source.parameters, *names_in_groups)).items():
+            other_names[parts[0]].append((name, parts))
         for group in groups:
-            options, is_listed = dict(group.options), bool(group.positions) if self.is_copied else keys.listed
+            options, names = dict(group.options), group.parameters
+            is_listed = bool(group.positions) if self.is_copied else keys.listed
             if self.target.names_option and not self.is_copied:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
-                options[self.target.names_option] = list(group.parameters) if is_listed else same_names
-            places = [] if is_listed else list(self._named_places(group))
+                options[self.target.names_option] = list(names) if is_listed else same_names
             if is_listed:
                 # A list keeps its numbers, but for groups that are added and move those behind them.
                 chain_name = group.chain if keys.chained else ""
                 number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
                 counts[chain_name] = number + 1
                 places = [(str(number), chain_name)]
-                names, numbers = group.parameters, self.state.numbers
                 listing = [int(numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
                 options.setdefault(PARAMS, listing)
+            else:
+                # Options by name are in the optimizer of each parameter.
+                listed = self.source.listed
+                chains = {n: group.chain if self.is_copied else self.state.chain(listed[n]) for n in names}
+                places = [*chains.items()]
+                for member, chain_name in chains.items():
+                    others = other_names.get(member, ())
+                    places += [(n, chain_name) for n, parts in others if {*map(chains.get, parts)} == {chain_name}]
             for option, value in options.items():
-                yield from (
-                    written_at(keys.write_option(name, option, chain_name), value) for name, chain_name in places
-                )
-
-    def _named_places(self, group: ParameterGroup) -> Iterator[tuple[str, str]]:
-        """Yield the names under which keys have the options of a group, with the optimizer of each."""
-        names_by_chain: defaultdict[str, list[str]] = defaultdict(list)
-        for name in group.parameters:
-            chain_name = group.chain if self.is_copied else self.state.chain(self.source.listed[name])
-            names_by_chain[chain_name].append(name)
-        for chain_name, names in names_by_chain.items():
-            yield from ((name, chain_name) for name in self._listed_names(names))
-
-    def _listed_names(self, members: Sequence[str]) -> list[str]:
-        """Return the names under which the target may look up the options of a group's members; it reads them all."""
-        if self.other_names is None:
-            self.other_names = defaultdict(list)
-            names_in_groups = (parameter.listed for parameter in self.source.parameters.values())
-            for name, parts in self.target.listed_names((*self.source.parameters, *names_in_groups)).items():
-                self.other_names[parts[0]].append((name, parts))
-        names = [*members]
-        for member in members:
-            names += [name for name, parts in self.other_names.get(member, ()) if {*parts} <= {*members}]
-        return names
+                yield from (written_at(keys.write_option(name, option, chain), value) for name, chain in places)
 
     @property
     def _common_items(self) -> list[Blob]:

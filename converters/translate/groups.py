@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -34,17 +34,13 @@ class GroupOptions:
     """The options of a group for parameters of one shape.
 
     Attributes:
-        options: as the source calls them.
         common: by their common names.
-        private: those without a common name, as the source calls them.
-        expectations: for private options whose values are of another kind than the source's program has, which kind
-            was expected.
+        private: the source's names of those that have none, each with what was expected where its value is of another
+            kind.
     """
 
-    options: Mapping[str, object]
-    common: Mapping[str, object]
-    private: Mapping[str, object]
-    expectations: Mapping[str, str] = field(default_factory=dict)
+    common: Mapping[str, Any]
+    private: Mapping[str, str]
 
 
 _EXECUTION_OPTIONS = frozenset(
@@ -79,30 +75,24 @@ def common_options(
     expectations = dialect.misfits(group_options)
     options = {option: value for option, value in group_options.items() if option not in expectations}
     # Constants of the program come first; the options of its group replace them.
-    named = {
-        *method.all_options,
-        *_EXECUTION_OPTIONS,
-        *HISTORY_OPTIONS,
-        *structure_options(dialect),
-        dialect.method_option,
-    }
     common: dict[str, Any] = dict(dialect.constant_options.get(method.name, {}))
+    option_names: dict[str, tuple[str, ...]] = {}
     for coding in method.encodings:
         common |= coding.decode(options, shape)
+        option_names |= dict.fromkeys(coding.common, coding.options)
     if "ns_coefficients" in common:
         with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays unchanged
             common["ns_coefficients"] = plain_coefficients(common["ns_coefficients"])
     common |= {option: value for option, value in options.items() if option in HISTORY_OPTIONS}
     # A number with which no update is possible is said, and goes nowhere.
-    option_names = {name: coding.options for coding in method.encodings for name in coding.common}
     for name, (least, largest, words) in _RANGES.items():
         value = common.get(name)
         if isinstance(value, int | float) and not least <= value <= largest:
             expectations |= {option: words for option in option_names.get(name, ()) if option in options}
             del common[name]
-    private = {option: value for option, value in options.items() if option not in named}
-    private |= {option: group_options[option] for option in expectations}
-    return GroupOptions(group_options, common, private, expectations)
+    named = method.all_options | _EXECUTION_OPTIONS | HISTORY_OPTIONS | structure_options(dialect)
+    private = dict.fromkeys(options.keys() - named - {dialect.method_option}, "")
+    return GroupOptions(common, private | expectations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +113,32 @@ class WrittenOptions:
 class OptionWriter:
     """Translates the options of a group to the target's names and values, and reports the lost and the added ones.
 
-    The stored options of the source count first, then the template, then a new optimizer of the target's program; what
-    none of them has, the running optimizer keeps.  ``source_method`` and ``method`` are how the source and the target
-    store the state.
+    The stored ``options`` of the source count first, then the template, then a new optimizer of the target's program;
+    what none of them has, the running optimizer keeps.  ``source_method`` and ``method`` are how the source and the
+    target store the state.
     """
 
     source: Dialect
     target: Dialect
     source_method: StoredMethod
     method: StoredMethod
+    options: Mapping[str, Any]
     stored: GroupOptions
     shape: Index
 
     def write(self, template_options: Mapping[str, object]) -> WrittenOptions:
-        """Return the target's options; those of a template count where the source says nothing."""
-        # Options that the target can express, and others: a loss that would change the update is refused.
+        """Return the target's options; those of a template count where the source says nothing.
+
+        Raises:
+            SourceError: the target cannot store a value without which the update is another one altogether.
+        """
         target, method = self.target, self.method
         options, losses = self._translated()
-        lent = {name: self._lent_options(name) for name in losses}
-        findings = [*self._lost(losses, lent), *self._assumed(), *self._left_behind()]
+        # A new optimizer's options stand in for those with which the target would express what is lost.
+        lent: dict[str, dict[str, object]] = {name: {} for name in losses}
+        for name, coding in ((name, coding) for name in losses for coding in method.codings if name in coding.common):
+            lent[name] |= {o: method.default_options[o] for o in coding.options if o in method.default_options}
+        findings = [*self._lost(losses, lent), *self._unsaid_constants(), *self._private_options()]
         # The template's options that the source does not say; those that change no update are not reported.
         additions = {o: v for o, v in template_options.items() if o not in {*options, target.method_option}}
         reason = f"{self.source.name} does not say it; taken from the template"
@@ -149,12 +146,12 @@ class OptionWriter:
             findings.append(_check(Action.CARRIED, {option: additions[option]}, reason))
         options |= additions
         # Options of a new optimizer of the target's program, which cannot run without them.
-        unsaid = set[str]()
+        unsaid, lent_options = set[str](), {*chain.from_iterable(lent.values())}
         for option, value in method.default_options.items():
             if option in options or option in target.unwritten_options:
                 continue
             options[option] = value
-            if not any(option in replacements for replacements in lent.values()):
+            if option not in lent_options:
                 unsaid.add(option)
                 reason = f"{self._silence(option)}; the value is a new optimizer's, recorded as unsaid"
                 findings.append(_check(Action.SET, {option: value}, reason))
@@ -182,19 +179,14 @@ class OptionWriter:
                 target_options |= encoded
         target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
         # A value without a name is no loss where the target's program always computes with it, or it changes nothing.
+        constants = self.target.constant_options.get(self.method.name, {})
         for name, value in common.items():
-            if name not in translatable_names and value not in (self._constants.get(name), _SILENT_VALUES.get(name)):
+            if name not in translatable_names and value not in (constants.get(name), _SILENT_VALUES.get(name)):
                 losses[name] = value
-        for option in self.target.unwritten_options & target_options.keys():
-            del target_options[option]
-        return target_options, losses
+        return {o: v for o, v in target_options.items() if o not in self.target.unwritten_options}, losses
 
     def _lost(self, losses: Mapping[str, object], lent: Mapping[str, Mapping[str, object]]) -> Iterator[Check]:
-        """Report values that the target cannot store, in the source's words, and those that stand in their place.
-
-        Raises:
-            SourceError: without one of them the update is another one altogether.
-        """
+        """Report values that the target cannot store, in the source's words, and those that stand in their place."""
         for name, value in sorted(losses.items()):
             if name in _REFUSED:
                 raise SourceError(
@@ -204,51 +196,41 @@ class OptionWriter:
                 )
             if lent[name].get(name) == value:
                 continue
-            words, reason = self._source_words(name, value), f"{self.target.name} has no option for it"
+            # Rules may have changed which matrices are in the parameter: others are said as they are stored.
+            coding = next((coding for coding in self.source_method.encodings if name in coding.common), None)
+            words: Mapping[str, object] | None = None
+            if coding is not None and name in FUSION:
+                words = coding.write(coding.meanings(self.stored.common), self.shape)
+            elif coding is not None:
+                options = (name,) if name in coding.options else coding.options
+                words = {o: self.options[o] for o in options if o in self.options}
+            reason = f"{self.target.name} has no option for it"
             if lent[name]:
                 written = ", ".join(f"{option}={default!r}" for option, default in lent[name].items())
                 reason = f"{self.target.name} cannot say it; {written} is written, as in a new optimizer"
+            action = Action.LEFT if name in _ROUNDING else Action.SET
             if name == "adjust_lr_fn" and self.method.derived:
-                yield _check(Action.CARRIED, words, f"by {', '.join(self.method.derived)} of each parameter")
-            else:
-                yield _check(Action.LEFT if name in _ROUNDING else Action.SET, words, reason)
+                action, reason = Action.CARRIED, f"by {', '.join(self.method.derived)} of each parameter"
+            yield _check(action, words or {name: value}, reason)
 
-    def _source_words(self, name: str, value: object) -> Mapping[str, object]:
-        """Return the source's options that say a common one, with their values; else the common one."""
-        coding = next((coding for coding in self.source_method.encodings if name in coding.common), None)
-        if coding is None:
-            return {name: value}
-        if name in FUSION:  # rules may have changed it
-            return coding.write(coding.meanings(self.stored.common), self.shape) or {name: value}
-        options = (name,) if name in coding.options else coding.options
-        return {o: self.stored.options[o] for o in options if o in self.stored.options} or {name: value}
-
-    def _lent_options(self, name: str) -> Mapping[str, object]:
-        """Return the options of a new optimizer that replace those with which the target would express a common one."""
-        options = [o for coding in self.method.codings if name in coding.common for o in coding.options]
-        return {o: self.method.default_options[o] for o in options if o in self.method.default_options}
-
-    def _assumed(self) -> Iterator[Check]:
+    def _unsaid_constants(self) -> Iterator[Check]:
         """Report the constants of the target's program, with which it computes whatever the source did and left out."""
-        for name in self._constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys():
+        constants = self.target.constant_options.get(self.method.name, {})
+        for name in constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys():
             hint = self.source.hints.get(name, "unknown")
             reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
-            yield _check(Action.SET, {name: self._constants[name]}, reason)
+            yield _check(Action.SET, {name: constants[name]}, reason)
 
-    def _left_behind(self) -> Iterator[Check]:
+    def _private_options(self) -> Iterator[Check]:
         """Report options without a common name, which stay behind, as the target may mean something else by them."""
         target_names = set[str]().union(*(method.all_options for method in self.target.methods))
-        for option, value in self.stored.private.items():
+        for option, expected in self.stored.private.items():
             reason = f"no counterpart in {self.target.name}"
-            if option in self.stored.expectations:
-                reason = f"expected {self.stored.expectations[option]}, so what it means is unknown"
+            if expected:
+                reason = f"expected {expected}, so what it means is unknown"
             elif option in target_names:
                 reason = f"nothing says that it means what {self.target.name}'s option of this name does"
-            yield _check(Action.LEFT, {option: value}, reason)
-
-    @property
-    def _constants(self) -> Mapping[str, object]:
-        return self.target.constant_options.get(self.method.name, {})
+            yield _check(Action.LEFT, {option: self.options[option]}, reason)
 
     def _silence(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""

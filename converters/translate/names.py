@@ -139,7 +139,8 @@ def _rule(row: Mapping[str, Any]) -> NameRule:
     for kind, value in values:
         if type(value) is not kind:  # so that a bool is not taken for an int
             raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
-    return NameRule(*map(tuple, sides), **{**options, "shares": tuple(shares)})
+    source, target = map(tuple, sides)
+    return NameRule(source, target, **{**options, "shares": tuple(shares)})
 
 
 def _row(rule: NameRule) -> dict[str, object]:

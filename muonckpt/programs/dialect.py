@@ -83,14 +83,14 @@ class Keys:
     def read_state(self, path: KeyPath) -> Reading | None:
         for key in OptimizerKey.of_slot(path):
             has_name = key.place not in self.numbered or NUMBER.fullmatch(key.name)
-            if key.place in self.optimizers and has_name and "." not in key.leaf:
+            if key.place in self.optimizers and has_name and key.leaf and "." not in key.leaf:
                 return self._reading(key)
         return None
 
     def read_option(self, path: KeyPath) -> Reading | None:
         readings = OptimizerKey.of_option if self.wrappers is None else OptimizerKey.of_parameter_option
         for key in readings(path):
-            if key.place in self.optimizers and "." not in key.leaf:
+            if key.place in self.optimizers and key.leaf and "." not in key.leaf:
                 is_listed = self.wrappers is None and not key.place.flat
                 return Reading(key.name, key.leaf, self._chain(key.place), True) if is_listed else self._reading(key)
         return None
@@ -101,6 +101,7 @@ class Keys:
         Raises:
             SourceError: it could not be read back; so do the others.
         """
+        chain = chain if len(self.models) > 1 else ""
         place = next((place for place in self.models if str(place) == chain), self.models[0])
         bare_name = name.removeprefix(self.qualifiers.get(chain, ""))
         return self._checked((*place.root, place.prefix + bare_name), self.read_weight, Reading(name, "", chain))
