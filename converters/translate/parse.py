@@ -36,7 +36,10 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[Pa
     names: dict[str, str] = {}
     if dialect.numbered:
         groups, names = name_numbers(groups, values)
-        names |= _recorded_names(manifest, dialect)
+        for tensor, (number, *_) in dialect.state_in(manifest.tensors):
+            # The number is with its optimizer; manifests may have it alone.
+            if tensor.name not in (None, number, number.rpartition("#")[2]):
+                names[number] = str(tensor.name)
         groups = tuple(_renamed(group, names) for group in groups)
     # The keys of state count, even against other records.
     keys_by_state: dict[tuple[str, str], str] = {}
@@ -55,7 +58,10 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[Pa
             keys_by_state[name, slot] = tensor.key
             tensor = replace(tensor, name=name, slot=slot)
         tensors.append(tensor)
-    counts = _common_counts(manifest, dialect, values)
+    counts: dict[str, int] = {}
+    for _, chain, _, count in _common_optimizers(manifest, dialect, values):
+        if isinstance(count, int):
+            counts |= dict.fromkeys(_names_by_chain(manifest, dialect).get(chain, ()), count)
     view = replace(model_view(replace(manifest, tensors=tuple(tensors)), dialect, groups, names), counts=counts)
     # Other state would keep its keys and its convention silently.
     if not view.parameters:
@@ -120,49 +126,48 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
             raise SourceError(f"group {position} does not list its parameters under {PARAMS!r}")
         names = tuple(dialect.keys.full_name(str(name), chain) for name in values.read(options[PARAMS]))
         groups.append(_group(names, options, values, (position,), chain))
+    groups += _groups_by_name(named_entries, manifest, dialect, values)
+    if not dialect.chained:
+        return tuple(groups)
+    # An optimizer does not update parameters whose state is in another one.
+    chains_by_name: defaultdict[str, set[str]] = defaultdict(set)
+    for _, reading in dialect.state_in(manifest.tensors):
+        chains_by_name[reading.name].add(reading.chain)
+    own_groups = []
+    for group in groups:
+        names = tuple(n for n in group.parameters if group.chain in chains_by_name.get(n, {group.chain}))
+        own_groups += [replace(group, parameters=names)] if names or not group.parameters else []
+    return tuple(own_groups)
+
+
+def _groups_by_name(
+    named_entries: Mapping[tuple[str, str], Mapping[str, Entry]], manifest: Manifest, dialect: Dialect, values: Values
+) -> Iterator[ParameterGroup]:
+    """Yield a group for each parameter that has options, which are by optimizer and name."""
     # Options may have a name of their own for parameters that are stored under others, or in parts.
-    listed_names = dialect.listed_names(_stored_names(manifest, dialect)) if dialect.option_names else {}
+    stored_names: list[str] = []
+    for tensor in manifest.tensors if dialect.option_names else ():
+        readings = dialect.keys.read_state(tensor.path), dialect.keys.read_weight(tensor.path)
+        stored_names += (reading.name for reading in readings if reading)
+    listed_names = dialect.listed_names(stored_names)
     members = {key: listed_names.get(key[1], (key[1],)) for key in named_entries}
+
+    def stated(key: tuple[str, str]) -> dict[str, str]:
+        return {option: repr(values.read(entry)) for option, entry in named_entries[key].items()}
+
     keys_by_member: dict[tuple[str, str], tuple[str, str]] = {}
     for key in sorted(named_entries, key=lambda key: -len(members[key])):
         for name in members[key]:
             first_key = keys_by_member.setdefault((key[0], name), key)
-            if first_key != key and _values(named_entries[first_key], values) != _values(named_entries[key], values):
+            if first_key != key and stated(first_key) != stated(key):
                 raise SourceError(
                     f"options are listed of {first_key[1]!r} and of {key[1]!r}, which are one parameter, and differ: "
                     "make a copy without one of them, by `select=` of muonckpt.convert"
                 )
     for key, options in named_entries.items():
         names = tuple(name for name in members[key] if keys_by_member[key[0], name] == key)
-        groups += [_group(names, options, values, (), key[0])] if names else []
-    return tuple(_without_state_elsewhere(groups, manifest, dialect) if dialect.chained else groups)
-
-
-def _without_state_elsewhere(
-    groups: Iterable[ParameterGroup], manifest: Manifest, dialect: Dialect
-) -> Iterator[ParameterGroup]:
-    """Yield the groups without parameters whose state is in another optimizer, which does not update them."""
-    chains_by_name: defaultdict[str, set[str]] = defaultdict(set)
-    for _, reading in dialect.state_in(manifest.tensors):
-        chains_by_name[reading.name].add(reading.chain)
-    for group in groups:
-        names = [name for name in group.parameters if group.chain in chains_by_name.get(name, {group.chain})]
-        if names or not group.parameters:
-            yield replace(group, parameters=tuple(names))
-
-
-def _values(entries: Mapping[str, Entry], values: Values) -> dict[str, str]:
-    return {option: repr(values.read(entry)) for option, entry in entries.items()}
-
-
-def _stored_names(manifest: Manifest, dialect: Dialect) -> set[str]:
-    """Return the names of parameters that have a weight or state."""
-    names: set[str] = set()
-    for tensor in manifest.tensors:
-        for read in (dialect.keys.read_state, dialect.keys.read_weight):
-            if reading := read(tensor.path):
-                names.add(reading.name)
-    return names
+        if names:
+            yield _group(names, options, values, (), key[0])
 
 
 def _group(
@@ -191,16 +196,6 @@ def _renamed(group: ParameterGroup, names: Mapping[str, str]) -> ParameterGroup:
     return replace(group, parameters=tuple(names.get(number, number) for number in group.parameters))
 
 
-def _recorded_names(manifest: Manifest, dialect: Dialect) -> dict[str, str]:
-    """Return the names that the manifest records of numbers."""
-    names: dict[str, str] = {}
-    for tensor, (number, *_) in dialect.state_in(manifest.tensors):
-        # The number is with its optimizer; manifests may have it alone.
-        if tensor.name not in (None, number, number.rpartition("#")[2]):
-            names[number] = str(tensor.name)
-    return names
-
-
 def _groups_in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[ParameterGroup]:
     """Yield the groups in Megatron's common state, as far as their parameters are known.
 
@@ -209,23 +204,22 @@ def _groups_in_common(manifest: Manifest, dialect: Dialect, values: Values) -> I
     """
     names, number = _names_by_chain(manifest, dialect), 0
     for blob, chain, groups, _ in _common_optimizers(manifest, dialect, values):
-        stated = [{o: v for o, v in group.items() if o != PARAMS and _is_plain(v)} for group in groups]
-        members = _members(manifest, chain, len(groups))
+        stated: list[dict[str, Any]] = [{} for _ in groups]
+        for options, group in zip(stated, groups, strict=True):
+            for option, value in group.items():
+                parts = value if isinstance(value, list | tuple) else (value,)
+                if option != PARAMS and all(isinstance(part, _SCALAR) for part in parts):
+                    options[option] = value
+        members: list[tuple[str, ...]] = []
+        match manifest.provenance.get(GROUP_MEMBERS):
+            case {**recorded} if isinstance(names_of := recorded.get(chain), list) and len(names_of) == len(groups):
+                members = [tuple(map(str, group_names)) for group_names in names_of]
         if not members and all(group == stated[0] for group in stated):
             members, stated = [names[chain]] if chain in names else [], stated[:1]
         for group_names, options in zip(members, stated, strict=False):
             entries = {option: values.part(blob, f"{chain}{number}.{option}", v) for option, v in options.items()}
             yield _group(group_names, entries, values, (number,), "")
             number += 1
-
-
-def _common_counts(manifest: Manifest, dialect: Dialect, values: Values) -> dict[str, int]:
-    """Return the number of updates that an optimizer in Megatron's common state counts for all its parameters."""
-    counts: dict[str, int] = {}
-    for _, chain, _, count in _common_optimizers(manifest, dialect, values):
-        if isinstance(count, int):
-            counts |= dict.fromkeys(_names_by_chain(manifest, dialect).get(chain, ()), count)
-    return counts
 
 
 def _names_by_chain(manifest: Manifest, dialect: Dialect) -> dict[str, tuple[str, ...]]:
@@ -248,14 +242,6 @@ def _common_optimizers(manifest: Manifest, dialect: Dialect, values: Values) -> 
                 yield blob, chain, groups, count
 
 
-def _members(manifest: Manifest, chain: str, count: int) -> list[tuple[str, ...]]:
-    """Return the recorded names of parameters in each group of an optimizer; none if they are not recorded."""
-    match manifest.provenance.get(GROUP_MEMBERS):
-        case {**optimizers} if isinstance(groups := optimizers.get(chain), list) and len(groups) == count:
-            return [tuple(map(str, names)) for names in groups]
-    return []
-
-
 def _optimizers(chain: str, node: Any) -> Iterator[tuple[str, Sequence[dict[str, Any]], object]]:
     """Yield the groups of each optimizer, with the prefix of its keys; :mod:`.group_writer` writes the same nesting."""
     match node:
@@ -268,11 +254,6 @@ def _optimizers(chain: str, node: Any) -> Iterator[tuple[str, Sequence[dict[str,
             for number, child in node.items():
                 if isinstance(number, int):
                     yield from _optimizers(f"{chain}chained_{number}.", child)
-
-
-def _is_plain(value: object) -> bool:
-    parts = value if isinstance(value, list | tuple) else (value,)
-    return all(isinstance(part, _SCALAR) for part in parts)
 
 
 def merge_equal(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:

@@ -177,11 +177,6 @@ def equal_parts(option: str, always: bool) -> Coding:
     return Coding((option,), ("pieces",), read, write, optional=True, neutral={option: 1})
 
 
-def _read_splits(options: OptionValues, shape: Index) -> OptionValues:
-    sizes = options.get("split_sizes")
-    return _equal_parts(options.get("num_heads"), shape) if sizes is None else {"pieces": tuple(sizes)}
-
-
 def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
     pieces = common.get("pieces")
     if pieces is None or len(pieces) == 1:
@@ -192,7 +187,11 @@ def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
 SPLITS = Coding(
     ("split_sizes", "num_heads"),
     ("pieces",),
-    _read_splits,
+    lambda options, shape: (
+        _equal_parts(options.get("num_heads"), shape)
+        if options.get("split_sizes") is None
+        else {"pieces": tuple(options["split_sizes"])}
+    ),
     _write_splits,
     optional=True,
     neutral={"split_sizes": None, "num_heads": None},
@@ -271,15 +270,14 @@ ALGORITHM = Coding(
 November 2026, so it is read and not written."""
 
 
-def _read_coupled(options: OptionValues, shape: Index) -> OptionValues:
-    coupled = options.get("decoupled_weight_decay") is False and options.get("weight_decay")
-    return {"coupled": options["weight_decay"]} if coupled else {}
-
-
 COUPLED = Coding(
     ("decoupled_weight_decay", "weight_decay"),
     ("coupled",),
-    _read_coupled,
+    lambda options, shape: (
+        {"coupled": options["weight_decay"]}
+        if options.get("decoupled_weight_decay") is False and options.get("weight_decay")
+        else {}
+    ),
     lambda common, shape: {"decoupled_weight_decay": False} if common else {},
     optional=True,
 )

@@ -17,10 +17,6 @@ _FORMS: dict[str, OptionValues] = {
 """The common options that each ``ns_method`` means; a device that lacks the dtype computes in float32."""
 
 
-def _read_form(options: OptionValues, shape: Index) -> OptionValues:
-    return _FORMS.get(options.get("ns_method", ""), {})
-
-
 def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
     if "gram" not in common:
         return {}
@@ -33,13 +29,19 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
     return None
 
 
-def _write_flatten(common: OptionValues, shape: Index) -> OptionValues | None:
-    is_expressible = len(shape) < 3 or common.get("flatten", len(shape) == 4) == (len(shape) == 4)
-    return {"use_muon": True} if is_expressible else None
-
-
+_FORM = Coding(
+    ("ns_method",),
+    ("gram", "ns_dtype"),
+    lambda options, shape: _FORMS.get(options.get("ns_method", ""), {}),
+    _write_form,
+)
 _KERNELS = Coding(
-    ("use_muon",), ("flatten",), lambda _, shape: {"flatten": True} if len(shape) == 4 else {}, _write_flatten
+    ("use_muon",),
+    ("flatten",),
+    lambda _, shape: {"flatten": True} if len(shape) == 4 else {},
+    lambda common, shape: (
+        {"use_muon": True} if len(shape) < 3 or common.get("flatten", len(shape) == 4) == (len(shape) == 4) else None
+    ),
 )
 """It flattens what has four dims, and takes all else for stacks."""
 
@@ -53,7 +55,7 @@ PROGRAM = Dialect(
             "muon",
             {"momentum": "momentum_buffer"},
             {**RATES, "momentum": "momentum"},
-            (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), _KERNELS),
+            (_FORM, _KERNELS),
             inert_options={"name": "muon-params"},
             default_options={"ns_method": "gram"},
         ),

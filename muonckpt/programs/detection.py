@@ -88,7 +88,14 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     flat = keys.optimizers[0].flat if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
-    models = (_model_place(_path(roots["model"]), is_wrapped),) if "model" in roots else keys.models
+    models = keys.models
+    if "model" in roots:
+        # In Megatron-LM's form the model's wrappers are a part of names.
+        path = _path(roots["model"])
+        depth = len(path)
+        while is_wrapped and depth and path[depth - 1] == WRAPPER:
+            depth -= 1
+        models = (KeyPlace(path[:depth], "".join(f"{part}." for part in path[depth:])),)
     optimizer = KeyPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
     numbered = frozenset({optimizer} if dialect.numbered else ())
     wrappers = "".join(f"{part}." for part in _path(roots["parameters"])) if "parameters" in roots else keys.wrappers
@@ -124,14 +131,6 @@ def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
     model = keys.models[0] if len(keys.models) == 1 else replace(keys.models[0], root=(_MODEL,))
     roots = {"model": str(model), "parameters": keys.wrappers.removesuffix(".")}
     return {dialect.name: roots if dialect.chained else {**roots, "optimizer": key_of(keys.optimizers[0].root)}}
-
-
-def _model_place(path: KeyPath, is_wrapped: bool) -> KeyPlace:
-    """Return the place of a model under a path, whose wrappers are a part of names in Megatron-LM's form."""
-    depth = len(path)
-    while is_wrapped and depth and path[depth - 1] == WRAPPER:
-        depth -= 1
-    return KeyPlace(path[:depth], "".join(f"{part}." for part in path[depth:]))
 
 
 def _path(root: str) -> KeyPath:
@@ -355,8 +354,12 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
         return Detected(dialect_at(named, keys_in(manifest).keys), ("`from_dialect=` names it",))
     # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
-        if dialect.has_own_form and (example := _state_key(dialect, manifest)):
-            return Detected(dialect, (f"its state is under keys such as {example!r}",))
+        # Only known slots count, since a name could begin there.
+        known_slots = frozenset[str]().union(*(method.slots.values() for method in dialect.methods))
+        entries = chain[Any](manifest.tensors, manifest.blobs) if dialect.has_own_form else ()
+        for entry, reading in dialect.state_in(entries):
+            if reading.leaf in known_slots:
+                return Detected(dialect, (f"its state is under keys such as {entry.key!r}",))
     # Options by parameter tell Megatron-FSDP's, whatever wraps its names.
     found_keys = keys_in(manifest)
     if found_keys.keys.wrappers is not None:
@@ -365,7 +368,20 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
         return Detected(dialect_at(DIALECTS["fsdp_dtensor"], found_keys.keys), (reason,))
     # State in torch's forms tells it by slots and options.
     if found_keys.keys.optimizers:
-        return _by_marks(found_keys)
+        keys = found_keys.keys
+        places = ", ".join(map(str, keys.optimizers))
+        form = "flat" if any(place.flat for place in keys.optimizers) else "numbered" if keys.numbered else "nested"
+        reason = f"{places} has torch's {form} keys, such as {found_keys.example!r}"
+        # Plug-ins are asked only where no built-in program has a mark.
+        marks, void = _marks(found_keys, DIALECTS)
+        if not marks:
+            marks, void = _marks(found_keys, with_plugins())
+        if len(marks) > 1:
+            programs_marked = ", ".join(f"{dialect.name} (only it writes the {mark})" for dialect, mark in marks)
+            raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
+        for dialect, mark in marks:
+            return Detected(dialect_at(dialect, keys), (reason, f"only it writes the {mark}"))
+        return _unknown_program(keys, reason, *void or ("no slot or option is written by one program only",))
     # A model without an optimizer tells only where it lies.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
     models = [
@@ -424,31 +440,6 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
         return ()
     why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
     return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)
-
-
-def _state_key(dialect: Dialect, manifest: Manifest) -> str | None:
-    """Return the first key of state; only known slots count, since a name could begin there."""
-    known_slots = frozenset[str]().union(*(method.slots.values() for method in dialect.methods))
-    state = chain[Any](dialect.state_in(manifest.tensors), dialect.state_in(manifest.blobs))
-    return next((entry.key for entry, reading in state if reading.leaf in known_slots), None)
-
-
-def _by_marks(found_keys: FoundKeys) -> Detected:
-    """Return the program that the slots and options tell, or none."""
-    keys = found_keys.keys
-    places = ", ".join(map(str, keys.optimizers))
-    form = "flat" if any(place.flat for place in keys.optimizers) else "numbered" if keys.numbered else "nested"
-    reason = f"{places} has torch's {form} keys, such as {found_keys.example!r}"
-    # Plug-ins are asked only where no built-in program has a mark.
-    marks, void = _marks(found_keys, DIALECTS)
-    if not marks:
-        marks, void = _marks(found_keys, with_plugins())
-    if len(marks) > 1:
-        programs_marked = ", ".join(f"{dialect.name} (only it writes the {mark})" for dialect, mark in marks)
-        raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
-    for dialect, mark in marks:
-        return Detected(dialect_at(dialect, keys), (reason, f"only it writes the {mark}"))
-    return _unknown_program(keys, reason, *void or ("no slot or option is written by one program only",))
 
 
 def _unknown_program(keys: Keys, *reasons: str) -> Detected:

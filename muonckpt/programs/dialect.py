@@ -247,10 +247,6 @@ _FOREIGN: Mapping[tuple[str, ...], StoredMethod] = MappingProxyType(
 """Methods whose state looks like that of a known one but means something else, by options that their groups have."""
 
 
-_SHARED_SLOTS = frozenset({"momentum", "master"})
-"""Common names of slots that mean the same in every method of a program."""
-
-
 @dataclass(frozen=True, slots=True)
 class OptionKind:
     """A kind of values of an option, with its description for messages."""
@@ -266,27 +262,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _are_numbers(value: object, count: int) -> bool:
-    return isinstance(value, list | tuple) and len(value) == count and all(map(_is_number, value))
-
-
-def _are_rows(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(_are_numbers(row, 3) for row in value)
-
-
-def _are_whole(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_COUNT.includes, value))
+def _are_all(includes: Callable[[Any], bool], value: object, count: int | None = None) -> bool:
+    return isinstance(value, list | tuple) and count in (None, len(value)) and all(map(includes, value))
 
 
 _NUMBER = OptionKind("a number", _is_number)
 _COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
-_COUNTS = OptionKind("whole numbers", _are_whole)
+_COUNTS = OptionKind("whole numbers", lambda value: _are_all(_COUNT.includes, value))
 FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
 _WORD = OptionKind("a word", lambda value: isinstance(value, str))
-_PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
+_PAIR = OptionKind("two numbers", lambda value: _are_all(_is_number, value, 2))
 ANYTHING = OptionKind("anything", lambda value: True)
-TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
-_TRIPLES = OptionKind("three numbers, or three for each step", lambda v: _are_numbers(v, 3) or _are_rows(v))
+TRIPLE = OptionKind("three numbers", lambda value: _are_all(_is_number, value, 3))
+_TRIPLES = OptionKind(
+    "three numbers, or three for each step", lambda v: TRIPLE.includes(v) or (bool(v) and _are_all(TRIPLE.includes, v))
+)
 
 _KINDS: Mapping[str, OptionKind] = MappingProxyType(
     dict.fromkeys(("lr", "weight_decay", "wd", "momentum", "mu", "beta1", "beta2", "muon_beta2"), _NUMBER)
@@ -538,18 +528,6 @@ class Dialect:
                 return method, " and ".join(map(repr, signs)) + absent
         return None
 
-    def _user_method(self, name: str, slots: Iterable[str]) -> StoredMethod:
-        """Return the method of a user that a group names, with these slots."""
-        common_names: dict[str, str] = {}
-        for method in self.methods:
-            common_names |= {slot: common for common, slot in method.slots.items() if common in _SHARED_SLOTS}
-        # Its matrices are described as those of any other method.
-        usual = self.methods[0]
-        options = {common: option for common, option in usual.options.items() if common in FUSION}
-        codings = tuple(coding for coding in usual.codings if {*coding.common} <= {*FUSION})
-        stored_slots = {common_names.get(slot, f"own {slot}"): slot for slot in sorted(slots)}
-        return StoredMethod(name, stored_slots, options, codings, family=self.name)
-
     def methods_with(self, slots: frozenset[str], name: str | None) -> list[StoredMethod]:
         """Return the methods that keep these slots, perhaps besides one for the number of steps.
 
@@ -558,7 +536,13 @@ class Dialect:
         """
         stored = slots - self.derived
         if self.takes_methods and name is not None and all(method.name != name for method in self.methods):
-            return [self._user_method(name, stored)]
+            # A user's method, whose matrices are described as those of any other.
+            common_names = {slot: common for common in ("momentum", "master") for slot in self.slots_called(common)}
+            stored_slots = {common_names.get(slot, f"own {slot}"): slot for slot in sorted(stored)}
+            usual = self.methods[0]
+            options = {common: option for common, option in usual.options.items() if common in FUSION}
+            codings = tuple(coding for coding in usual.codings if {*coding.common} <= {*FUSION})
+            return [StoredMethod(name, stored_slots, options, codings, family=self.name)]
         methods = [m for m in self.methods if {*m.slots.values()} in (stored, stored | {m.slots.get("step")})]
         return sorted(methods, key=lambda method: method.name != name)
 

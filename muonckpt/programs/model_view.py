@@ -260,11 +260,17 @@ def model_view(
     parameters = {}
     for name in {**weights, **state}:
         slots, group = state.get(name, {}), groups_by_name.get(name)
-        method = _method(program, frozenset(slots), group)
-        if method and group and method.absent_options & group.options.keys():
-            method = None
+        options = group.options if group else {}
+        # Slots and a group's options tell the method; some have lost state of another, or step no such shape.
+        foreign, method_name = program.foreign_method(options), options.get(program.method_option or "")
+        methods = program.methods_with(frozenset(slots), method_name if isinstance(method_name, str) else None)
+        method = foreign[0] if foreign else next(iter(methods), None)
         shape = weights[name].shape if name in weights else max((t.shape for t in slots.values()), key=math.prod)
-        if method in program.methods and not method.steps_shape(shape):
+        if method and (
+            not slots
+            or method.absent_options & options.keys()
+            or (method in program.methods and not method.steps_shape(shape))
+        ):
             method = None
         slot_roles = usual_roles | _roles_of([method] if method else [])
         for slot, tensor in slots.items():
@@ -295,14 +301,3 @@ def _roles_of(methods: Iterable[StoredMethod]) -> dict[str, Role]:
     for method in methods:
         roles |= {slot: _ROLES.get(common, Role.STATE) for common, slot in method.slots.items()}
     return roles
-
-
-def _method(dialect: Dialect, slots: frozenset[str], group: ParameterGroup | None) -> StoredMethod | None:
-    """Return the update method that slots and a group's options tell."""
-    options = group.options if group else {}
-    if not slots:
-        return None
-    if foreign := dialect.foreign_method(options):
-        return foreign[0]
-    name = options.get(dialect.method_option or "")
-    return next(iter(dialect.methods_with(slots, name if isinstance(name, str) else None)), None)
