@@ -91,8 +91,15 @@ class GroupWriter:
         if target.common is not None:
             return [written_at(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
         self._number(groups)
-        if any(place.flat for place in target.keys.optimizers):
-            self._report_schedules(groups)
+        # What schedulers have put into groups, torch drops when it loads a flat state dict.
+        for option in sorted(HISTORY_OPTIONS) if any(place.flat for place in target.keys.optimizers) else ():
+            if stored := sorted({repr(group.options[option]) for group in groups if option in group.options}):
+                reason = (
+                    "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or "
+                    "set any value, before loading"
+                )
+                subject = f"{option} of groups"
+                source.findings.check(Action.SET, subject, *stored, reason=reason, topic=Topic.OPTIONS)
         return [*self._entries(groups), *derived]
 
     @property
@@ -241,8 +248,9 @@ class GroupWriter:
     ) -> WrittenOptions:
         """Return the options of a group in the target's words; the template's count where the source says nothing."""
         source, target, method, shape = self.source, self.target, self.state.method(parameter), parameter.shape
-        # Within one program, options keep their words; only those of another convention go.
-        if parameter.method.shares_options_with(method):
+        # Within one program, or a family, options keep their words; only those of another convention go.
+        own = parameter.method
+        if own.name == method.name and (own is method or (own.family is not None and own.family == method.family)):
             is_rescaled = source.choices.target_convention not in (None, source.dialect.convention)
             omitted = target.unwritten_options if is_rescaled else ()
             options = {option: group.options[option] for option in group.options if option not in omitted}
@@ -327,19 +335,6 @@ class GroupWriter:
             *(f"{number} {name}" for name, number in self.state.numbers.items()),
             reason=f"{target.name} knows them by number; the run's groups must list them so",
         )
-
-    def _report_schedules(self, groups: Iterable[ParameterGroup]) -> None:
-        """Report what schedulers have put into groups, which torch drops when it loads a flat state dict."""
-        reason = (
-            "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set any "
-            "value, before loading"
-        )
-        for option in sorted(HISTORY_OPTIONS):
-            values = {repr(group.options[option]) for group in groups if option in group.options}
-            if values:
-                self.source.findings.check(
-                    Action.SET, f"{option} of groups", *sorted(values), reason=reason, topic=Topic.OPTIONS
-                )
 
     def _entries(self, groups: Sequence[ParameterGroup]) -> Iterator[OutputTensor | OutputItem]:
         """Yield the options of the target's groups: copies of stored ones, and values."""

@@ -219,9 +219,12 @@ def translate_model(
     private = [entry for entry in others if _matches(entry, private_globs)]
     copied = [entry for entry in others if not _matches(entry, private_globs)]
     # Momentum of a convolution that some scripts keep as the matrix has the dims of the parameter in other programs.
-    if dialect is not target:
-        slots_of_momentum = dialect.slots_called("momentum")
-        stored = {name: _with_all_dims(parameter, slots_of_momentum) for name, parameter in stored.items()}
+    for name, parameter in stored.items() if dialect is not target else ():
+        tensors = dict(parameter.tensors)
+        for slot in dialect.slots_called("momentum") & tensors.keys():
+            tensors[slot] = unflattened(tensors[slot], parameter.sources[0].shape)
+        is_flattened = any(tensor is not parameter.tensors[slot] for slot, tensor in tensors.items())
+        stored[name] = replace(parameter, tensors=tensors, is_flattened=is_flattened)
     # All parameters under the target's names, with a method for each that has state.
     if rules.rules:
         with_matrices = {name: replace(p, matrices=_matrices(p, dialect, values)) for name, p in stored.items()}
@@ -249,11 +252,7 @@ def translate_model(
     )
     _refuse_ungrouped(model)
     parameters = {name: _with_method(model, parameter) for name, parameter in stored.items()}
-    if not target.numbered:
-        _refuse_numbers(manifest, view, parameters)
-    if rules.rules or dialect is not target:
-        _refuse_vectors(parameters.values(), dialect)
-    _refuse_other_shapes(p for p in parameters.values() if p.regrouped or dialect is not target)
+    _refuse_forms(model, parameters)
     groups = _with_members(view.groups, parameters, structure_options(dialect))
     parameters |= _stateless(model, groups, parameters)
     if target is not dialect:
@@ -299,14 +298,6 @@ def _stored_parameters(
     if weights is WeightsFrom.MASTERS and not has_masters:
         raise TargetError('`weights="masters"`: the source has no float32 masters; leave it out')
     return parameters, left_out
-
-
-def _with_all_dims(parameter: TranslatedParameter, slots: Collection[str]) -> TranslatedParameter:
-    """Return a parameter whose state in these slots is not stored as a matrix, if it has more dims."""
-    (source,) = parameter.sources
-    changed = {s: unflattened(t, source.shape) for s, t in parameter.tensors.items() if s in slots}
-    is_flattened = any(tensor is not parameter.tensors[slot] for slot, tensor in changed.items())
-    return replace(parameter, tensors={**parameter.tensors, **changed}, is_flattened=is_flattened)
 
 
 def _matrices(parameter: TranslatedParameter, dialect: Dialect, values: Values) -> Matrices:
@@ -434,40 +425,34 @@ def _stateless(
     return stateless
 
 
-def _refuse_vectors(parameters: Iterable[TranslatedParameter], dialect: Dialect) -> None:
-    """Refuse momentum of parameters that no method of matrices steps, as Megatron-FSDP's Muon keeps it (#6425)."""
-    vectors = []
-    for parameter in parameters:
+def _refuse_forms(model: TranslatedModel, parameters: Mapping[str, TranslatedParameter]) -> None:
+    """Refuse state that another program, or rules, cannot take: of unknown parameters, or of another shape."""
+    dialect, names, vectors = model.dialect, {*model.view.names.values()}, list[str]()
+    # State of numbered parameters whose names nothing tells, neither the checkpoint nor rules.
+    for name, parameter in parameters.items() if dialect.numbered and not model.target.numbered else ():
+        if name not in names and parameter.slots and parameter.aliases == (name,):
+            raise unnamed_state(model.manifest.provenance, name)
+    # Momentum of parameters that no method of matrices steps, as Megatron-FSDP's Muon keeps it (#6425).
+    for name, parameter in parameters.items() if model.choices.rules.rules or not model.is_same_dialect else ():
         if parameter.is_stateful and not parameter.method.steps_shape(parameter.shape):
-            vectors.append(parameter.name)
+            vectors.append(name)
     if vectors:
         raise SourceError(
             f"{listed(sorted(vectors))} of less than two dims has momentum as if {dialect.name}'s Muon stepped it: it "
             "is plain momentum SGD there, in no Muon group, and no method here; make a copy without that state, by "
             "`select=` of muonckpt.convert, and let AdamW or Lion start fresh for it, with fresh=[…] of muonckpt.load"
         )
-
-
-def _refuse_other_shapes(parameters: Iterable[TranslatedParameter]) -> None:
-    """Refuse averages without an element for each of the weight, such as GaLore's, which are of low rank."""
-    for parameter in parameters:
-        tensors = parameter.slots if parameter.is_stateful else {}
-        for common in sorted(AVERAGES & tensors.keys()) if parameter.weight else ():
-            shape, slot = tensors[common].record.shape, parameter.method.slots[common]
+    # Averages without an element for each of the weight, such as GaLore's, which are of low rank.
+    for name, parameter in parameters.items():
+        is_changed = parameter.is_stateful and (parameter.regrouped or not model.is_same_dialect)
+        for common in sorted(AVERAGES & parameter.slots.keys()) if is_changed and parameter.weight else ():
+            shape, slot = parameter.slots[common].record.shape, parameter.method.slots[common]
             if shape not in (parameter.shape, matrix_sides(parameter.shape, flatten=True)):
                 raise UnknownOptimizerError(
-                    f"parameter {parameter.name!r} of shape {parameter.shape} has {slot} of shape {shape}: state of "
-                    f"another optimizer than {parameter.method.name}, as GaLore's of low rank, which cannot be "
-                    "translated; first make a copy without it, by `select=` of muonckpt.convert"
+                    f"parameter {name!r} of shape {parameter.shape} has {slot} of shape {shape}: state of another "
+                    f"optimizer than {parameter.method.name}, as GaLore's of low rank, which cannot be translated; "
+                    "first make a copy without it, by `select=` of muonckpt.convert"
                 )
-
-
-def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str, TranslatedParameter]) -> None:
-    """Refuse state of numbered parameters whose names nothing tells, neither the checkpoint nor rules."""
-    names = {*view.names.values()}
-    for name, parameter in parameters.items() if view.dialect and view.dialect.numbered else ():
-        if name not in names and parameter.slots and parameter.aliases == (name,):
-            raise unnamed_state(manifest.provenance, name)
 
 
 def _with_members(

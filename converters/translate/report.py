@@ -60,7 +60,7 @@ def report_losses(model: TranslatedModel) -> None:
     if target is source:
         return
     # Where no program is known, slots alone tell methods, and other programs may mean others by them.
-    if not source.is_program:
+    if not (source.unique_keys or source.marks):
         methods = Counter((p.method.name, ", ".join(p.method.slots.values())) for p in model.stateful)
         for (method, slots), count in methods.items():
             parameters = counted(count, "parameter")

@@ -52,31 +52,25 @@ class Request(TranslationChoices):
         """
         # The target names weights, and decides no more.
         outputs = replace(self, target=None, model_only=False).outputs(source)
-        model: Keys | None = None
-        target_model = self.target.keys if self.target else None
+        keys: Keys | None = None
         try:
-            manifest = source.manifest
-            detected = detect(manifest, self.source)
-            model = detected.dialect.keys
-            target_model = target_of(self.target, detected.dialect, manifest.provenance).keys
+            dialect = detect(source.manifest, self.source).dialect
+            keys, target_keys = dialect.keys, target_of(self.target, dialect, source.manifest.provenance).keys
         except SourceError:
             if self.target is not None:
                 raise
         tensors: list[OutputTensor] = []
         left_keys = dict.fromkeys(outputs.keys)
         for tensor in outputs.tensors:
-            reading = model.read_weight(tensor.record.path) if model else None
-            if tensor.record.slot is None and (model is None or reading):
-                path = (
-                    target_model.write_weight(reading.name, reading.chain)
-                    if target_model and reading
-                    else tensor.record.path
-                )
-                tensors.append(replace(tensor, record=replace(tensor.record, key=key_of(path), path=path)))
+            record = tensor.record
+            reading = keys.read_weight(record.path) if keys else None
+            if record.slot is None and (keys is None or reading):
+                path = target_keys.write_weight(reading.name, reading.chain) if reading else record.path
+                tensors.append(replace(tensor, record=replace(record, key=key_of(path), path=path)))
                 del left_keys[tensor.key]
         if not tensors:
             raise SourceError(
-                f"{source.path}: expected weights of a model under {model and model.model_form}, found none"
+                f"{source.path}: expected weights of a model under {keys and keys.model_form}, found none"
             )
         kept_keys = {*outputs.keys} - left_keys.keys()
         reduced = outputs.reduced_to(tensors, (), kept_keys, "`model_only=True`")

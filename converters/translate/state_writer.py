@@ -92,7 +92,17 @@ class StateWriter:
         statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
         target_convention = agreed_convention(about, "`target_convention=`", statements) or convention
         scale = momentum_factor(convention, target_convention, self.source.mu(parameter), about)
-        self._report_convention(target_convention)
+        # A momentum that is written unchanged, and that runs of the target's program take for another.
+        runs_keep = self.target.runs_keep
+        if runs_keep not in (None, target_convention, self.source.dialect.runs_keep):
+            factor = "1 / (1 - μ)" if runs_keep is Convention.EMA else "1 - μ"
+            reason = f"runs of {self.target.name} keep {runs_keep}, and take it for that: "
+            if target_convention is None:
+                reason += f"if it is another, it is {factor} times what they expect; say it with `convention=`"
+            else:
+                reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
+            said = target_convention or "unknown"
+            self.source.findings.check(Action.SET, "the momentum's convention", said, reason=reason)
         if scale is not None and record.dtype == "float16":
             raise SourceError(
                 f"{about}: its momentum is float16, in which a {convention} multiplied by {scale:.4g} may overflow or "
@@ -101,19 +111,6 @@ class StateWriter:
         fingerprint = record.fingerprint if scale is None else None
         record = replace(record, convention=target_convention, fingerprint=fingerprint)
         return replace(tensor, record=record, scale=scale, source_dtype=source_dtype)
-
-    def _report_convention(self, convention: Convention | None) -> None:
-        """Report a momentum that is written unchanged, and that runs of the target's program take for another."""
-        runs_keep = self.target.runs_keep
-        if runs_keep in (None, convention, self.source.dialect.runs_keep):
-            return
-        factor = "1 / (1 - μ)" if runs_keep is Convention.EMA else "1 - μ"
-        reason = f"runs of {self.target.name} keep {runs_keep}, and take it for that: "
-        if convention is None:
-            reason += f"if it is another, it is {factor} times what they expect; say it with `convention=`"
-        else:
-            reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
-        self.source.findings.check(Action.SET, "the momentum's convention", convention or "unknown", reason=reason)
 
     def step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""

@@ -134,22 +134,18 @@ def apply_rules(rules: NameRules, parameters: Mapping[str, TranslatedParameter])
         for name in unmatched.keys() & results.keys():
             if not unmatched[name].tensors.keys().isdisjoint(results[name].tensors):
                 raise LayoutError(f"rule {rule} makes {name!r}, which exists already")
-            results[name] = _united(unmatched.pop(name), results[name])
+            halves = unmatched.pop(name), results[name]
+            stateless, stateful = sorted(halves, key=lambda half: {*half.tensors} != {None})
+            results[name] = replace(
+                stateful,
+                aliases=tuple(dict.fromkeys((*stateless.aliases, *stateful.aliases))),
+                sources=(*stateless.sources, *stateful.sources),
+                tensors={**stateless.tensors, **stateful.tensors},
+                matrices=stateless.matrices if stateless.regrouped else stateful.matrices,
+                regrouped=stateless.regrouped or stateful.regrouped,
+            )
         current = unmatched | results
     return current
-
-
-def _united(first: TranslatedParameter, second: TranslatedParameter) -> TranslatedParameter:
-    """Return the parameter whose weight, or some of whose state, is the one and the rest the other."""
-    stateless, stateful = sorted((first, second), key=lambda parameter: {*parameter.tensors} != {None})
-    return replace(
-        stateful,
-        aliases=tuple(dict.fromkeys((*stateless.aliases, *stateful.aliases))),
-        sources=(*stateless.sources, *stateful.sources),
-        tensors={**stateless.tensors, **stateful.tensors},
-        matrices=stateless.matrices if stateless.regrouped else stateful.matrices,
-        regrouped=stateless.regrouped or stateful.regrouped,
-    )
 
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:

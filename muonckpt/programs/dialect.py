@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,21 +108,17 @@ class Keys:
         return self._checked((*place.root, place.prefix + bare_name), self.read_weight, Reading(name, "", chain))
 
     def write_state(self, name: str, slot: str, chain: str = "") -> KeyPath:
-        place, stored_name = self._place(chain), self._stored_name(name, chain)
-        parts = (f"{place.prefix}{STATE}.{stored_name}.{slot}",) if place.flat else (STATE, stored_name, slot)
-        return self._checked((*place.root, *parts), self.read_state, Reading(name, slot, self._chain(place)))
+        place = self._place(chain)
+        path = self._path(place, STATE, self._stored_name(name, chain), slot)
+        return self._checked(path, self.read_state, Reading(name, slot, self._chain(place)))
 
     def write_option(self, name: str, option: str, chain: str = "") -> KeyPath:
         """Return the key of an option of a group in a list, by the group's number, or of a parameter by its name."""
-        place, stored_name, is_listed = self._place(chain), self._stored_name(name, chain), False
-        if self.wrappers is not None:
-            parts: KeyPath = (PARAMETER_OPTIONS, stored_name, option)
-        elif place.flat:
-            parts = (f"{place.prefix}{PARAM_GROUPS}.{stored_name}.{option}",)
-        else:
-            parts, is_listed = (PARAM_GROUPS, int(name), option), True
-        expected = Reading(name, option, self._chain(place), is_listed)
-        return self._checked((*place.root, *parts), self.read_option, expected)
+        place = self._place(chain)
+        is_listed = self.wrappers is None and not place.flat
+        word = PARAM_GROUPS if self.wrappers is None else PARAMETER_OPTIONS
+        path = self._path(place, word, int(name) if is_listed else self._stored_name(name, chain), option)
+        return self._checked(path, self.read_option, Reading(name, option, self._chain(place), is_listed))
 
     def full_name(self, name: str, chain: str) -> str:
         """Return the name of a parameter from its name or number in an optimizer."""
@@ -132,11 +129,9 @@ class Keys:
     @property
     def state_form(self) -> str:
         """The form of the keys of state, for messages."""
-        forms = []
-        for place in self.optimizers:
-            name = "{number}" if place in self.numbered else f"{self.wrappers or ''}{{name}}"
-            forms.append(key_of((*place.root, f"{place.prefix}{STATE}.{name}.{{slot}}")))
-        return " and ".join(forms)
+        name, number = f"{self.wrappers or ''}{{name}}", "{number}"
+        names = {place: number if place in self.numbered else name for place in self.optimizers}
+        return " and ".join(key_of(self._path(place, STATE, name, "{slot}")) for place, name in names.items())
 
     @property
     def model_form(self) -> str:
@@ -154,6 +149,9 @@ class Keys:
 
     def _place(self, chain: str) -> KeyPlace:
         return next((place for place in self.optimizers if str(place) == chain), self.optimizers[0])
+
+    def _path(self, place: KeyPlace, word: str, name: str | int, leaf: str) -> KeyPath:
+        return (*place.root, *((f"{place.prefix}{word}.{name}.{leaf}",) if place.flat else (word, name, leaf)))
 
     def _stored_name(self, name: str, chain: str) -> str:
         return (self.wrappers or "") + name.removeprefix(self.full_name("", chain))
@@ -214,15 +212,6 @@ class StoredMethod:
     def steps_shape(self, shape: Index) -> bool:
         """Return whether it steps parameters of this shape: orthogonalised ones have two dims or more."""
         return "momentum" not in self.slots or len(shape) >= 2
-
-    def shares_options_with(self, other: StoredMethod) -> bool:
-        """Return whether both are of one program, so that group options mean the same."""
-        return self.name == other.name and (self is other or (self.family is not None and self.family == other.family))
-
-    def counted_by_groups(self) -> StoredMethod:
-        """Return the method without a slot for the number of steps, as optimizers keep it that count by group."""
-        slots = {common: slot for common, slot in self.slots.items() if common != STEP}
-        return replace(self, slots=slots, options={STEP: STEP, **self.options})
 
 
 _MOMENTS: Mapping[str, str] = MappingProxyType({"first": "exp_avg", "second": "exp_avg_sq", STEP: STEP})
@@ -305,8 +294,7 @@ _COMMON_OPTIONS = frozenset({PARAMS, "param_names", "name"}) | HISTORY_OPTIONS
 """Options that state dicts, schedulers and users add to the groups of any program."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptionName:
+class OptionName(NamedTuple):
     """Names by which a program lists options, where it stores the parameters under others: patterns of `renaming`.
 
     Attributes:
@@ -318,17 +306,6 @@ class OptionName:
     listed: str
     stored: tuple[str, ...]
     beside: tuple[str, ...] = ()
-
-    def listed_name(self, name: str, names: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
-        """Return the name that options have, and all stored names for it; None if these are not all there.
-
-        Args:
-            name: the first of the stored names.
-        """
-        match = compiled(self.stored[0]).fullmatch(name)
-        if match is None or not all(filled(part, match.groupdict()) in names for part in (*self.stored, *self.beside)):
-            return None
-        return filled(self.listed, match.groupdict()), tuple(filled(part, match.groupdict()) for part in self.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,11 +403,6 @@ class Dialect:
         """Return whether its keys have a form of its own, and so no other places."""
         return self.unique_keys and self.keys.wrappers is None
 
-    @property
-    def is_program(self) -> bool:
-        """Return whether it is one program, and not a form of keys that many have."""
-        return self.unique_keys or bool(self.marks)
-
     def state_in(self, entries: Iterable[AnyEntry]) -> Iterator[tuple[AnyEntry, Reading]]:
         """Yield the entries that are state, with the meaning of their keys."""
         for entry in entries:
@@ -472,11 +444,14 @@ class Dialect:
         """Return the other names by which options of stored names may be listed, each with all its stored names."""
         stored_names: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         own_names = {*stored_names}
-        for form in self.option_names:
+        for listed, parts, beside in self.option_names:
             for name in tuple(stored_names):
-                if (change := form.listed_name(name, stored_names)) is not None:
-                    listed_name, parts = change
-                    stored_names.setdefault(listed_name, sum((stored_names[part] for part in parts), ()))
+                if (match := compiled(parts[0]).fullmatch(name)) is None:
+                    continue
+                names_of_parts, *others = ([filled(p, match.groupdict()) for p in side] for side in (parts, beside))
+                if all(part in stored_names for part in chain(names_of_parts, *others)):
+                    members = chain.from_iterable(stored_names[part] for part in names_of_parts)
+                    stored_names.setdefault(filled(listed, match.groupdict()), tuple(members))
         return {name: parts for name, parts in stored_names.items() if name not in own_names}
 
     def holds_groups(self, path: KeyPath) -> bool:
@@ -573,8 +548,12 @@ class Dialect:
             if name in (None, method.name) or ("momentum" in method.slots and method.slots in reduced_slots)
         ]
         if len({method.name for method in candidates}) == 1:
-            exact_methods = [method for method in candidates if {*method.slots.values()} == stored]
-            return exact_methods[0] if exact_methods else candidates[0].counted_by_groups()
+            for method in candidates:
+                if {*method.slots.values()} == stored:
+                    return method
+            # No slot counts steps, as optimizers keep that count by group.
+            slots_kept = {common: slot for common, slot in candidates[0].slots.items() if common != STEP}
+            return replace(candidates[0], slots=slots_kept, options={STEP: STEP, **candidates[0].options})
         if dropped_slots and not candidates:
             raise SourceError(
                 f"parameter {parameter!r} has {', '.join(sorted(stored)) or 'nothing'} without the slots that `drop=` "
