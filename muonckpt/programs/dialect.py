@@ -23,7 +23,7 @@ AnyEntry = TypeVar("AnyEntry", StateRecord, Blob)
 # The keys of a program.
 
 
-class Reading(NamedTuple):
+class KeyMeaning(NamedTuple):
     """The meaning of a key.
 
     Attributes:
@@ -73,27 +73,27 @@ class Keys:
         """Return whether keys have groups by their position in a list."""
         return self.wrappers is None and not any(place.flat for place in self.optimizers)
 
-    def read_weight(self, path: KeyPath) -> Reading | None:
+    def read_weight(self, path: KeyPath) -> KeyMeaning | None:
         for place in self.models if path else ():
             leaf = str(path[-1])
             if path[:-1] == place.root and leaf.startswith(place.prefix) and leaf != place.prefix:
                 chain = str(place) if len(self.models) > 1 else ""
-                return Reading(self.qualifiers.get(chain, "") + leaf.removeprefix(place.prefix), "", chain)
+                return KeyMeaning(self.qualifiers.get(chain, "") + leaf.removeprefix(place.prefix), "", chain)
         return None
 
-    def read_state(self, path: KeyPath) -> Reading | None:
+    def read_state(self, path: KeyPath) -> KeyMeaning | None:
         for key in OptimizerKey.of_slot(path):
             has_name = key.place not in self.numbered or NUMBER.fullmatch(key.name)
             if key.place in self.optimizers and has_name and key.leaf and "." not in key.leaf:
                 return self._reading(key)
         return None
 
-    def read_option(self, path: KeyPath) -> Reading | None:
+    def read_option(self, path: KeyPath) -> KeyMeaning | None:
         readings = OptimizerKey.of_option if self.wrappers is None else OptimizerKey.of_parameter_option
         for key in readings(path):
             if key.place in self.optimizers and key.leaf and "." not in key.leaf:
                 is_listed = self.wrappers is None and not key.place.flat
-                return Reading(key.name, key.leaf, self._chain(key.place), True) if is_listed else self._reading(key)
+                return KeyMeaning(key.name, key.leaf, self._chain(key.place), True) if is_listed else self._reading(key)
         return None
 
     def write_weight(self, name: str, chain: str = "") -> KeyPath:
@@ -105,12 +105,12 @@ class Keys:
         chain = chain if len(self.models) > 1 else ""
         place = next((place for place in self.models if str(place) == chain), self.models[0])
         bare_name = name.removeprefix(self.qualifiers.get(chain, ""))
-        return self._checked((*place.root, place.prefix + bare_name), self.read_weight, Reading(name, "", chain))
+        return self._checked((*place.root, place.prefix + bare_name), self.read_weight, KeyMeaning(name, "", chain))
 
     def write_state(self, name: str, slot: str, chain: str = "") -> KeyPath:
         place = self._place(chain)
         path = self._path(place, STATE, self._stored_name(name, chain), slot)
-        return self._checked(path, self.read_state, Reading(name, slot, self._chain(place)))
+        return self._checked(path, self.read_state, KeyMeaning(name, slot, self._chain(place)))
 
     def write_option(self, name: str, option: str, chain: str = "") -> KeyPath:
         """Return the key of an option of a group in a list, by the group's number, or of a parameter by its name."""
@@ -118,7 +118,7 @@ class Keys:
         is_listed = self.wrappers is None and not place.flat
         word = PARAM_GROUPS if self.wrappers is None else PARAMETER_OPTIONS
         path = self._path(place, word, int(name) if is_listed else self._stored_name(name, chain), option)
-        return self._checked(path, self.read_option, Reading(name, option, self._chain(place), is_listed))
+        return self._checked(path, self.read_option, KeyMeaning(name, option, self._chain(place), is_listed))
 
     def full_name(self, name: str, chain: str) -> str:
         """Return the name of a parameter from its name or number in an optimizer."""
@@ -138,11 +138,11 @@ class Keys:
         """The form of the keys of weights, for messages."""
         return " and ".join(key_of((*place.root, f"{place.prefix}{{name}}")) for place in self.models)
 
-    def _reading(self, key: OptimizerKey) -> Reading | None:
+    def _reading(self, key: OptimizerKey) -> KeyMeaning | None:
         chain, wrappers = self._chain(key.place), self.wrappers or ""
         if not key.name.startswith(wrappers) or key.name == wrappers:
             return None
-        return Reading(self.full_name(key.name.removeprefix(wrappers), chain), key.leaf, chain)
+        return KeyMeaning(self.full_name(key.name.removeprefix(wrappers), chain), key.leaf, chain)
 
     def _chain(self, place: KeyPlace) -> str:
         return str(place) if self.chained else ""
@@ -156,7 +156,7 @@ class Keys:
     def _stored_name(self, name: str, chain: str) -> str:
         return (self.wrappers or "") + name.removeprefix(self.full_name("", chain))
 
-    def _checked(self, path: KeyPath, read: Callable[[KeyPath], Reading | None], expected: Reading) -> KeyPath:
+    def _checked(self, path: KeyPath, read: Callable[[KeyPath], KeyMeaning | None], expected: KeyMeaning) -> KeyPath:
         if read(path) != expected:
             raise SourceError(f"{key_of(path)!r} cannot hold {expected}")
         return path
@@ -403,7 +403,7 @@ class Dialect:
         """Return whether its keys have a form of its own, and so no other places."""
         return self.unique_keys and self.keys.wrappers is None
 
-    def state_in(self, entries: Iterable[AnyEntry]) -> Iterator[tuple[AnyEntry, Reading]]:
+    def state_in(self, entries: Iterable[AnyEntry]) -> Iterator[tuple[AnyEntry, KeyMeaning]]:
         """Yield the entries that are state, with the meaning of their keys."""
         for entry in entries:
             if (reading := self.keys.read_state(entry.path)) is not None:

@@ -13,7 +13,7 @@ from ..algebra.box import Index
 from ..names.keys import KeyPlace
 from ..names.vocabulary import MASTER, Convention, KeyPath
 from .codings import Coding, OptionValues, betas
-from .dialect import WRAPPERS, Dialect, Keys, OptionName, Reading, StoredMethod
+from .dialect import WRAPPERS, Dialect, KeyMeaning, Keys, OptionName, StoredMethod
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -139,22 +139,22 @@ class _TorchDistKeys(Keys):
     chained = True
     listed = False
 
-    def read_weight(self, path: KeyPath) -> Reading | None:
+    def read_weight(self, path: KeyPath) -> KeyMeaning | None:
         has_name = len(path) == 1 and path[0] and not _TORCH_DIST_STATE.fullmatch(str(path[0]))
-        return Reading(str(path[0])) if has_name else None
+        return KeyMeaning(str(path[0])) if has_name else None
 
-    def read_state(self, path: KeyPath) -> Reading | None:
+    def read_state(self, path: KeyPath) -> KeyMeaning | None:
         match = _TORCH_DIST_STATE.fullmatch(str(path[0])) if len(path) == 1 else None
-        return Reading(match[3], match[2], match[1]) if match and match[3] else None
+        return KeyMeaning(match[3], match[2], match[1]) if match and match[3] else None
 
-    def read_option(self, path: KeyPath) -> Reading | None:
+    def read_option(self, path: KeyPath) -> KeyMeaning | None:
         return None
 
     def write_weight(self, name: str, chain: str = "") -> KeyPath:
-        return self._checked((name,), self.read_weight, Reading(name))
+        return self._checked((name,), self.read_weight, KeyMeaning(name))
 
     def write_state(self, name: str, slot: str, chain: str = "") -> KeyPath:
-        return self._checked((f"{chain}optimizer.state.{slot}.{name}",), self.read_state, Reading(name, slot, chain))
+        return self._checked((f"{chain}optimizer.state.{slot}.{name}",), self.read_state, KeyMeaning(name, slot, chain))
 
 
 def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
