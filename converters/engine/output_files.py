@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from ...record.chunks import Boxes, Chunks
 from ...record.columns import UNKNOWN, Column, Columns, check_name
 from ...record.record import Blob, Extent
 from ...store.formats.torch_save.stored_zip import aligned
-from ...store.io.checksums import Checksum, crc32_of
+from ...store.io.checksums import Frame, crc32_of
 from ...store.reading.dtypes import itemsize
 from .outputs import OutputItem, OutputTensor
 from .source_rows import Mask, SourceRows
@@ -46,56 +46,13 @@ class FinishedFile(NamedTuple):
     chunks: ChunkSums
 
 
-class PayloadFrame(Protocol):
-    """The bytes around the elements of a stored chunk, whose checksum is in the tail; lengths are in bytes."""
-
-    @property
-    def head(self) -> bytes: ...
-
-    @property
-    def payload_offset(self) -> int: ...
-
-    @property
-    def payload_length(self) -> int: ...
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def checksum_of(self) -> Checksum: ...
-
-    def tail(self, checksum: int, /) -> bytes: ...
-
-
-FrameOf = Callable[[str, Index], PayloadFrame]
+FrameOf = Callable[[str, Index], Frame]
 """Makes the frame around elements of a dtype (torch's name) in a box of a shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class Crc32Frame:
-    """A head, and a tail of ``tail_length`` bytes that is made from a CRC-32."""
-
-    payload_length: int
-    head: bytes
-    tail: Callable[[int], bytes]
-    tail_length: int
-
-    @property
-    def payload_offset(self) -> int:
-        return len(self.head)
-
-    @property
-    def length(self) -> int:
-        return len(self.head) + self.payload_length + self.tail_length
-
-    @property
-    def checksum_of(self) -> Checksum:
-        return crc32_of
-
-
-def bare(dtype: str, shape: Index) -> PayloadFrame:
+def bare(dtype: str, shape: Index) -> Frame:
     """Return an empty frame, as a `FrameOf`."""
-    return Crc32Frame(math.prod(shape) * itemsize(dtype), b"", lambda checksum: b"", 0)
+    return Frame(math.prod(shape) * itemsize(dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +102,7 @@ class ChunkPlan:
 
     box: Box
     dtype: str
-    frame: PayloadFrame
+    frame: Frame
     copies: BoxCopies
 
 

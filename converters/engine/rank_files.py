@@ -19,6 +19,7 @@ from ...record.record import Manifest, StateRecord, entry_keys
 from ...store.formats import native
 from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
+from ...store.io.checksums import Frame
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
 from ..target.topology import ROWS, AxisCut, Target, TargetLayouts
@@ -28,7 +29,6 @@ from .output_files import (
     FrameOf,
     OutputChunks,
     OutputFile,
-    PayloadFrame,
     chunk_plans,
     items_file,
     place_items,
@@ -71,7 +71,7 @@ class RankFiles(Container):
 
     @staticmethod
     @abstractmethod
-    def frame_of(dtype: str, shape: Index) -> PayloadFrame:
+    def frame_of(dtype: str, shape: Index) -> Frame:
         """Return the bytes stored around elements of a dtype (torch's name) in a box of a shape."""
 
     @abstractmethod

@@ -21,12 +21,13 @@ from ...record.record import Manifest, entry_keys
 from ...store.formats.torch_save.inert_pickle import PERSISTENT, Global, Pickler, Record
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.formats.torch_save.stored_zip import ZipEntry, descriptor, local_header, store_end, store_front
+from ...store.io.checksums import Frame
 from ...store.io.location import Location
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.dtypes import DTYPES, itemsize
 from ...store.reading.payloads import Payloads
 from .container import Arranged, Container, WriteRequest
-from .output_files import ChunkPlan, ChunkSums, Crc32Frame, OutputChunks, OutputFile, bare, chunk_plans
+from .output_files import ChunkPlan, ChunkSums, OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
 
 _TORCH_SIZE = Global("torch Size")
@@ -194,7 +195,7 @@ def _archive(name: str, content: object, outputs: Sequence[OutputTensor]) -> Out
         shape = output.record.shape
         entry = ZipEntry(f"data/{number}", end + len(head), math.prod(shape) * itemsize(output.record.dtype), 0)
         head += local_header(entry)
-        frame = Crc32Frame(entry.size, head, partial(_descriptor, entry), len(descriptor(entry)))
+        frame = Frame(entry.size, head, partial(_descriptor, entry), len(descriptor(entry)))
         [plan] = chunk_plans(output, [Box.of(shape)], bare)
         plans.append(replace(plan, frame=frame))
         storages.append(entry)

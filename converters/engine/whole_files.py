@@ -132,7 +132,7 @@ def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]
         for number in numbers:
             plan = next(plans)
             suffix = index if number == numbers[-1] else b""
-            frame = zarr_writer.ChunkFrame(plan.frame.payload_length, array.chunk_bytes, suffix)
+            frame = zarr_writer.chunk_frame(plan.frame.payload_length, array.chunk_bytes, suffix)
             framed.append(replace(plan, frame=frame))
         chunks = OutputChunks.end_to_end(name, [output] * len(framed), framed)
         yield OutputFile(name, (), chunks, chunks.end)

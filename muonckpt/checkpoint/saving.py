@@ -37,7 +37,7 @@ from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import publish
-from ..store.io.checksums import Sums, crc32_of, xxh3_128
+from ..store.io.checksums import Frame, Sums, crc32_of, xxh3_128
 from ..store.io.location import Location, location, refuse_unseen
 from ..store.io.new_file import Writing, create_file
 from .all_ranks import JointWork, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
@@ -318,7 +318,7 @@ class _BoxItem(NamedTuple):
 
     part: torch.Tensor
     lo: Index
-    frame: tensor_item.ItemFrame
+    frame: Frame
     start: int
 
     @property

@@ -158,7 +158,8 @@ class Columns:
 
     def files(self) -> frozenset[str]:
         """Return the names of the files in which rows lie."""
-        return frozenset(self.names[number] for number in np.unique(self.file).tolist())
+        numbers = np.flatnonzero(np.bincount(self.file))  # np.unique would import masked arrays
+        return frozenset(self.names[number] for number in numbers.tolist())
 
     def is_in(self, files: Collection[str]) -> NDArray[np.bool_]:
         """Return a mask of the rows that are in the given files."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonckpt import SourceError
 from muonckpt.store.formats.torch_save.stored_zip import member_data, read_members
-from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor, template
+from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor, tail, template
 from muonckpt.store.reading.dtypes import DTYPES, dtype, itemsize
 
 HAD = [name for name in DTYPES if hasattr(torch, name)]
@@ -71,7 +71,7 @@ def test_items_are_byte_identical_to_torch_save(name: str) -> None:
         payload = data[planned.payload_offset :][: planned.payload_length]
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             serialization_id = archive.read("archive/.data/serialization_id")
-        assert planned.head + payload + planned.tail(zlib.crc32(payload), serialization_id) == data, shape
+        assert planned.head + payload + tail(name, shape, zlib.crc32(payload), serialization_id) == data, shape
         assert planned.length == len(data)
         assert open_item(data) == TensorItem(
             name, shape, tensor.stride(), planned.payload_offset, len(payload), zlib.crc32(payload)
@@ -125,12 +125,12 @@ def test_large_items_have_the_zip64_fields_of_torch(count: int) -> None:
         torch.serialization.set_crc32_options(checksums)
     at = sink.tail.rindex(b"Z", 0, sink.tail.index(b"PK\1\2")) + 1
     serialization_id = sink.tail[at : at + 40]
-    tail = planned.tail(0, serialization_id)
+    end = tail("uint8", (count,), 0, serialization_id)
     small = [serialization_id, b"1", b"64", b"little", b"3\n"]
     small.append(next(planned.head[i : j + 1] for i in [64] for j in [planned.head.index(b".PK")]))
     assert planned.length == sink.length
     assert without_checksums(planned.head, small) == sink.head[: len(planned.head)]
-    assert without_checksums(tail, small) == sink.tail[-len(tail) :]
+    assert without_checksums(end, small) == sink.tail[-len(end) :]
 
 
 def without_checksums(data: bytes, contents: list[bytes]) -> bytes:

@@ -10,9 +10,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from ...algebra.box import Index
 from ...programs.signs import ZARR_FILE
 from ...record.json_fields import digest_of
 from ...record.record import Manifest, StateRecord
-from ..io.checksums import Checksum, RawBytes
+from ..io.checksums import Frame, RawBytes
 from ..io.location import Location
 from ..io.new_file import write_synced
 from ..reading.dtypes import itemsize
@@ -43,31 +42,18 @@ CHUNK_BYTES = 4 << 20
 SHARD_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkFrame:
-    """Makes the bytes behind a chunk's elements.
+def chunk_frame(payload_length: int, chunk_bytes: int, index: bytes) -> Frame:
+    """Return the bytes behind a chunk's elements.
 
     They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
     its ``index``.
     """
 
-    payload_length: int
-    chunk_bytes: int
-    index: bytes = b""
-    head: ClassVar[bytes] = b""
-    payload_offset: ClassVar[int] = 0
+    def tail(checksum: int) -> bytes:
+        padding = bytes(chunk_bytes - payload_length)
+        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + index
 
-    @property
-    def length(self) -> int:
-        return self.chunk_bytes + INDEX_CHECKSUM + len(self.index)
-
-    @property
-    def checksum_of(self) -> Checksum:
-        return _crc32c
-
-    def tail(self, checksum: int) -> bytes:
-        padding = bytes(self.chunk_bytes - self.payload_length)
-        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
+    return Frame(payload_length, b"", tail, chunk_bytes - payload_length + INDEX_CHECKSUM + len(index), _crc32c)
 
 
 def _crc32c(raw: RawBytes, start: int) -> int:

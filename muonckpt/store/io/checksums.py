@@ -44,6 +44,25 @@ def xxh3_128(parts: Iterable[RawBytes]) -> str:
     return str(state.hexdigest())
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Makes the bytes around the elements of a stored chunk; the ``tail`` has their checksum.  Lengths are in bytes."""
+
+    payload_length: int
+    head: bytes = b""
+    tail: Callable[[int], bytes] = lambda checksum: b""
+    tail_length: int = 0
+    checksum_of: Checksum = crc32_of
+
+    @property
+    def payload_offset(self) -> int:
+        return len(self.head)
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.payload_length + self.tail_length
+
+
 class Sums:
     """The xxh3-128, a checksum and the fingerprint share of a payload whose parts pass in order."""
 

@@ -25,14 +25,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....algebra.box import Index, row_major
 from ....names.errors import SourceError
-from ...io.checksums import Checksum, crc32_of
+from ...io.checksums import Frame
 from ...reading.dtypes import DTYPES, itemsize
 from .inert_pickle import PERSISTENT, Global, Record, expect, integer, sizes_of, unpickle
 from .stored_zip import (
@@ -62,41 +62,8 @@ _TENSOR_NAMES = frozenset(
 # Writing.
 
 
-@dataclass(frozen=True, slots=True)
-class ItemFrame:
-    """Makes the bytes around a tensor's payload; all numbers in bytes.
-
-    ``head`` comes before it; ``length`` is the item's.  ``members`` are the head's and then the payload, whose checksum
-    is not known yet.  ``blank`` comes after it, with zeros for that checksum at ``crc32_at``.
-    """
-
-    head: bytes
-    payload_length: int
-    length: int
-    members: tuple[ZipEntry, ...]
-    blank: bytes
-    crc32_at: tuple[int, ...]
-
-    @property
-    def payload_offset(self) -> int:
-        return len(self.head)
-
-    @property
-    def checksum_of(self) -> Checksum:
-        return crc32_of
-
-    def tail(self, checksum: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
-        """Return the bytes after a payload with this CRC-32.  ``serialization_id`` has 40 ASCII digits."""
-        if serialization_id != SERIALIZATION_ID:
-            return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
-        tail, crc32 = bytearray(self.blank), checksum.to_bytes(4, "little")
-        for place in self.crc32_at:
-            tail[place : place + 4] = crc32
-        return bytes(tail)
-
-
 @lru_cache(maxsize=1024)
-def frame(dtype: str, shape: Index) -> ItemFrame:
+def frame(dtype: str, shape: Index) -> Frame:
     """Return the item of a dense row-major tensor of this dtype (torch's name) and shape, without its payload.
 
     Cached: the tensors of a model have few shapes.
@@ -104,14 +71,26 @@ def frame(dtype: str, shape: Index) -> ItemFrame:
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
+    head, members = _front(dtype, shape)
+    # Where the tails of two checksums differ is where the checksum stands, as four bytes.
+    blank, full = (_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS)
+    differing = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
+    return Frame(members[-1].size, head, partial(_filled, blank, differing[::4].tolist()), len(blank))
+
+
+def _front(dtype: str, shape: Index) -> tuple[bytes, tuple[ZipEntry, ...]]:
+    """Return the bytes before the payload, and the members up to it; its checksum is not known yet."""
     head, entries = store_front(tensor_pickle(dtype, shape))
     payload = ZipEntry(_PAYLOAD, len(head), math.prod(shape) * itemsize(dtype), 0)
-    head += local_header(payload)
-    members, end = (*entries, payload), len(head) + payload.size
-    # Where the tails of two checksums differ is where the checksum stands, as four bytes.
-    blank, full = (_tail(members, end, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS)
-    differing = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
-    return ItemFrame(head, payload.size, end + len(blank), members, blank, tuple(differing[::4].tolist()))
+    return head + local_header(payload), (*entries, payload)
+
+
+def _filled(blank: bytes, places: Sequence[int], crc32: int) -> bytes:
+    """Return the bytes after a payload: those of the checksum 0, with this one at its places."""
+    tail = bytearray(blank)
+    for place in places:
+        tail[place : place + 4] = crc32.to_bytes(4, "little")
+    return bytes(tail)
 
 
 _CHECKSUMS = (0, 0xFFFFFFFF)
@@ -171,25 +150,32 @@ def template(dtype: str, shape: Index) -> ItemTemplate:
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
-    item = frame(dtype, shape)
+    head, members = _front(dtype, shape)
     # The bytes in which the tails of any checksum and any id agree, as ranges.
-    tails = [*(item.tail(crc32) for crc32 in _CHECKSUMS), *(item.tail(0, identity) for identity in _IDS)]
+    tails = [_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS]
+    tails += (_tail(head, members, 0, identity) for identity in _IDS)
     columns = np.stack([np.frombuffer(tail, np.uint8) for tail in tails])
     is_fixed = np.pad((columns == columns[0]).all(axis=0), 1)
     bounds = np.flatnonzero(is_fixed[1:] != is_fixed[:-1]).reshape(-1, 2).tolist()
     return ItemTemplate(
-        item.head,
-        item.payload_length,
-        item.length,
+        head,
+        members[-1].size,
+        len(head) + members[-1].size + len(tails[0]),
         tuple((slice(start, stop), tails[0][start:stop]) for start, stop in bounds),
-        tuple(slice(start, start + 4) for start in item.crc32_at),
+        tuple(slice(start, start + 4) for start in np.flatnonzero(columns[0] != columns[1])[::4].tolist()),
     )
 
 
-def _tail(members: tuple[ZipEntry, ...], payload_end: int, crc32: int, serialization_id: bytes) -> bytes:
+def tail(dtype: str, shape: Index, crc32: int, serialization_id: bytes) -> bytes:
+    """Return the bytes after the payload of an item of torch's, whose id has 40 ASCII digits."""
+    return _tail(*_front(dtype, shape), crc32, serialization_id)
+
+
+def _tail(head: bytes, members: tuple[ZipEntry, ...], crc32: int, serialization_id: bytes) -> bytes:
     payload = replace(members[-1], crc32=crc32)
     behind = descriptor(payload)
-    return behind + store_end(payload_end + len(behind), (*members[:-1], payload), serialization_id)
+    start = len(head) + payload.size + len(behind)
+    return behind + store_end(start, (*members[:-1], payload), serialization_id)
 
 
 def tensor_pickle(dtype: str, shape: Index) -> bytes:
