@@ -42,10 +42,9 @@ class BufferFiles(RankFiles):
             offsets |= {(rank, key, chunk.box): chunk.item.offset for rank, key, chunk in buffer.chunks()}
         files = [items_file(ITEMS, items)]
         for rank, local in enumerate(boxes):
-            name, columns = RANK_FILE(rank), list(zip(local.outputs, local.plans, strict=True))
-            columns.sort(key=lambda column: offsets[rank, column[0].key, column[1].box])
-            outputs, plans = [output for output, _ in columns], [plan for _, plan in columns]
-            starts = np.array([offsets[rank, output.key, plan.box] for output, plan in columns], np.int64)
+            name, placed = RANK_FILE(rank), sorted(local, key=lambda part: offsets[rank, part[0].key, part[1].box])
+            outputs, plans = [output for output, _ in placed], [plan for _, plan in placed]
+            starts = np.array([offsets[rank, output.key, plan.box] for output, plan in placed], np.int64)
             files.append(OutputFile(name, (), OutputChunks(name, outputs, plans, starts), ends.get(name, 0)))
         return files, [buffer.to_json() for buffer in stored]
 
@@ -57,7 +56,7 @@ def _end_to_end(boxes: Sequence[LocalBoxes]) -> Iterator[GroupBuffer]:
     """Yield buffers of each rank's own, with its boxes end to end, for layouts that have none, such as rows."""
     for rank, local in enumerate(boxes):
         members: defaultdict[tuple[str | None, str], list[tuple[str, Box]]] = defaultdict(list)
-        for output, plan in zip(local.outputs, local.plans, strict=True):
+        for output, plan in local:
             members[output.record.slot, plan.dtype].append((output.key, plan.box))
         for (slot, dtype), group in members.items():
             parameters = [Parameter(key, box.shape, dtype) for key, box in group]

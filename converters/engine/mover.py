@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
@@ -19,6 +19,7 @@ import xxhash
 from ...algebra.box import Index
 from ...algebra.fingerprint import box_shares
 from ...names.errors import DamageError, SourceError
+from ...record.record import Blob
 from ...store.io.checksums import Sums, xxh3_128
 from ...store.io.location import Location, Remote
 from ...store.io.new_file import Writing, create_file
@@ -28,8 +29,8 @@ from ...store.reading.blocks import bands
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words
 from .in_step import Draft, FilesInStep, Part
-from .output_files import SUMS, ChunkPlan, ChunkSums, FinishedFile, OutputChunk, OutputChunks, OutputFile, PlacedItem
-from .outputs import OutputTensor, Words
+from .output_files import SUMS, ChunkPlan, ChunkSums, FinishedFile, OutputChunks, OutputFile
+from .outputs import OutputItem, OutputTensor, Words
 from .source_rows import Advance, Bytes, SourceChecks
 
 SMALL_BYTES = 64 << 10
@@ -145,36 +146,48 @@ class Mover:
 
     def _write(self, draft: Draft, numbers: range) -> Generator[None, None, None]:
         """Write chunks of a file in order, before the first of them its items; pauses after every band."""
-        file, output = draft.file, draft.output
+        file, writing, chunks = draft.file, draft.output, draft.file.chunks
         sums_of_header: ChunkSums | None = None
         if numbers.start == 0:
             # A header in front of chunks that cannot be written last needs a pass for their sums.
-            if file.header and not output.rewinds:
-                sums_of_header = np.empty(len(file.chunks), SUMS)
-                for number, chunk in enumerate(file.chunks):
-                    sums_of_header[number] = yield from self._pass(chunk)
-                output.write(file.header(sums_of_header), 0)
-            draft.items.extend(self._write_item(output, item) for item in file.items)
+            if file.header and not writing.rewinds:
+                sums_of_header = np.empty(len(chunks), SUMS)
+                for number, (output, plan) in enumerate(zip(chunks.outputs, chunks.plans, strict=True)):
+                    sums = Sums(plan.frame.checksum_of)
+                    for _ in self._bands(output, plan, sums):
+                        yield
+                    sums_of_header[number] = bytes.fromhex(sums.digest), sums.checksum, sums.share
+                writing.write(file.header(sums_of_header), 0)
+            draft.items.extend(self._write_item(writing, item, blob) for item, blob in file.items)
         # Small neighbours are written together, other chunks band by band.
-        for window in windows(file.chunks, numbers, self._band_bytes // 4):
-            if len(window) > 1:
+        for window in windows(chunks, numbers, self._band_bytes // 4):
+            number, *others = window
+            if others:
                 self._write_window(draft, window)
                 yield
-            else:
-                draft.sums[window[0]] = yield from self._write_chunk(output, file.chunks[window[0]])
+                continue
+            plan = chunks.plans[number]
+            sums, position = Sums(plan.frame.checksum_of), writing.write(plan.frame.head, int(chunks.offsets[number]))
+            for raw in self._bands(chunks.outputs[number], plan, sums):
+                position = writing.write(raw, position)
+                self._progress(len(raw))
+                yield
+            writing.write(plan.frame.tail(sums.checksum), position)
+            draft.sums[number] = bytes.fromhex(sums.digest), sums.checksum, sums.share
         if sums_of_header is not None and not np.array_equal(sums_of_header, draft.sums):
             raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
 
-    def _write_item(self, output: Writing, item: PlacedItem) -> str:
-        source = item.output.source
+    def _write_item(self, writing: Writing, item: OutputItem, blob: Blob) -> str:
+        """Write an item at its place; return its digest."""
+        source = item.source
         if source is None:
-            output.write(item.output.data, item.blob.item.offset)
-            return xxh3_128([item.output.data])
+            writing.write(item.data, blob.item.offset)
+            return xxh3_128([item.data])
 
         def copy() -> Iterator[memoryview]:
-            position = item.blob.item.offset
+            position = blob.item.offset
             for raw in self._payloads.bands(source.item):
-                position = output.write(raw, position)
+                position = writing.write(raw, position)
                 yield raw
 
         # An item with a digest is checked by its copy.
@@ -189,8 +202,8 @@ class Mover:
         """Write small neighbours by one call, each plan's elements gathered together."""
         # Between the items of a file there are zeros.
         chunks, sums = draft.file.chunks, draft.sums
-        start = chunks[window[0]].offset
-        data = bytearray(chunks[window[-1]].item.end - start)
+        start, last = int(chunks.offsets[window[0]]), window[-1]
+        data = bytearray(int(chunks.offsets[last]) + chunks.plans[last].frame.length - start)
         for plan, numbers in chunks.grouped(window):
             elements = self._elements(plan, [chunks.outputs[number] for number in numbers])
             sums[numbers] = sums_of(plan, elements)
@@ -218,41 +231,18 @@ class Mover:
         words = as_words(raw.reshape(-1).data, output.stored_dtype, (-1,))
         return np.ascontiguousarray(output.compute(words)).view(np.uint8).reshape(len(outputs), -1)
 
-    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, tuple[bytes, int, int]]:
-        frame = chunk.plan.frame
-        position = output.write(frame.head, chunk.offset)
-
-        def put(raw: memoryview) -> None:
-            nonlocal position
-            position = output.write(raw, position)
-            self._progress(len(raw))
-
-        sums = yield from self._pass(chunk, put)
-        output.write(frame.tail(sums[1]), position)
-        return sums
-
-    def _pass(
-        self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None
-    ) -> Generator[None, None, tuple[bytes, int, int]]:
-        """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
-        sums = Sums(chunk.plan.frame.checksum_of)
-        self._checks.check_ahead(chunk.output, chunk.plan.copies.buffers)
-        for words, origin in self._bands(chunk):
-            put(sums.add(words, origin))
-            yield
-        return bytes.fromhex(sums.digest), sums.checksum, sums.share
-
-    def _bands(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
-        """Yield the elements of a chunk in order, each band with the global index of its first element."""
-        output, box, copies = chunk.output, chunk.plan.box, chunk.plan.copies
-        size = max(itemsize(output.stored_dtype), itemsize(chunk.plan.dtype))
+    def _bands(self, output: OutputTensor, plan: ChunkPlan, sums: Sums) -> Iterator[memoryview]:
+        """Yield the bytes of a chunk's elements in order, in bands, and add them to its sums."""
+        box, copies = plan.box, plan.copies
+        self._checks.check_ahead(output, copies.buffers)
+        size = max(itemsize(output.stored_dtype), itemsize(plan.dtype))
         rows = _MAX_BAND_ROWS * math.prod(box.shape[1:]) if box.ndim > 1 else box.numel
         numel = min(self._band_bytes // size, rows, copies.max_numel(self._read_bytes // size))
         fragments, (first, last) = list(copies.fragments()), copies.extents()
         for band in bands(box, max(numel, 1)):
             near = fragments[bisect_left(last, band.start) : bisect_left(first, band.stop)]
             for part in band.boxes:
-                yield output.elements(self._payloads, near, part, self._checks.read, self._memory), part.lo
+                yield sums.add(output.elements(self._payloads, near, part, self._checks.read, self._memory), part.lo)
 
     def _memory(self, shape: Index, bits: str) -> Words:
         """Return memory of this thread, which the next band overwrites: fresh memory is slower."""

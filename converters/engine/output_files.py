@@ -146,20 +146,6 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ..
     return tuple(copies)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputChunk:
-    """A chunk to write: a row of :class:`OutputChunks`.  The offset, in bytes, is that of its item."""
-
-    output: OutputTensor
-    plan: ChunkPlan
-    file: str
-    offset: int
-
-    @property
-    def item(self) -> Extent:
-        return Extent(self.file, self.offset, self.plan.frame.length)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputChunks:
     """The chunks of one file in columns, in the order of their places; the offsets of their items are in bytes."""
@@ -185,12 +171,6 @@ class OutputChunks:
 
     def __len__(self) -> int:
         return len(self.plans)
-
-    def __iter__(self) -> Iterator[OutputChunk]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, index: int) -> OutputChunk:
-        return OutputChunk(self.outputs[index], self.plans[index], self.file, int(self.offsets[index]))
 
     @property
     def end(self) -> int:
@@ -224,21 +204,16 @@ class OutputChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedItem:
-    output: OutputItem
-    blob: Blob
-
-
-@dataclass(frozen=True, slots=True)
 class OutputFile:
     """A file to write: its header, its items, then its chunks, in the order of their places, with zeros between them.
 
-    ``length`` is in bytes.  A name with slashes is in folders.  ``header`` makes the first bytes of the file from the
-    sums of its chunks, ``footer`` the last ones; how many does not depend on the sums.
+    The items come with their places, as `place_items` gives them.  ``length`` is in bytes.  A name with slashes is in
+    folders.  ``header`` makes the first bytes of the file from the sums of its chunks, ``footer`` the last ones; how
+    many does not depend on the sums.
     """
 
     name: str
-    items: tuple[PlacedItem, ...]
+    items: Sequence[tuple[OutputItem, Blob]]
     chunks: OutputChunks
     length: int
     header: Callable[[ChunkSums], bytes] | None = None
@@ -250,15 +225,15 @@ class OutputFile:
         return sum(plan.frame.payload_length for plan in self.chunks.plans)
 
 
-def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedItem, ...], int]:
+def place_items(name: str, items: Sequence[OutputItem]) -> tuple[list[tuple[OutputItem, Blob]], int]:
     """Place items one after the other, each aligned, and return the offset behind the last."""
     end = 0
     placed_items = []
     for item in items:
         blob = Blob(item.key, item.path, Extent(name, end, item.length))
-        placed_items.append(PlacedItem(item, blob))
+        placed_items.append((item, blob))
         end = aligned(blob.item.end)
-    return tuple(placed_items), end
+    return placed_items, end
 
 
 def items_file(name: str, items: Sequence[OutputItem]) -> OutputFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,8 @@ if TYPE_CHECKING:
     from ...layouts.buffers.records import GroupBuffer
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBoxes:
-    """The boxes that a rank writes, in columns."""
-
-    outputs: list[OutputTensor] = field(default_factory=list)
-    plans: list[ChunkPlan] = field(default_factory=list)
+LocalBoxes = list[tuple[OutputTensor, ChunkPlan]]
+"""The boxes that a rank writes."""
 
 
 class RankFiles(Container):
@@ -103,7 +99,8 @@ class DcpFiles(RankFiles):
         for rank, local in enumerate(boxes):  # items lie end to end, each aligned, those that are no tensors first
             name = f"__{rank}_0.distcp"
             rank_items, start = place_items(name, () if rank else items)
-            chunks = OutputChunks.end_to_end(name, local.outputs, local.plans, start, MEMBER_ALIGNMENT)
+            outputs, plans = [output for output, _ in local], [plan for _, plan in local]
+            chunks = OutputChunks.end_to_end(name, outputs, plans, start, MEMBER_ALIGNMENT)
             files.append(OutputFile(name, rank_items, chunks, max(aligned(chunks.end), start)))
         return files, [buffer.to_json() for buffer in buffers]
 
@@ -135,7 +132,7 @@ def _by_rank(
     tensors: Sequence[OutputTensor], layouts: TargetLayouts, ranks: int, frame_of: FrameOf
 ) -> list[LocalBoxes]:
     """Return the boxes of each rank; a replica is written by the rank with the least to write so far."""
-    boxes = [LocalBoxes() for _ in range(ranks)]
+    boxes: list[LocalBoxes] = [[] for _ in range(ranks)]
     loads: dict[Buffer, int] = dict.fromkeys(range(ranks), 0)
     for output in tensors:
         holders = layouts.layouts[output.key].holders
@@ -144,8 +141,7 @@ def _by_rank(
             rank = min((fragment.place.buffer for fragment in replicas), key=lambda rank: (loads[rank], rank))
             assert isinstance(rank, int), "the buffers of a target are ranks"
             loads[rank] += plan.box.numel * itemsize(plan.dtype)
-            boxes[rank].outputs.append(output)
-            boxes[rank].plans.append(plan)
+            boxes[rank].append((output, plan))
     return boxes
 
 

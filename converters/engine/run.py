@@ -219,7 +219,7 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
     blobs: list[Blob] = []
     for file in job.files:
         digests = zip(file.items, files_done[file.name].items, strict=True)
-        blobs += (dataclasses.replace(item.blob, digest=digest) for item, digest in digests)
+        blobs += (dataclasses.replace(blob, digest=digest) for (_, blob), digest in digests)
     tensors = []
     chunks_and_shares = written_tensors(
         job.outputs.tensors, [file for file in job.files if len(file.chunks)], files_done
