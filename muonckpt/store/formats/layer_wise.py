@@ -216,7 +216,7 @@ def _records(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterat
     for name, state in states.items():
         for slot, value in state.items():
             if isinstance(value, SavedTensor):
-                record = whole_record((*_STATE, name, slot), value.dtype, value.chunk)
+                record = whole_record((*_STATE, name, slot), value)
                 yield replace(record, name=name, slot=slot, layout=layouts[name] if value.shape else None)
 
 
@@ -314,8 +314,7 @@ def read_weights(path: Location, place: str) -> ModelWeights:
     weights = {}
     for name, value in entries.items():  # among them `_extra_state`s of modules, which are not tensors
         if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
-            tensor = file.tensor(value)
-            weights[name] = whole_record(("model", name), tensor.dtype, tensor.chunk)
+            weights[name] = whole_record(("model", name), file.whole_tensor(value))
     return ModelWeights(path, weights)
 
 

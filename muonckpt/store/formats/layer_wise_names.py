@@ -33,7 +33,7 @@ from ..io import limits
 from ..io.location import Location, is_file
 from ..io.regular import read_text_file
 from .torch_save import torch_file
-from .torch_save.inert_pickle import Record, expect
+from .torch_save.inert_pickle import Record, expect, mapping
 from .torch_save.torch_file import SavedTensor, TorchFile
 
 _Value = SavedTensor | bool | int | float | str | None
@@ -73,7 +73,7 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
         keys = set[object]()
         for child in children:
             groups += _groups(file, child)
-            keys.update(_mapping(child))
+            keys.update(mapping(child))
         not_kept = keys - {"optimizer", "fp32_from_fp16_params", "state", "param_groups"}
         return RankFile(name, tuple(groups), frozenset(map(str, not_kept)))
     except (SourceError, KeyError, TypeError, ValueError) as error:
@@ -82,12 +82,12 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
 
 
 def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
-    entries = _mapping(child)
-    optimizer = _mapping(entries["optimizer"]) if "optimizer" in entries else entries
-    states, groups = _mapping(optimizer["state"]), expect(list, optimizer["param_groups"])
+    entries = mapping(child)
+    optimizer = mapping(entries["optimizer"]) if "optimizer" in entries else entries
+    states, groups = mapping(optimizer["state"]), expect(list, optimizer["param_groups"])
     masters_by_group = expect(list, entries.get("fp32_from_fp16_params", [[] for _ in groups]))
     all_ids = []
-    for group, group_masters in zip(map(_mapping, groups), masters_by_group, strict=True):
+    for group, group_masters in zip(map(mapping, groups), masters_by_group, strict=True):
         # The states of its parameters, with their masters.
         if PARAMS not in group:
             keys = sorted(map(str, group))
@@ -98,11 +98,11 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
         group_states: list[dict[str, _Value]] = []
         for number in ids:
             state: dict[str, _Value] = {}
-            for slot, value in _mapping(states[number]).items():
-                state[str(slot)] = file.tensor(value) if type(value) is Record else _scalar(value)
+            for slot, value in mapping(states[number]).items():
+                state[str(slot)] = file.whole_tensor(value) if type(value) is Record else _scalar(value)
             group_states.append(state)
         for state, master in zip(group_states, masters, strict=False):
-            state[MASTER] = file.tensor(master)
+            state[MASTER] = file.whole_tensor(master)
         # Its options.
         options: dict[str, object] = {}
         for key, value in group.items():
@@ -118,12 +118,6 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
 
 def _option(value: object) -> object:
     return type(value)(map(_scalar, value)) if isinstance(value, list | tuple) else _scalar(value)
-
-
-def _mapping(value: object) -> dict[object, object]:
-    if type(value) is Record and value.kind == "collections OrderedDict":
-        return value.items or {}
-    return expect(dict, value)
 
 
 def _scalar(value: object) -> bool | int | float | str | None:

@@ -209,7 +209,7 @@ class Payloads:
                 file.fill(raw, start)
                 reads(start, raw)
             else:
-                raw = self._memory(reach)
+                raw = self.scratch(reach)
                 file.fill(raw, start)
                 reads(start, raw)
                 out[...] = _strided_words(raw, name, place.strides, shape)
@@ -235,7 +235,7 @@ class Payloads:
         Fresh memory for every band costs a tenth of the time of a check.
         """
         file = self.open_file(extent.file, extent.end)
-        raw = self._memory(extent.length)
+        raw = self.scratch(extent.length)
         file.fill(raw, extent.offset)
         return raw
 
@@ -243,15 +243,6 @@ class Payloads:
         """Yield the bytes of an extent in order, `BAND_BYTES` at a time, in memory that the next ones overwrite."""
         for start in range(extent.offset, extent.end, BAND_BYTES):
             yield self.read_scratch(Extent(extent.file, start, min(BAND_BYTES, extent.end - start)))
-
-    def read_checked(self, extent: Extent, check: Callable[[Iterator[memoryview]], None]) -> memoryview:
-        """Return the bytes of an extent, after ``check`` got them part by part while they are in the processor's cache.
-
-        They are in memory of `read_scratch`.
-        """
-        buffer = self._memory(extent.length)
-        check(self.fill_bands(extent, buffer))
-        return buffer
 
     def fill_bands(self, extent: Extent, buffer: memoryview) -> Iterator[memoryview]:
         """Read an extent into a buffer of its length, `BAND_BYTES` at a time, and yield each part when it is there."""
@@ -285,7 +276,8 @@ class Payloads:
         with open_regular(self.place(name)) as opened:
             return opened.on_disk
 
-    def _memory(self, length: int) -> memoryview:
+    def scratch(self, length: int) -> memoryview:
+        """Return memory of this thread, which the next call overwrites."""
         if length > _MAX_SCRATCH:
             return np.empty(length, np.uint8).data
         if len(getattr(self._scratch, "bytes", b"")) < length:
@@ -357,9 +349,10 @@ def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> N
         if chunk.digest is None and chunk.crc32 is None:
             payloads.check_item(chunk.item)
             return _elements(payloads.read_scratch(payload), tensor, chunk)
-        return _elements(
-            payloads.read_checked(payload, lambda parts: _compare_sums(payloads, chunk, parts)), tensor, chunk
-        )
+        # Each part is compared while it is in the processor's cache.
+        raw = payloads.scratch(payload.length)
+        _compare_sums(payloads, chunk, payloads.fill_bands(payload, raw))
+        return _elements(raw, tensor, chunk)
 
 
 def _elements(raw: memoryview, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:

@@ -68,11 +68,11 @@ _TENSORS = frozenset((*_PARAMETERS, WITH_TYPE, "torch._utils _rebuild_tensor_v2"
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Holds a tensor that is a member of such a file, in row-major order, and the attributes the program set on it."""
+    """Holds a tensor of such a file, as its chunk with a box that begins at 0, and the attributes the program set."""
 
     dtype: str
     chunk: Chunk
-    attributes: Mapping[str, object] = field(default_factory=dict)
+    attributes: Mapping[object, object] = field(default_factory=dict)
 
     @property
     def shape(self) -> Index:
@@ -81,7 +81,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """Holds one file.  ``content`` is the object as inert data; `tensor` and `chunk` decode the tensors in it."""
+    """Holds one file.  ``content`` is the object as inert data; `tensor` decodes the tensors in it."""
 
     name: str
     content: object
@@ -92,24 +92,7 @@ class TorchFile:
     def tensor(self, value: object) -> SavedTensor:
         """Decode a tensor, parameter or tensor with attributes of the content.
 
-        Raises:
-            SourceError: it is none, or its elements are not a whole member of the file in row-major order.
-        """
-        dtype, chunk = self.chunk(value)
-        if chunk.payload != chunk.item or chunk.strides is not None:
-            raise SourceError(
-                f"{self.name}: expected a storage of just the elements of shape {chunk.box.shape} in row-major order, "
-                f"found a view of {chunk.item.length} bytes with strides {chunk.strides}"
-            )
-        match value:
-            case Record(kind=kind, args=(_, _, _, dict() as state)) if kind in _WITH_ATTRIBUTES:
-                return SavedTensor(dtype, chunk, {str(name): attribute for name, attribute in state.items()})
-        return SavedTensor(dtype, chunk)
-
-    def chunk(self, value: object) -> tuple[str, Chunk]:
-        """Return the dtype of a tensor, and its chunk with a box that begins at 0.
-
-        Its item is the whole storage; it has a checksum if the tensor is all of that.
+        The item of its chunk is the whole storage; the chunk has a checksum if the tensor is all of that.
 
         Raises:
             SourceError: it is not a tensor, or its elements are not without gaps in a member of the file.
@@ -125,7 +108,22 @@ class TorchFile:
         payload = Extent(self.name, start, math.prod(tensor.shape) * size)
         strides = None if is_row_major(tensor.shape, tensor.strides) else tensor.strides
         crc32 = member.crc32 if payload == item else None
-        return tensor.dtype, Chunk(Box.of(tensor.shape), item, payload, crc32=crc32, strides=strides)
+        chunk = Chunk(Box.of(tensor.shape), item, payload, crc32=crc32, strides=strides)
+        match value:
+            case Record(kind=kind, args=(_, _, _, dict() as state)) if kind in _WITH_ATTRIBUTES:
+                return SavedTensor(tensor.dtype, chunk, state)
+        return SavedTensor(tensor.dtype, chunk)
+
+    def whole_tensor(self, value: object) -> SavedTensor:
+        """Decode a tensor as `tensor` does; refuse one that is not a whole member of the file in row-major order."""
+        tensor = self.tensor(value)
+        chunk = tensor.chunk
+        if chunk.payload != chunk.item or chunk.strides is not None:
+            raise SourceError(
+                f"{self.name}: expected a storage of just the elements of shape {tensor.shape} in row-major order, "
+                f"found a view of {chunk.item.length} bytes with strides {chunk.strides}"
+            )
+        return tensor
 
 
 def class_of(value: object) -> str | None:
@@ -143,9 +141,10 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, Record) and value.kind in _TENSORS
 
 
-def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
+def whole_record(path: KeyPath, tensor: SavedTensor) -> StateRecord:
     """Return the record of a tensor that one chunk holds."""
-    return StateRecord(key_of(path), path, chunk.box.shape, dtype, Chunks.of([chunk], chunk.box.ndim))
+    chunks = Chunks.of([tensor.chunk], len(tensor.shape))
+    return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, chunks)
 
 
 def checksums_inside(files: Iterable[TorchFile], tensors: Iterable[StateRecord]) -> dict[Extent, int]:

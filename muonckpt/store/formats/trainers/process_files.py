@@ -37,9 +37,9 @@ from ....record.record import Extent, StateRecord
 from ...io.location import Location, is_folder
 from ...reading.payloads import Reader
 from .. import safetensors
-from ..torch_save.inert_pickle import expect, sizes_of
+from ..torch_save.inert_pickle import expect, is_mapping, mapping, sizes_of
 from ..torch_save.plain_item import ItemsInMemory
-from ..torch_save.torch_file import TorchFile, checksums_inside, is_tensor, read_torch_file, whole_record
+from ..torch_save.torch_file import SavedTensor, TorchFile, checksums_inside, is_tensor, read_torch_file, whole_record
 from ..weight_files import (
     INDEX_NAME,
     SHARD_NAME,
@@ -52,12 +52,9 @@ from ..weight_files import (
 from .state_tree import (
     AS_PARAMETER,
     NamesFile,
-    PlainTensor,
     Undecoded,
     decoded,
-    is_mapping,
     kind_in,
-    mapping,
     names_in,
     optimizers_with_names,
     state_by_optimizer,
@@ -249,8 +246,8 @@ def _read(
     content, numbered = optimizers_with_names(mapping(content), root, names)
     tensors, undecoded = [], []
     for path, value in decoded(file, content, root):
-        if isinstance(value, PlainTensor):
-            tensors.append(whole_record(path, value.dtype, value.chunk))
+        if isinstance(value, SavedTensor):
+            tensors.append(whole_record(path, value))
         elif isinstance(value, Undecoded):
             undecoded.append(value.listed(path, file.name))
         else:
@@ -362,22 +359,22 @@ def _universal_tensor(
             return
         if not is_tensor(value):
             raise SourceError(f"expected a tensor, alone or under {_PARAM!r}, found something else; nothing was run")
-        dtype, chunk = opened.chunk(value)
-        if chunk.crc32 is None:
+        tensor = opened.tensor(value)
+        if tensor.chunk.crc32 is None:
             raise SourceError("expected a storage of just the tensor, found a view of it")
         # ZeRO 3 stores tensors flat, alone in their files.
-        if not is_mapping(content) and chunk.box.shape and slot != "step":
+        if not is_mapping(content) and tensor.shape and slot != "step":
             if (shape := next((group[name] for group in shapes() if name in group), None)) is None:
                 raise SourceError(
                     "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
                     "tensors are flat, and DeepSpeed copies these files there"
                 )
-            if len(chunk.box.shape) != 1 or math.prod(shape) != chunk.box.numel:
+            if tensor.shape != (math.prod(shape),):
                 raise SourceError(
-                    f"expected {math.prod(shape)} elements for the shape {shape}, found shape {chunk.box.shape}"
+                    f"expected {math.prod(shape)} elements for the shape {shape}, found shape {tensor.shape}"
                 )
-            chunk = replace(chunk, box=Box.of(shape))
-        yield whole_record(key, dtype, chunk)
+            tensor = replace(tensor, chunk=replace(tensor.chunk, box=Box.of(shape)))
+        yield whole_record(key, tensor)
 
 
 def _add_groups(path: Location, names_of_groups: Sequence[Sequence[str]], items: ItemsInMemory) -> bool:
@@ -395,7 +392,7 @@ def _add_groups(path: Location, names_of_groups: Sequence[Sequence[str]], items:
             root = "optimizer", PARAM_GROUPS, number
             options += [pair for pair in decoded(opened, group, root) if pair[0] != (*root, PARAMS)]
             options.append(((*root, PARAMS), names))
-        if any(isinstance(value, PlainTensor | Undecoded) for _, value in options):
+        if any(isinstance(value, SavedTensor | Undecoded) for _, value in options):
             return False
         for option_path, value in options:
             items.add(option_path, value)

@@ -33,19 +33,17 @@ from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Reader
+from ..torch_save.inert_pickle import is_mapping, mapping
 from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.tensor_item import is_row_major
-from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record
+from ..torch_save.torch_file import SavedTensor, TorchFile, checksums_inside, read_torch_file, whole_record
 from .state_tree import (
     AS_PARAMETER,
     NamesFile,
-    PlainTensor,
     RankPart,
     Undecoded,
     decoded,
     is_dtensor,
-    is_mapping,
-    mapping,
     names_in,
     optimizer_with_names,
     optimizers_with_names,
@@ -253,7 +251,7 @@ class _JoinedRanks:
                 if types == {RankPart}:
                     parts = [value for value in values.values() if isinstance(value, RankPart)]
                     self._add_sharded(path, parts, files)
-                elif types & {RankPart, PlainTensor}:
+                elif types & {RankPart, SavedTensor}:
                     self.tensors.append(_replicated(path, [*values.values()], holders))
                 elif Undecoded in types:
                     rank, value = next((rank, value) for rank, value in values.items() if isinstance(value, Undecoded))
@@ -300,17 +298,17 @@ def _replicated(path: KeyPath, values: Sequence[object], files: Sequence[str]) -
     # The same dtype, shape and checksum on all.
     first, facts = values[0], set[object]()
     for value in values:
-        if isinstance(value, PlainTensor):
+        if isinstance(value, SavedTensor):
             facts.add((value.dtype, value.chunk.box, value.chunk.crc32))
         else:
             facts.add(type(value))
-    if len(facts) > 1 or not isinstance(first, PlainTensor) or (first.chunk.crc32 is None and len(values) > 1):
+    if len(facts) > 1 or not isinstance(first, SavedTensor) or (first.chunk.crc32 is None and len(values) > 1):
         raise SourceError(
             f"expected DTensors, or the same tensor on all ranks, found others in {files[0]} to {files[-1]}, such as "
             "flat parameters of FSDP1, without names: load them in their program and save a full "
             "state dict; to take the weights alone, move the optimizer's files away"
         )
-    return whole_record(path, first.dtype, first.chunk)
+    return whole_record(path, first)
 
 
 def _cut(part: RankPart) -> tuple[object, ...]:

@@ -32,13 +32,12 @@ from ...io import limits
 from ...io.location import Location, entries_of, is_file
 from ...io.regular import read_text_file
 from ...reading.payloads import Reader
-from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
+from ..torch_save.inert_pickle import Global, Record, expect, is_mapping, mapping, sequence, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, class_of, is_tensor
 
 T = TypeVar("T")
 
-_MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
 _MAX_DEPTH = 32
 _MAX_LOOKED_AT = 1 << 12
 """Most parts of data in which the object is looked for that makes them no plain data."""
@@ -123,18 +122,10 @@ class Undecoded:
         return f"{key_of(path)} (undecoded: {self.kind:.80}) in {file}"
 
 
-@dataclass(frozen=True, slots=True)
-class PlainTensor:
-    """A tensor that is no DTensor: its dtype, and its chunk, whose box begins at 0."""
-
-    dtype: str
-    chunk: Chunk
-
-
 def decoded(
     file: TorchFile, content: object, root: KeyPath, *, dtensors: bool = False
 ) -> Iterator[tuple[KeyPath, object]]:
-    """Yield tensors, as `PlainTensor` or `RankPart`, plain data and `Undecoded` in a state dict, each with its path.
+    """Yield tensors, as `SavedTensor` or `RankPart`, plain data and `Undecoded` in a state dict, each with its path.
 
     Keys of dicts become strings in paths, positions in lists integers, as in DCP.
 
@@ -155,7 +146,7 @@ def decoded(
             if tensor_class is not None and tensor_class not in _DTENSOR:
                 yield path, Undecoded(tensor_class)
             elif not is_dtensor(value):
-                tensor = PlainTensor(*file.chunk(value))
+                tensor = file.tensor(value)
                 chunks.append(tensor.chunk)
                 yield path, tensor
             elif dtensors:
@@ -190,22 +181,6 @@ def same_on_ranks(noun: str, values: Mapping[int, T], advice: str = "") -> T:
                 f"rank {rank}{advice}"
             )
     return values[first]
-
-
-def is_mapping(value: object) -> bool:
-    """Return whether a part of a pickle is a dict, an OrderedDict or a defaultdict."""
-    return type(value) is dict or (isinstance(value, Record) and value.kind in _MAPPINGS)
-
-
-def mapping(value: object) -> Mapping[object, object]:
-    """Return the items of such a dict.
-
-    Raises:
-        SourceError: it is something else.
-    """
-    if isinstance(value, Record) and value.kind in _MAPPINGS:
-        return value.items or {}
-    return expect(dict, value)
 
 
 def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
@@ -446,7 +421,7 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
         case _:
             raise SourceError("expected a DTensor, found something else")
     # Its mesh, its cut and its global shape.
-    dtype, local = file.chunk(state.get("_local_tensor"))
+    local = file.tensor(state.get("_local_tensor"))
     mesh, meta = _fields(spec.get("mesh")), expect(Record, spec.get("tensor_meta"))
     shape = sizes_of(expect(tuple, meta.args)[0])
     sizes, coordinate = _sizes(file, mesh), sizes_of(mesh.get("_coordinate_on_dim"))
@@ -466,7 +441,7 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
             raise SourceError(
                 f"expected shards cut from the first axis of the mesh to the last, found the order {axes}"
             )
-    return RankPart(dtype, shape, sizes, coordinate, placements, local)
+    return RankPart(local.dtype, shape, sizes, coordinate, placements, local.chunk)
 
 
 def _fields(value: object) -> Mapping[object, object]:
@@ -480,8 +455,7 @@ def _sizes(file: TorchFile, mesh: Mapping[object, object]) -> Index:
             return tuple(_product(_fields(axis).get("shape")) for axis in sequence(axes))
         case Record(state={"shape": shape}):
             return tuple(map(_product, sequence(shape))) if type(shape) is tuple else (_product(shape),)
-    _, ranks = file.chunk(mesh.get("mesh"))
-    return ranks.box.shape
+    return file.tensor(mesh.get("mesh")).shape
 
 
 def _product(size: object) -> int:

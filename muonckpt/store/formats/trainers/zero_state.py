@@ -15,11 +15,10 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
 
 from ....algebra.box import Box, Index
 from ....layouts.buffers.algorithms import part_numel, partitioned_group, partitioned_parameters, touched_parameters
@@ -34,17 +33,18 @@ from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Reader
-from ..torch_save.inert_pickle import Record, expect, sizes_of
+from ..torch_save.inert_pickle import Record, expect, is_mapping, mapping, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import (
     MemberPayloads,
+    SavedTensor,
     TorchFile,
     checksums_inside,
     is_tensor,
     read_torch_file,
     whole_record,
 )
-from .state_tree import PlainTensor, check_shared, is_mapping, mapping, names_in, same_on_ranks
+from .state_tree import check_shared, names_in, same_on_ranks
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(0|[1-9][0-9]{0,5})_mp_rank_([0-9]{2,5})_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{2,5})_model_states\.pt")
@@ -59,9 +59,6 @@ _MASTERS, _MASTERS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 
 _RUN = "deepspeed"
 """The root of the run's own values."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _NOT_OF_THE_RUN = frozenset(
     {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
@@ -95,7 +92,7 @@ def reader(path: Location, is_partial: bool = False) -> Reader:
             missing += _missing(models, num_ranks)
         # The optimizer has the weights, too; the model states have everything else.
         contents = _Contents()
-        first = _add_optimizer(contents, run, _per_rank(files, _Optimizer.of), num_ranks)
+        first = _add_optimizer(contents, run, {rank: _Optimizer.of(file) for rank, file in files.items()}, num_ranks)
         _add_model(contents, run, models, num_ranks)
         _add_run(contents, next(iter(models.values())))
         opened = (*files.values(), *models.values())
@@ -238,9 +235,9 @@ class _Contents:
         self.steps.extend(raw)
         self.add(path, (), "float32", [Chunk(Box.of(()), place, place, crc32=zlib.crc32(raw))])
 
-    def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, PlainTensor]) -> None:
+    def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, SavedTensor]) -> None:
         """Add the parameters of a layout with a flat part on each rank; parts of other ranks are lost."""
-        dtype = same_on_ranks("dtype", _per_rank(parts, lambda part: part.dtype))
+        dtype = same_on_ranks("dtype", {rank: part.dtype for rank, part in parts.items()})
         layouts = layout.tensor_layouts()
         for parameter in layout.parameters:
             chunks = []
@@ -252,7 +249,7 @@ class _Contents:
             self.add((*root, parameter.name, *end), parameter.parameter.shape, dtype, chunks)
 
 
-def _chunk(box: Box, offset: int, part: PlainTensor) -> Chunk:
+def _chunk(box: Box, offset: int, part: SavedTensor) -> Chunk:
     """Return the chunk of a box whose elements begin at element ``offset`` of a flat tensor."""
     size, payload = itemsize(part.dtype), part.chunk.payload
     assert payload is not None, "chunks of files have payloads"
@@ -381,7 +378,7 @@ def _layout(
     parameters: Sequence[Parameter],
     number: int,
     optimizers: Mapping[int, _Optimizer],
-    masters: Mapping[int, PlainTensor],
+    masters: Mapping[int, SavedTensor],
     num_ranks: int,
 ) -> BufferLayout:
     """Return how a group is partitioned.
@@ -390,7 +387,7 @@ def _layout(
         SourceError: the partitions have other sizes, or DeepSpeed recorded other places.
     """
     first = next(iter(optimizers.values()))
-    sizes = _per_rank(masters, lambda part: part.chunk.box.numel)
+    sizes = {rank: part.chunk.box.numel for rank, part in masters.items()}
     try:
         if _MASTERS_3 in first.zero:
             layout = partitioned_parameters(parameters, num_ranks)
@@ -446,28 +443,26 @@ def _add_state(contents: _Contents, layout: BufferLayout, optimizers: Mapping[in
         with about(slot):
             values = {rank: state.get(slot) for rank, state in states.items()}
             # A value that all parameters share.
-            if not same_on_ranks("state", _per_rank(values, is_tensor)):
+            if not same_on_ranks("state", {rank: is_tensor(value) for rank, value in values.items()}):
                 value = same_on_ranks("value", {rank: optimizers[rank].plain(value) for rank, value in values.items()})
                 for root in roots:
                     contents.add_number((*root, slot), value)
                 continue
-            parts = {rank: PlainTensor(*optimizers[rank].file.chunk(value)) for rank, value in values.items()}
+            parts = {rank: optimizers[rank].file.tensor(value) for rank, value in values.items()}
             # A tensor without dims that all parameters share.
-            if not same_on_ranks("dims", _per_rank(parts, lambda part: part.chunk.box.ndim)):
-                same_on_ranks("value", _per_rank(parts, lambda part: part.chunk.crc32))
-                part = parts[min(parts)]
-                for root in roots:
-                    contents.tensors.append(whole_record((*root, slot), part.dtype, part.chunk))
+            if not same_on_ranks("dims", {rank: len(part.shape) for rank, part in parts.items()}):
+                same_on_ranks("value", {rank: part.chunk.crc32 for rank, part in parts.items()})
+                contents.tensors.extend(whole_record((*root, slot), parts[min(parts)]) for root in roots)
             # Momenta that each rank holds whole, or the partitions' elements.
             elif slot == MOMENTUM and _is_whole(parts, layout, touched, optimizers):
                 _add_whole(contents, touched, parts)
             else:
-                _check_sizes(_per_rank(parts, lambda part: part.chunk.box.numel), layout)
+                _check_sizes({rank: part.chunk.box.numel for rank, part in parts.items()}, layout)
                 contents.add_parts(("optimizer", STATE), (slot,), layout, parts)
 
 
 def _is_whole(
-    parts: Mapping[int, PlainTensor],
+    parts: Mapping[int, SavedTensor],
     layout: BufferLayout,
     touched: Sequence[Sequence[PlacedParameter]],
     optimizers: Mapping[int, _Optimizer],
@@ -498,10 +493,10 @@ def _is_whole(
 
 
 def _add_whole(
-    contents: _Contents, touched: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, PlainTensor]
+    contents: _Contents, touched: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, SavedTensor]
 ) -> None:
     """Add momenta that each rank with a part of them holds whole."""
-    dtype = same_on_ranks("dtype", _per_rank(parts, lambda part: part.dtype))
+    dtype = same_on_ranks("dtype", {rank: part.dtype for rank, part in parts.items()})
     copies: dict[str, list[tuple[int, Chunk]]] = {}
     shapes: dict[str, Index] = {}
     for rank, parameters in enumerate(touched):
@@ -519,7 +514,7 @@ def _add_whole(
             chunks = [replace(chunks[0], item=payload)]
             extents = tuple((rank, chunk.item, chunk.payload) for rank, chunk in places if chunk.payload)
             contents.copies[payload] = _Copies(name, extents)
-            contents.compared.extend(whole_record(path, dtype, chunk) for _, chunk in places)
+            contents.compared.extend(whole_record(path, SavedTensor(dtype, chunk)) for _, chunk in places)
         contents.add(path, shapes[name], dtype, chunks)
 
 
@@ -539,7 +534,7 @@ def _add_model(
     buffers = expect(list, run.get("buffer_names") or [])
     for name, value in _items(run, "module"):
         if name not in weights and is_tensor(value) and (name in buffers or not is_of_rank):
-            contents.tensors.append(whole_record(("model", expect(str, name)), *file.chunk(value)))
+            contents.tensors.append(whole_record(("model", expect(str, name)), file.tensor(value)))
     # In ZeRO 3 frozen parameters are cut as others are.
     for name, shape in _items(run, "frozen_param_shapes") if is_of_rank else ():
         layout = partitioned_parameters([Parameter(expect(str, name), sizes_of(shape))], num_ranks)
@@ -564,15 +559,11 @@ def _items(content: Mapping[object, object], key: str) -> Iterable[tuple[object,
     return () if value is None else mapping(value).items()
 
 
-def _flat(file: TorchFile, value: object) -> PlainTensor:
-    dtype, chunk = file.chunk(value)
-    if chunk.box.ndim != 1:
-        raise SourceError(f"{file.name}: expected a flat tensor, found shape {chunk.box.shape}")
-    return PlainTensor(dtype, chunk)
-
-
-def _per_rank(values: Mapping[int, T], function: Callable[[T], R]) -> dict[int, R]:
-    return {rank: function(value) for rank, value in values.items()}
+def _flat(file: TorchFile, value: object) -> SavedTensor:
+    tensor = file.tensor(value)
+    if len(tensor.shape) != 1:
+        raise SourceError(f"{file.name}: expected a flat tensor, found shape {tensor.shape}")
+    return tensor
 
 
 def _check_sizes(sizes: Mapping[int, int], layout: BufferLayout) -> None:
