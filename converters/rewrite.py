@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from ..names.errors import DestinationError, SourceError, TargetError, called_like
 from ..names.wording import listed
 from ..record.record import Manifest
-from ..store.formats.dcp import is_torch_dist
+from ..store.formats.native import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.io.location import Remote, is_there, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...algebra.box import Index
 from ...algebra.layout import Buffer, TensorLayout
-from ...layouts.flat import owned_layout
-from ...layouts.mesh import MeshPlacement, mesh_layout
+from ...layouts.mesh import Mesh, MeshPlacement, Replicate, mesh_layout
 from ...names.errors import TargetError, did_you_mean
 from ...programs.signs import COMMON_FILE
 from ...record.record import Manifest, StateRecord, entry_keys
@@ -173,7 +172,7 @@ def lay_out(
     all_axes = tuple((axis, 0) for axis in target.mesh)
     for tensor in tensors:
         if not tensor.shape:
-            layouts[tensor.key], recorded[tensor.key] = owned_layout((), 0), None
+            layouts[tensor.key], recorded[tensor.key] = mesh_layout((), Mesh.of(1), (Replicate(),)), None
             continue
         cuts = target.cuts(tensor, all_axes)
         if cuts not in placements:

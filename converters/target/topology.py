@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...algebra.box import row_major
 from ...algebra.layout import TensorLayout
-from ...layouts.buffers.placements import PLACEMENTS
 from ...layouts.mesh import Mesh, MeshPlacement, Replicate, Shard
 from ...names.errors import TargetError, did_you_mean
+from ...names.vocabulary import PLACEMENTS
 from ...record.record import StateRecord
 
 if TYPE_CHECKING:

@@ -50,6 +50,13 @@ EIGHT_BIT_SLOTS = frozenset(f"{slot}_{part}" for slot in AVERAGES for part in ("
 BY_RANK = "by_rank"
 """The key below which a checkpoint has items that differ from rank to rank, each rank's below the rank's name."""
 
+PLACEMENTS = ("padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong", "balanced")
+"""The ways to place parameters in flat buffers so that matrices stay whole: the same names in training
+(``LayerWise(layout=...)``), on the command line, in ``layer_wise.toml``, and in every record of a buffer.
+
+All but "legacy-pingpong" put the parameters that are no matrices into buffers of their own, in equal shards that may
+end inside a parameter."""
+
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 

@@ -20,9 +20,10 @@ from ...algebra.box import Box, flat_boxes
 from ...algebra.layout import Fragment, dense
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter
-from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest, place_parameters
+from ...layouts.buffers.placements import PlacementRequest, place_parameters
 from ...layouts.buffers.records import to_json
 from ...names.errors import ArgumentError, LayoutError, did_you_mean, lost_ranks
+from ...names.vocabulary import PLACEMENTS
 from ...names.wording import listed
 from ...ranks.release import in_flight
 from ..ground.tensors import exact_dtype

@@ -17,7 +17,7 @@ from support.launched import STRUCK
 from support.sharded import elements_of
 
 import muonckpt
-from muonckpt.layouts.buffers.placements import PLACEMENTS
+from muonckpt.names.vocabulary import PLACEMENTS
 
 LAYOUTS = ("rows", "flat", *PLACEMENTS)
 HUGE = "9" * 5000

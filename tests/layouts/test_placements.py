@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
-from muonckpt.layouts.buffers.placements import PLACEMENTS, PlacementRequest, place_parameters
+from muonckpt.layouts.buffers.placements import PlacementRequest, place_parameters
+from muonckpt.names.vocabulary import PLACEMENTS
 
 MATRICES = [Parameter(f"layers.{n}.w", (8 + n, 16), expert=n == 3) for n in range(12)]
 REST = [Parameter("embedding", (37, 16)), Parameter("norm", (16,))]

@@ -46,7 +46,7 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.layouts.buffers.algorithms import distributed_optimizer, legacy_pingpong, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes
-from muonckpt.layouts.buffers.placements import PLACEMENTS
+from muonckpt.names.vocabulary import PLACEMENTS
 from muonckpt.optimizer import LayerWise
 from muonckpt.record.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, format_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from muonckpt.layouts.buffers.placements import PLACEMENTS
+from muonckpt.names.vocabulary import PLACEMENTS
 from muonckpt.optimizer import LayerWise, Muon
 from support.workers import run
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.layouts.buffers.placements import PLACEMENTS
+from muonckpt.names.vocabulary import PLACEMENTS
 from muonckpt.optimizer import Muon
 
 # --- chains: a checkpoint goes through layouts and formats, hop by hop, and comes home --------------------------------

@@ -1,19 +1,13 @@
-"""The ways to place a model's parameters in flat buffers so that matrices stay whole, by public name.
-
-The name is the same in training (``LayerWise(layout=...)``), on the command line, in ``layer_wise.toml``, and in every
-record of a buffer.  ``algorithms`` are imported when they are used, so that programs which list names need no numpy.
-"""
+"""The ways to place a model's parameters in flat buffers so that matrices stay whole: `vocabulary.PLACEMENTS`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from . import algorithms
+from .buffer_layout import BufferLayout
 from .parameters import GroupSizes, Parameter
-
-if TYPE_CHECKING:
-    from .buffer_layout import BufferLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +32,8 @@ class PlacementRequest:
     previous: Mapping[str, int | None] | None = None
 
 
-PLACEMENTS = ("padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong", "balanced")
-"""All but "legacy-pingpong" put the parameters that are no matrices into buffers of their own, in equal shards that may
-end inside a parameter."""
-
-
 def place_parameters(name: str, request: PlacementRequest) -> tuple[BufferLayout, ...]:
     """Make the buffers of a placement; those of matrices record its name as their ``algorithm``."""
-    from . import algorithms
-
     sizes, bucket_size = request.sizes, request.bucket_size
     matrices = [parameter for parameter in request.parameters if parameter.name in request.matrices]
     match name:

@@ -8,7 +8,6 @@ checkpoint in sibling folders.
 from __future__ import annotations
 
 import fnmatch
-import json
 import operator
 import re
 from collections import Counter
@@ -26,16 +25,17 @@ from ...algebra.box import Box, Index
 from ...names.errors import DamageError, SourceError, about
 from ...names.keys import optimizers_of, slot_in
 from ...names.wording import counted, listed
-from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE, UNREAD
+from ...programs.signs import METADATA_FILE, UNREAD
 from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
 from ...record.record import Blob, Extent, Manifest, StateRecord, entry_keys
 from ..io import limits
-from ..io.location import Location, entries_of, folders_with, is_file, is_folder, is_there, listing, source_errors
+from ..io.location import Location, entries_of, folders_with, is_folder, is_there, listing, source_errors
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.blocks import join_ranges
 from ..reading.payloads import Payloads, Reader
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
+from .native import common_file, lost_common_file
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
 
@@ -164,34 +164,6 @@ def reader(path: Location) -> Reader:
         outline = replace(manifest, blobs=(*manifest.blobs, *common_blobs))
         faults = tuple(extent_faults(path, named_items(outline)))
     return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
-
-
-def common_file(path: Location) -> tuple[Blob, ...]:
-    """Return the item that Megatron keeps beside the checkpoint, if it does."""
-    if not is_there(path / COMMON_FILE):
-        return ()
-    with open_regular(path / COMMON_FILE) as file:
-        return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
-
-
-def is_torch_dist(path: Location) -> bool:
-    """Return whether Megatron takes a directory for a ``torch_dist`` checkpoint."""
-    if not is_file(path / MEGATRON_FILE):
-        return False
-    with open_regular(path / MEGATRON_FILE) as file:
-        data = file.read(0, min(file.size, 1 << 16))
-    try:
-        fields = json.loads(data)
-    except ValueError:
-        return False
-    return isinstance(fields, dict) and fields.get("sharded_backend") == "torch_dist"
-
-
-def lost_common_file(path: Location, manifest: Manifest) -> tuple[Blob, ...]:
-    """Return Megatron's item of everything but tensors, of one byte if no description gives its length."""
-    if any(blob.key == COMMON_STATE for blob in manifest.blobs) or not is_torch_dist(path):
-        return ()
-    return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, 1)),)
 
 
 def _outline(metadata: Metadata) -> Manifest:

@@ -15,11 +15,11 @@ from typing import Any
 
 from ...names.errors import SourceError, about, unwritable
 from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
-from ...record.record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
+from ...record.record import MANIFEST_FILE, MANIFEST_VERSION, Blob, Extent, Manifest, StateRecord, record_fields
 from ..io.checksums import xxh3_128
-from ..io.location import Location, source_errors
+from ..io.location import Location, is_file, is_there, source_errors
 from ..io.new_file import write_parts, write_synced
-from ..io.regular import read_text_file
+from ..io.regular import open_regular, read_text_file
 from ..reading.payloads import Payloads, Reader
 
 
@@ -124,6 +124,34 @@ def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
     return Manifest.from_json(json.dumps(manifest)).tensors[0]
 
 
+def common_file(path: Location) -> tuple[Blob, ...]:
+    """Return the item that Megatron keeps beside the checkpoint, if it does."""
+    if not is_there(path / COMMON_FILE):
+        return ()
+    with open_regular(path / COMMON_FILE) as file:
+        return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
+
+
+def is_torch_dist(path: Location) -> bool:
+    """Return whether Megatron takes a directory for a ``torch_dist`` checkpoint."""
+    if not is_file(path / MEGATRON_FILE):
+        return False
+    with open_regular(path / MEGATRON_FILE) as file:
+        data = file.read(0, min(file.size, 1 << 16))
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("sharded_backend") == "torch_dist"
+
+
+def lost_common_file(path: Location, manifest: Manifest) -> tuple[Blob, ...]:
+    """Return Megatron's item of everything but tensors, of one byte if no description gives its length."""
+    if any(blob.key == COMMON_STATE for blob in manifest.blobs) or not is_torch_dist(path):
+        return ()
+    return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, 1)),)
+
+
 _BACKEND = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 
 
@@ -132,8 +160,7 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
 
     Without a common state Megatron loads no tensor, so an empty one is written where there is none.
     """
-    from .dcp import common_file  # readers need neither
-    from .torch_save.plain_item import plain_item
+    from .torch_save.plain_item import plain_item  # readers do not need it
 
     if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
         data = plain_item({})
