@@ -36,10 +36,6 @@ class Draft(NamedTuple):
     sums: ChunkSums
 
 
-Part = list[tuple[Draft, range]]
-"""Drafts, and the numbers of the chunks to write of each.  The first part has all drafts, and their first chunks."""
-
-
 class FilesInStep:
     """Files whose chunks are written together, part by part, by any threads; an error closes them when its block ends.
 
@@ -49,32 +45,31 @@ class FilesInStep:
 
     def __init__(self, files: Sequence[OutputFile], num_parts: int) -> None:
         self.files = files
-        self.parts = list(zip(*(_split_chunks(file, num_parts) for file in files), strict=True))
+        # Ranges of about as many bytes, of which some may be empty.  Each ends before the first chunk that begins after
+        # its share; the first always has the first chunk.
+        ranges: list[list[range]] = []
+        for file in files:
+            num_chunks = len(file.chunks)
+            ends = np.searchsorted(file.chunks.offsets, file.length * np.arange(1, num_parts) // num_parts)
+            bounds = [0, *np.clip(ends, min(1, num_chunks), None).tolist(), num_chunks]
+            ranges.append(list(map(range, bounds, bounds[1:])))
+        self.parts = list(zip(*ranges, strict=True))
         self._num_left = len(self.parts)
         self._is_begun = False
         self._drafts: list[Draft] = []
         self._exits = ExitStack()
         self._lock = Lock()
 
-    def write(
-        self,
-        part: Sequence[range],
-        open_draft: Callable[[OutputFile], AbstractContextManager[Draft]],
-        write_part: Callable[[Part], None],
-    ) -> list[tuple[str, FinishedFile]]:
-        """Write one of the parts; the first call opens the files, the last that ends closes them.
-
-        Returns:
-            The files by name, if they are finished; nothing before.
-        """
+    def begin_part(self, open_draft: Callable[[OutputFile], AbstractContextManager[Draft]]) -> list[Draft]:
+        """Return the drafts of all files, which the first call opens; nothing if another thread could not open them."""
         with self._lock:
             if not self._is_begun:
                 self._is_begun = True
                 self._drafts = [self._exits.enter_context(open_draft(file)) for file in self.files]
-        if not self._drafts:  # another thread could not open them
-            return []
-        is_first = part is self.parts[0]
-        write_part([(draft, numbers) for draft, numbers in zip(self._drafts, part, strict=True) if numbers or is_first])
+            return self._drafts
+
+    def end_part(self) -> list[tuple[str, FinishedFile]]:
+        """Count a part as written; the last one closes the files, and returns them by name."""
         with self._lock:
             self._num_left -= 1
             is_last = not self._num_left
@@ -90,15 +85,6 @@ class FilesInStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exits.__exit__(kind, error, trace)
-
-
-def _split_chunks(file: OutputFile, count: int) -> list[range]:
-    """Split the numbers of a file's chunks into ranges of about as many bytes; some may be empty."""
-    # A range ends before the first chunk that begins after its share.  The first range always has the first chunk.
-    num_chunks = len(file.chunks)
-    ends = np.searchsorted(file.chunks.offsets, file.length * np.arange(1, count) // count)
-    bounds = [0, *np.clip(ends, min(1, num_chunks), None).tolist(), num_chunks]
-    return list(map(range, bounds, bounds[1:]))
 
 
 def files_in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_order: bool) -> list[FilesInStep]:

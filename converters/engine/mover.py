@@ -28,7 +28,7 @@ from ...store.open_checkpoint import check_blob
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words
-from .in_step import Draft, FilesInStep, Part
+from .in_step import Draft, FilesInStep
 from .output_files import SUMS, ChunkPlan, ChunkSums, FinishedFile, OutputChunks, OutputFile
 from .outputs import OutputItem, OutputTensor, Words
 from .source_rows import Advance, Bytes, SourceChecks
@@ -121,8 +121,15 @@ class Mover:
         be idle meanwhile, and the source would be read from it twice.
         """
         self._progress(0)  # open no file where another thread has failed
-        files, numbers = part
-        return files.write(numbers, self._draft, self._write_part)
+        files, ranges = part
+        drafts = files.begin_part(self._draft)
+        if not drafts:
+            return []
+        # A band of each file in turn, so that one read serves them all.
+        writings = [self._write(draft, numbers) for draft, numbers in zip(drafts, ranges, strict=True)]
+        while writings:  # a generator that has ended returns the default
+            writings = [writing for writing in writings if next(writing, writing) is None]
+        return files.end_part()
 
     @contextmanager
     def _draft(self, file: OutputFile) -> Iterator[Draft]:
@@ -137,12 +144,6 @@ class Mover:
             if file.footer:
                 footer = file.footer(draft.sums)
                 output.write(footer, file.length - len(footer))
-
-    def _write_part(self, part: Part) -> None:
-        """Write a band of each file in turn, so that one read serves them all."""
-        writings = [self._write(draft, numbers) for draft, numbers in part]
-        while writings:  # a generator that has ended returns the default
-            writings = [writing for writing in writings if next(writing, writing) is None]
 
     def _write(self, draft: Draft, numbers: range) -> Generator[None, None, None]:
         """Write chunks of a file in order, before the first of them its items; pauses after every band."""
