@@ -136,9 +136,9 @@ def floor(job: Job, to: Path) -> Run:
 def _copy_ranges(job, file, to: Path) -> None:
     handle, at = os.open(to / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
     os.posix_fallocate(handle, 0, file.length)
-    for output_chunk in file.chunks:
-        for part in output_chunk.plan.copies.fragments():
-            chunks, number = output_chunk.output.located(part.place.buffer)
+    for output, plan in zip(file.chunks.outputs, file.chunks.plans, strict=True):
+        for part in plan.copies.fragments():
+            chunks, number = output.locate(part.place.buffer)
             payload = chunks.payload(number)
             source = os.open(job.source.path / payload.file, os.O_RDONLY)
             start, bytes_left = payload.offset + 4 * part.place.offset, 4 * part.box.numel

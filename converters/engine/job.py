@@ -116,7 +116,8 @@ class Job:
             # never uses.
             fields = record_fields(output.record)
             fields.pop("layout", None)
-            yield _text(tuple(fields.values()), sources, _layout_digest(output.layout), output.making)
+            making = output.scale, output.source_dtype
+            yield _text(tuple(fields.values()), sources, _layout_digest(output.layout), making)
         # The files: their plans, each once because many chunks share it, and the tensor, plan and offset of each chunk.
         for file in self.files:
             for plan in file.chunks.plans:

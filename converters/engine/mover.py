@@ -64,7 +64,7 @@ def windows(chunks: OutputChunks, numbers: range, max_bytes: int) -> Iterator[ra
         output, plan = chunks.outputs[number], chunks.plans[number]
         joins = plan.copies.in_runs
         if joins:
-            kind = plan, output.stored_dtype, output.boxes
+            kind = plan, output.kind
             if kind not in small_kinds:
                 small_kinds[kind] = is_small(plan, output)
             joins = small_kinds[kind]

@@ -185,13 +185,12 @@ class OutputChunks:
         return groups
 
     def grouped(self, numbers: Iterable[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
-        """Group these numbers by plan, and by how their elements are made, of source chunks with equal boxes."""
-        for plan, plan_numbers in self.by_plan(numbers).items():
-            kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
-            for number in plan_numbers:
-                kinds[self.outputs[number].making, self.outputs[number].boxes].append(number)
-            for kind_numbers in kinds.values():
-                yield plan, kind_numbers
+        """Group these numbers by plan and `OutputTensor.kind`: they copy from the same places of their sources."""
+        groups: defaultdict[tuple[ChunkPlan, Hashable], list[int]] = defaultdict(list)
+        for number in numbers:
+            groups[self.plans[number], self.outputs[number].kind].append(number)
+        for (plan, _), members in groups.items():
+            yield plan, members
 
     def sources(self, rows: SourceRows, numbers: Iterable[int] | None = None) -> Mask:
         """Return a mask of the rows of the source from which all chunks, or these, are copied."""

@@ -184,14 +184,9 @@ class OutputTensor:
         return self.source_dtype or self.record.dtype
 
     @property
-    def making(self) -> Hashable:
-        """A key of how elements are computed: equal for tensors for which `compute` does the same."""
-        return self.scale, self.source_dtype, self.record.dtype
-
-    @property
-    def boxes(self) -> Hashable:
-        """A key of the sources: equal for tensors whose sources have equal boxes."""
-        return tuple([chunks.boxes for chunks in self.sources])
+    def kind(self) -> Hashable:
+        """A key: equal for tensors for which `compute` does the same, and whose sources have equal boxes."""
+        return self.scale, self.source_dtype, self.record.dtype, *[chunks.boxes for chunks in self.sources]
 
     def compute(self, words: Words) -> Words:
         """Return the elements to write, given those of the source, in any shape."""

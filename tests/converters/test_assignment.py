@@ -37,8 +37,8 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
         return set(np.flatnonzero(part.checked).tolist())
 
     def copied(part: Share) -> set:
-        chunks = [chunk for file in part.files for chunk in file.chunks]
-        return {int(job.rows.rows([c.output], buffer)[0]) for c in chunks for buffer in c.plan.copies.buffers}
+        chunks = [pair for file in part.files for pair in zip(file.chunks.outputs, file.chunks.plans, strict=True)]
+        return {int(job.rows.rows([output], n)[0]) for output, plan in chunks for n in plan.copies.buffers}
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:

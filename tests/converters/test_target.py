@@ -151,8 +151,8 @@ def test_gathering_runs_and_strided_pieces_writes_the_same_bytes(name, tmp_path)
     rules = tuple(rule for rule in TARGETS[name].rules if rule.glob == "*")
     target = Target(TARGETS[name].mesh, rules, TARGETS[name].layout)
     copied, assembled = make_job(runs, target), make_job(columns, target)
-    assert any(chunk.plan.copies.in_runs for file in copied.files for chunk in file.chunks)
-    assert not all(chunk.plan.copies.in_runs for file in assembled.files for chunk in file.chunks)
+    assert any(plan.copies.in_runs for file in copied.files for plan in file.chunks.plans)
+    assert not all(plan.copies.in_runs for file in assembled.files for plan in file.chunks.plans)
     run_job(copied, tmp_path / "copied")
     run_job(assembled, tmp_path / "assembled", memory=1)
     written = [contents(tmp_path / "copied"), contents(tmp_path / "assembled")]
@@ -187,7 +187,7 @@ def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_p
 def test_replicas_are_written_once_and_spread_over_their_holders(tmp_path):
     job = make_job(saved("own rows3"), TARGETS["replicas"])
     sizes = [file.payload for file in job.files]
-    largest = max(chunk.plan.frame.payload_length for file in job.files for chunk in file.chunks)
+    largest = max(plan.frame.payload_length for file in job.files for plan in file.chunks.plans)
     assert len(sizes) == 6 and max(sizes) - min(sizes) <= 2 * largest
     assert sum(sizes) == sum(map(len, elements_of(saved("own rows3")).values()))
 

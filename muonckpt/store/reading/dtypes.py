@@ -24,50 +24,48 @@ class DType:
 
     Attributes:
         itemsize: in bytes.
-        bits: the numpy dtype that views the little-endian bits as unsigned words: one an element, but two of 8 bytes
-            for ``complex128``.
         storage: the class that ``torch.save`` names; None for newer types, which it saves as untyped bytes.
     """
 
     itemsize: int
-    bits: str
     storage: str | None = None
 
-
-def _typed(itemsize: int, storage: str | None = None) -> DType:
-    return DType(itemsize, f"<u{min(itemsize, 8)}", storage)
+    @property
+    def bits(self) -> str:
+        """The numpy dtype of the little-endian bits as unsigned words: one an element, two of 8 bytes if it has 16."""
+        return f"<u{min(self.itemsize, 8)}"
 
 
 DTYPES: Mapping[str, DType] = MappingProxyType(
     {
-        "float64": _typed(8, "DoubleStorage"),
-        "float32": _typed(4, "FloatStorage"),
-        "float16": _typed(2, "HalfStorage"),
-        "bfloat16": _typed(2, "BFloat16Storage"),
-        "int64": _typed(8, "LongStorage"),
-        "int32": _typed(4, "IntStorage"),
-        "int16": _typed(2, "ShortStorage"),
-        "int8": _typed(1, "CharStorage"),
-        "uint8": _typed(1, "ByteStorage"),
-        "bool": _typed(1, "BoolStorage"),
-        "complex128": _typed(16, "ComplexDoubleStorage"),
-        "complex64": _typed(8, "ComplexFloatStorage"),
-        "complex32": _typed(4),
-        "uint64": _typed(8),
-        "uint32": _typed(4),
-        "uint16": _typed(2),
-        "float8_e4m3fn": _typed(1),
-        "float8_e4m3fnuz": _typed(1),
-        "float8_e5m2": _typed(1),
-        "float8_e5m2fnuz": _typed(1),
-        "float8_e8m0fnu": _typed(1),
-        "float4_e2m1fn_x2": _typed(1),
-        "bits16": _typed(2),
-        "bits8": _typed(1),
-        "bits4x2": _typed(1),
-        "bits2x4": _typed(1),
-        "bits1x8": _typed(1),
-        "bcomplex32": _typed(4),
+        "float64": DType(8, "DoubleStorage"),
+        "float32": DType(4, "FloatStorage"),
+        "float16": DType(2, "HalfStorage"),
+        "bfloat16": DType(2, "BFloat16Storage"),
+        "int64": DType(8, "LongStorage"),
+        "int32": DType(4, "IntStorage"),
+        "int16": DType(2, "ShortStorage"),
+        "int8": DType(1, "CharStorage"),
+        "uint8": DType(1, "ByteStorage"),
+        "bool": DType(1, "BoolStorage"),
+        "complex128": DType(16, "ComplexDoubleStorage"),
+        "complex64": DType(8, "ComplexFloatStorage"),
+        "complex32": DType(4),
+        "uint64": DType(8),
+        "uint32": DType(4),
+        "uint16": DType(2),
+        "float8_e4m3fn": DType(1),
+        "float8_e4m3fnuz": DType(1),
+        "float8_e5m2": DType(1),
+        "float8_e5m2fnuz": DType(1),
+        "float8_e8m0fnu": DType(1),
+        "float4_e2m1fn_x2": DType(1),
+        "bits16": DType(2),
+        "bits8": DType(1),
+        "bits4x2": DType(1),
+        "bits2x4": DType(1),
+        "bits1x8": DType(1),
+        "bcomplex32": DType(4),
     }
 )
 
