@@ -87,14 +87,13 @@ class IndexedModel:
     """A ``megatron_fsdp.MegatronFSDP``: its index says where each parameter begins, and which mesh axes cut buffers."""
 
     def __init__(self, model: Any) -> None:
-        self._model, flat = model, model.param_and_grad_buffer
-        self._flat = flat
-        self.parameters: Mapping[str, DTensor] = dict(flat.optimizer_named_parameters)
+        self._model, self._flat = model, model.param_and_grad_buffer
+        self.parameters: Mapping[str, DTensor] = dict(self._flat.optimizer_named_parameters)
         self.parameters_elsewhere: Mapping[str, DTensor] = {}
-        self._groups = {
-            param: flat.parameter_groups[flat.param_to_param_group[param.orig_param]]
-            for _, param in flat.optimizer_named_parameters
-        }
+        # The buffers of each parameter are those of its group.
+        self._groups = {}
+        for param in self.parameters.values():
+            self._groups[param] = self._flat.parameter_groups[self._flat.param_to_param_group[param.orig_param]]
 
     def layout(self, param: Any) -> TensorLayout:
         if param not in self._groups:
@@ -174,22 +173,25 @@ class PackedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._ranges: dict[int, tuple[IntArray, IntArray]] = {}
+        # The groups of all modules: each parameter has a number in the buffer of its group.
         self._groups: list[Any] = []
         for module in model.modules():
             self._groups += getattr(module, "parameter_groups", ())
         self._places: dict[Tensor, tuple[Any, int]] = {}
+        working_copies = set[int]()
         for group in self._groups:
             self._places |= {param: (group.main_weight, n) for n, param in enumerate(_sharded_parameters(group))}
+            working_copies |= {*map(id, _working_copies(group))}
+        # The model's parameters are in a buffer or elsewhere; in a forward pass it has working copies, which no
+        # optimizer takes.
         params = dict(model.named_parameters())
         self.parameters: Mapping[str, Any] = {name: p for name, p in params.items() if p in self._places}
         elsewhere = {name: param for name, param in params.items() if name not in self.parameters}
-        # During a forward pass the model has its working copies, which no optimizer takes.
-        copies = {id(copy) for group in self._groups for copy in _working_copies(group)}
-        self._elsewhere = {param for param in elsewhere.values() if id(param) not in copies}
+        self._elsewhere = {param for param in elsewhere.values() if id(param) not in working_copies}
         self.parameters_elsewhere: Mapping[str, DTensor] = {
             name: param for name, param in elsewhere.items() if isinstance(param, DTensor)
         }
-        self._ranges: dict[int, tuple[IntArray, IntArray]] = {}
 
     def layout(self, param: Any) -> TensorLayout | None:
         if param in self._elsewhere:

@@ -322,8 +322,6 @@ class _MetadataWriter(Pickler):
         self._pickled: dict[object, bytes] = {}
         self._offsets: dict[Boxes, tuple[bytes, ...]] = {}
         """The bytes written for the offsets of each box, once all of them repeat."""
-        self._files: dict[str, bytes] = {}
-        """The bytes written for each file between the offsets of a box and those of its item, once they repeat."""
 
     def full_parts(self) -> Iterator[bytes]:
         """Yield the bytes written so far, if they are enough to be passed on."""
@@ -359,13 +357,15 @@ class _MetadataWriter(Pickler):
         self._put_cached(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
 
     def item(self, file: str, offset: int, length: int) -> None:
-        start, memo_length = len(self.out), len(self.memo)
-        self.begin("_StorageInfo", FILESYSTEM)
-        self._put_word("relative_path")
-        self.put(file)
-        self._put_word("offset")
-        if len(self.memo) == memo_length:
-            self._files[file] = bytes(self.out[start:])
+        """Write the ``_StorageInfo`` of an item."""
+
+        def write() -> None:
+            self.begin("_StorageInfo", FILESYSTEM)
+            self._put_word("relative_path")
+            self.put(file)
+            self._put_word("offset")
+
+        self._put_cached(("file", file), write)
         self.out += integer(offset)
         self._put_word("length")
         self.out += integer(length) + _END
@@ -373,7 +373,7 @@ class _MetadataWriter(Pickler):
     def places(self, tensor: StateRecord) -> None:
         """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
         files, offsets, lengths = tensor.chunks.items
-        if tensor.boxes in self._offsets and self._files.keys() >= set(files):
+        if tensor.boxes in self._offsets and self._pickled.keys() >= {("file", file) for file in {*files}}:
             self._repeat(tensor, files, offsets, lengths)
             return
         # One by one, until the bytes of every offset repeat.
@@ -393,10 +393,11 @@ class _MetadataWriter(Pickler):
         self._index(tensor.key)
         index = bytes(self.out[start:])
         del self.out[start:]
-        ends = {length: self._pickled["length"] + integer(length) + _END for length in set(lengths)}
+        heads = {file: self._pickled["file", file] for file in {*files}}
+        ends = {length: self._pickled["length"] + integer(length) + _END for length in {*lengths}}
         places = zip(self._offsets[tensor.boxes], files, offsets, lengths, strict=True)
         self.out += b"".join(
-            [index + box + self._files[file] + integer(offset) + ends[length] for box, file, offset, length in places]
+            [index + box + heads[file] + integer(offset) + ends[length] for box, file, offset, length in places]
         )
 
     def _index(self, key: str) -> None:

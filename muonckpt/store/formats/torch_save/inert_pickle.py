@@ -337,11 +337,7 @@ def is_mapping(value: object) -> bool:
 
 
 def mapping(value: object) -> Mapping[object, object]:
-    """Return the items of such a dict.
-
-    Raises:
-        SourceError: it is something else.
-    """
+    """Return the items of a dict, an OrderedDict or a defaultdict; raise `SourceError` for another part of a pickle."""
     if isinstance(value, Record) and value.kind in _MAPPINGS:
         return value.items or {}
     return expect(dict, value)
