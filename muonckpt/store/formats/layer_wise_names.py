@@ -33,8 +33,8 @@ from ..io import limits
 from ..io.location import Location, is_file
 from ..io.regular import read_text_file
 from .torch_save import torch_file
-from .torch_save.inert_pickle import Record, expect, mapping
-from .torch_save.torch_file import SavedTensor, TorchFile
+from .torch_save.inert_pickle import Record, expect
+from .torch_save.torch_file import SavedTensor, TorchFile, mapping
 
 _Value = SavedTensor | bool | int | float | str | None
 ParameterState = Mapping[str, _Value]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import re
 import struct
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -326,21 +326,6 @@ def expect(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise SourceError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value
-
-
-_MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
-
-
-def is_mapping(value: object) -> bool:
-    """Return whether a part of a pickle is a dict, an OrderedDict or a defaultdict."""
-    return type(value) is dict or (isinstance(value, Record) and value.kind in _MAPPINGS)
-
-
-def mapping(value: object) -> Mapping[object, object]:
-    """Return the items of a dict, an OrderedDict or a defaultdict; raise `SourceError` for another part of a pickle."""
-    if isinstance(value, Record) and value.kind in _MAPPINGS:
-        return value.items or {}
-    return expect(dict, value)
 
 
 def sequence(value: object) -> Sequence[object]:

@@ -22,7 +22,7 @@ from ...io.location import Location
 from ...io.regular import open_regular
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Payloads, compare_checksums
-from .inert_pickle import Anything, Global, Record, unpickle
+from .inert_pickle import Anything, Global, Record, expect, unpickle
 from .stored_zip import (
     ZipMember,
     member_data,
@@ -139,6 +139,21 @@ def class_of(value: object) -> str | None:
 def is_tensor(value: object) -> bool:
     """Return whether a part of the content describes a tensor, of any kind."""
     return isinstance(value, Record) and value.kind in _TENSORS
+
+
+_MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
+
+
+def is_mapping(value: object) -> bool:
+    """Return whether a part of a pickle is a dict, an OrderedDict or a defaultdict."""
+    return type(value) is dict or (isinstance(value, Record) and value.kind in _MAPPINGS)
+
+
+def mapping(value: object) -> Mapping[object, object]:
+    """Return the items of a dict, an OrderedDict or a defaultdict; raise `SourceError` for another part of a pickle."""
+    if isinstance(value, Record) and value.kind in _MAPPINGS:
+        return value.items or {}
+    return expect(dict, value)
 
 
 def whole_record(path: KeyPath, tensor: SavedTensor) -> StateRecord:

@@ -37,9 +37,18 @@ from ....record.record import Extent, StateRecord
 from ...io.location import Location, is_folder
 from ...reading.payloads import Reader
 from .. import safetensors
-from ..torch_save.inert_pickle import expect, is_mapping, mapping, sizes_of
+from ..torch_save.inert_pickle import expect, sizes_of
 from ..torch_save.plain_item import ItemsInMemory
-from ..torch_save.torch_file import SavedTensor, TorchFile, checksums_inside, is_tensor, read_torch_file, whole_record
+from ..torch_save.torch_file import (
+    SavedTensor,
+    TorchFile,
+    checksums_inside,
+    is_mapping,
+    is_tensor,
+    mapping,
+    read_torch_file,
+    whole_record,
+)
 from ..weight_files import (
     INDEX_NAME,
     SHARD_NAME,

@@ -33,10 +33,17 @@ from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Reader
-from ..torch_save.inert_pickle import is_mapping, mapping
 from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.tensor_item import is_row_major
-from ..torch_save.torch_file import SavedTensor, TorchFile, checksums_inside, read_torch_file, whole_record
+from ..torch_save.torch_file import (
+    SavedTensor,
+    TorchFile,
+    checksums_inside,
+    is_mapping,
+    mapping,
+    read_torch_file,
+    whole_record,
+)
 from .state_tree import (
     AS_PARAMETER,
     NamesFile,

@@ -32,9 +32,17 @@ from ...io import limits
 from ...io.location import Location, entries_of, is_file
 from ...io.regular import read_text_file
 from ...reading.payloads import Reader
-from ..torch_save.inert_pickle import Global, Record, expect, is_mapping, mapping, sequence, sizes_of
+from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
-from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, class_of, is_tensor
+from ..torch_save.torch_file import (
+    WITH_TYPE,
+    MemberPayloads,
+    TorchFile,
+    class_of,
+    is_mapping,
+    is_tensor,
+    mapping,
+)
 
 T = TypeVar("T")
 

@@ -33,14 +33,16 @@ from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Reader
-from ..torch_save.inert_pickle import Record, expect, is_mapping, mapping, sizes_of
+from ..torch_save.inert_pickle import Record, expect, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import (
     MemberPayloads,
     SavedTensor,
     TorchFile,
     checksums_inside,
+    is_mapping,
     is_tensor,
+    mapping,
     read_torch_file,
     whole_record,
 )
