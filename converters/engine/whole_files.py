@@ -14,7 +14,7 @@ from ...record.record import Manifest, StateRecord, by_key
 from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
 from ...store.io.checksums import xxh3_128
-from ...store.io.location import Location, entries_of
+from ...store.io.location import Location, names_in
 from ...store.reading.dtypes import itemsize
 from .container import Arranged, Container, ItemFile, WriteRequest, extended_provenance
 from .output_files import SUMS, ChunkSums, OutputChunks, OutputFile, bare, chunk_plans
@@ -76,7 +76,7 @@ class SafetensorsFiles(WholeFiles):
         """Write the index of shards; the header of a single file describes it."""
         if self.shard_bytes is not None:
             # A store has the object that reserves the destination beside them.
-            names = sorted(entry.name for entry in entries_of(folder) if entry.name.endswith(".safetensors"))
+            names = [name for name in names_in(folder) if name.endswith(safetensors.ENDING)]
             safetensors.write_shard_index(manifest, names, folder)
 
 

@@ -30,7 +30,7 @@ from ..checkpoint.training import Training
 from ..names.errors import MuonckptError, SourceError, warn_on_rank
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
-from ..store.io.location import entries_of, is_there, local_errors
+from ..store.io.location import is_there, local_errors, names_in
 from .saved import check_saved
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -228,7 +228,7 @@ def last_whole(folder: str | os.PathLike[str]) -> str | None:
     is_finished = False
     names: list[str] = []
     with suppress(FileNotFoundError):
-        names = [entry.name for entry in entries_of(Path(folder))]
+        names = names_in(Path(folder))
     places = [Path(folder, name) for name in fnmatch.filter(names, f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
     for place in sorted(places, key=_step_of, reverse=True):
         try:

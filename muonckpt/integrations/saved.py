@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from ..names.errors import SourceError
-from ..store.io.location import entries_of, folders_with, source_errors
+from ..store.io.location import folders_with, names_in, source_errors
 from ..store.verify.audit import verify
 
 ZIPPED = ("*.pt", "*.pth", "*.bin")
@@ -28,7 +28,7 @@ def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
     """
     folder = Path(folder)
     with source_errors(folder):
-        names = sorted(entry.name for entry in entries_of(folder))
+        names = names_in(folder)
         sharded = [folder / name for name in folders_with(folder, ".metadata")]
     weights = [folder] if fnmatch.filter(names, "*.safetensors") else []
     zipped = [folder / name for pattern in ZIPPED for name in fnmatch.filter(names, pattern)]

@@ -28,7 +28,7 @@ from ..checkpoint.signals import On, Signals
 from ..names.errors import ArgumentError, SourceError
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
-from ..store.io.location import entries_of, is_folder, is_there, location
+from ..store.io.location import is_folder, is_there, location, names_in
 from ..store.verify.diagnosis import open
 
 SAME_UPDATES = ("fused", "foreach", "for-loop")
@@ -230,7 +230,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
     def _find_load_step(self, folder: str = "") -> int:
         """Return the latest step with a complete checkpoint, or -1; raise `UnavailableError` if that is not known."""
         folder = folder or self.folder
-        names = [entry.name for entry in entries_of(location(folder))] if is_folder(location(folder)) else []
+        names = names_in(location(folder)) if is_folder(location(folder)) else []
         steps = [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, names) if name]
         places = {step: location(self._create_checkpoint_id(step, folder)) for step in steps}
         return max((s for s, place in places.items() if is_there(place / ".metadata")), default=-1)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..names.errors import SourceError
 from ..names.resumption import as_initialised
 from ..names.wording import counted, moment
-from ..store.io.location import Location, Remote, entries_of, is_link, map_each
+from ..store.io.location import Location, Remote, is_link, map_each, names_in
 from ..store.io.regular import open_regular
 
 RESUMES_FOLDER = "resumes"
@@ -134,7 +134,7 @@ def resumes_of(folder: Location) -> ResumeRecord:
     if is_link(place):
         return ResumeRecord(unread=f"{RESUMES_FOLDER} cannot be read: it is a symbolic link, expected a folder")
     try:
-        names = sorted(entry.name for entry in entries_of(place))
+        names = names_in(place)
     except FileNotFoundError:
         return ResumeRecord()
     except NotADirectoryError:

@@ -30,7 +30,7 @@ from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
 from ...record.record import Blob, Extent, Manifest, StateRecord, entry_keys
 from ..io import limits
-from ..io.location import Location, entries_of, folders_with, is_folder, is_there, listing, source_errors
+from ..io.location import Location, entries_of, folders_with, is_folder, is_there, listing, names_in, source_errors
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.blocks import join_ranges
 from ..reading.payloads import Payloads, Reader
@@ -227,7 +227,7 @@ def read_metadata(path: Location) -> bytes:
     """Return the bytes of ``.metadata``; raise `SourceError` with the reason, and the cure, where there is none."""
     if not is_folder(path):
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
-    names = sorted(entry.name for entry in entries_of(path))
+    names = names_in(path)
     if METADATA_FILE not in names:
         raise _missing_metadata(path, names)
     with open_regular(path / METADATA_FILE) as file:

@@ -22,7 +22,7 @@ from ...names.errors import DamageError, SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
 from ...record.record import Manifest, StateRecord, by_key, entry_keys
-from ..io.location import Location, entries_of, is_file, is_folder
+from ..io.location import Location, is_file, is_folder, names_in
 from ..reading.dtypes import rounded
 from ..reading.payloads import Payloads, Reader, as_words, chunk_elements
 from . import dcp
@@ -171,7 +171,7 @@ def _plain_values(state: ParameterState) -> dict[str, object]:
 def _files(path: Location) -> tuple[str, ...]:
     if not is_folder(path):
         raise SourceError(f"expected a folder with the files of every rank at {path}, found none")
-    matches = (_RANK.fullmatch(file.name) for file in entries_of(path))
+    matches = map(_RANK.fullmatch, names_in(path))
     names_by_rank = {int(match[1]): match[0] for match in matches if match}
     ranks = sorted(names_by_rank)
     if not ranks or ranks != list(range(len(ranks))):

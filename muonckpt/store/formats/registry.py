@@ -24,7 +24,7 @@ from ...names.errors import SourceError
 from ...names.plugins import load_plugins
 from ...programs import signs
 from ...record import record
-from ..io.location import Location, entries_of, folders_with, kind_of, source_errors
+from ..io.location import Location, entries_of, folders_with, kind_of, names_in, source_errors
 from ..io.regular import open_regular
 from ..reading.payloads import Reader
 
@@ -228,7 +228,7 @@ def format_of(path: Location) -> Format:
 
 def _without_description(path: Location) -> Format | None:
     """Return the format of a checkpoint that has lost the file that shows it; DCP's reader knows its own files."""
-    if any(fnmatch.fnmatchcase(entry.name, signs.BUFFER_FILES) for entry in entries_of(path)):
+    if any(fnmatch.fnmatchcase(name, signs.BUFFER_FILES) for name in names_in(path)):
         return BUFFERS
     from .zarr import lacks_root  # not needed where nothing is wrong
 
@@ -243,7 +243,7 @@ def format_shown(path: Location) -> Format | None:
         UnavailableError: it cannot be listed.
     """
     with source_errors(path):
-        names = [entry.name for entry in entries_of(path)]
+        names = names_in(path)
         shown = next(_showing(names, BUILT_IN), None) or (_plugin_showing(names) if names else None)
         return SIBLINGS if shown is None and len(folders_with(path, signs.METADATA_FILE)) > 1 else shown
 

@@ -32,7 +32,7 @@ from ...record.json_fields import compact, digest_of
 from ...record.record import Chunk, Extent, Manifest, StateRecord, by_key
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
-from ..io.location import Location, entries_of, is_folder
+from ..io.location import Location, entries_of, is_folder, names_in
 from ..io.new_file import write_synced
 from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
@@ -271,7 +271,7 @@ def remains(path: Location) -> Reader:
 
 def _reader_of(path: Location, weights: Weights) -> Reader:
     place = folder(path)
-    beside = unread_beside([entry.name for entry in entries_of(place)], weights.files) if place == path else []
+    beside = unread_beside(names_in(place), weights.files) if place == path else []
     unread = [*beside, *weights.copies]
     provenance = {**weights.provenance, NOT_READ: unread} if unread else weights.provenance
     return Reader(Manifest(tuple(weights.tensors), (), provenance), Payloads(place), weights.faults)
@@ -307,7 +307,7 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     """
     refuse_stray(path)
     place = folder(path)
-    names = sorted(entry.name for entry in entries_of(place)) if not path.name.endswith(ENDING) else [path.name]
+    names = names_in(place) if not path.name.endswith(ENDING) else [path.name]
     main_file = weights_in(place, names, ENDING) if is_folder(path) else path.name
     provenances: dict[str, Mapping[str, Any]] = {}
 

@@ -320,6 +320,11 @@ def entries_of(folder: Location) -> list[Location]:
         return list(folder.iterdir())
 
 
+def names_in(folder: Location) -> list[str]:
+    """Return the names of the places in a folder, in order; raises as `entries_of`."""
+    return sorted(entry.name for entry in entries_of(folder))
+
+
 def listing(folder: Location) -> tuple[list[str], list[str]]:
     """Return the names of the files in a folder, and of the folders in it; links count as files.
 

@@ -18,7 +18,7 @@ import xxhash
 
 from ...names.errors import RemovedError, SourceError, UnavailableError
 from ...names.wording import fields_of, listed, moment
-from ..io.location import Location, Remote, entries_of, is_folder, is_link, is_there, local_errors
+from ..io.location import Location, Remote, is_folder, is_link, is_there, local_errors, names_in
 from ..io.new_file import write_synced
 from ..io.publish import MARK
 from ..io.regular import open_regular
@@ -127,7 +127,7 @@ def unless_removed(place: Location) -> Iterator[None]:
 def _names_at(place: Location) -> set[str]:
     """Return the names in a folder, and an empty one for the place itself; none if nothing is there."""
     try:
-        return {"", *(entry.name for entry in entries_of(place))}
+        return {"", *names_in(place)}
     except NotADirectoryError:
         return {""}
     except FileNotFoundError:

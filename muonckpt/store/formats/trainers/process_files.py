@@ -34,7 +34,7 @@ from ....names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP, Ke
 from ....names.wording import counted, listed as listed_names
 from ....programs import signs
 from ....record.record import Extent, StateRecord
-from ...io.location import Location, is_folder
+from ...io.location import Location, is_folder, names_in
 from ...reading.payloads import Reader
 from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
@@ -64,7 +64,6 @@ from .state_tree import (
     Undecoded,
     decoded,
     kind_in,
-    names_in,
     optimizers_with_names,
     state_by_optimizer,
     trainer_reader,

@@ -30,7 +30,7 @@ from ....names.vocabulary import KeyPath
 from ....names.wording import listed
 from ....programs import signs
 from ....record.record import Chunk, Chunks, Extent, StateRecord
-from ...io.location import Location
+from ...io.location import Location, names_in
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Reader
 from ..torch_save.plain_item import ItemsInMemory
@@ -51,7 +51,6 @@ from .state_tree import (
     Undecoded,
     decoded,
     is_dtensor,
-    names_in,
     optimizer_with_names,
     optimizers_with_names,
     rank_part,

@@ -29,7 +29,7 @@ from ....names.wording import listed
 from ....programs.signs import NAMES_FILE
 from ....record.record import Chunk, Extent, Manifest, StateRecord
 from ...io import limits
-from ...io.location import Location, entries_of, is_file
+from ...io.location import Location, is_file
 from ...io.regular import read_text_file
 from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
@@ -167,11 +167,6 @@ def decoded(
                     "all ranks, under the names that verl or accelerate gave them (docs/formats/trainers.md)"
                 )
     check_shared(file, chunks)
-
-
-def names_in(folder: Location) -> list[str]:
-    """Return the names of files and folders in a folder, in order."""
-    return sorted(entry.name for entry in entries_of(folder))
 
 
 def same_on_ranks(noun: str, values: Mapping[int, T], advice: str = "") -> T:

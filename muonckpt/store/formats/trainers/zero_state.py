@@ -30,7 +30,7 @@ from ....names.vocabulary import MOMENTUM, PARAMS, STEP, KeyPath
 from ....programs import signs
 from ....record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...io import limits
-from ...io.location import Location
+from ...io.location import Location, names_in
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Record, expect, sizes_of
@@ -46,7 +46,7 @@ from ..torch_save.torch_file import (
     read_torch_file,
     whole_record,
 )
-from .state_tree import check_shared, names_in, same_on_ranks
+from .state_tree import check_shared, same_on_ranks
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(0|[1-9][0-9]{0,5})_mp_rank_([0-9]{2,5})_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{2,5})_model_states\.pt")
