@@ -22,6 +22,7 @@ from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.reading.payloads import tensor_bytes
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_damaged
+from ..store.verify.run import naming_way_back
 from ..store.verify.verification import unless_removed
 from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
 from .printing import (
@@ -81,7 +82,8 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     if view != "--fits" and (options["shard"] or options["layout"]):
         raise click.UsageError("--shard and --layout have no meaning without --fits")
     # The folder of a run is shown as one only if nothing else is asked; else its newest whole step is meant.
-    history = history_of(checkpoint)
+    with naming_way_back(checkpoint):
+        history = history_of(checkpoint)
     if history is not None:
         if not any(options.values()):
             print_result(history, as_json, partial(print_run, history))
@@ -95,7 +97,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
             fit = fits(checkpoint, options["fits"], shard=options["shard"], **layout)
             print_result(fit, as_json, partial(_print_fit, fit))
             return 0 if fit else 1
-        with unless_removed(checkpoint), open_damaged(checkpoint) as opened:
+        with naming_way_back(checkpoint), unless_removed(checkpoint), open_damaged(checkpoint) as opened:
             inspection = inspection_of(opened)
             result = _SHOW[view](opened, inspection, as_json=as_json, **options)
     except DamageError as error:

@@ -25,8 +25,9 @@ def print_run(history: RunHistory) -> None:
 
 
 def exit_code(run: Run) -> int:
-    """Return 1 if a step is faulty, 3 if the newest whole one is not known, as a later one cannot be read; else 0."""
-    return 1 if any(step.state == "faulty" for step in run.steps) else 3 if run.unread else 0
+    """Return 1 if a step is faulty and not saved again, 3 if it is unknown which is the newest whole one; else 0."""
+    is_faulty = any(step.state == "faulty" and not run.replacement(step) for step in run.steps)
+    return 1 if is_faulty else 3 if run.unread else 0
 
 
 def newest_whole(run: Run, count: int = 1) -> list[Location]:

@@ -10,13 +10,15 @@ from typing import Any
 import click
 
 from ..names.wording import Finding, counted, fields_of, size
-from ..runs.run_audit import StepVerdict, next_step_after, verdicts_of, verify_recorded
+from ..runs.resumes import missing_step, resumes_of
+from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.run import Run, run_of
+from ..store.verify.diagnosis import next_step
+from ..store.verify.run import Run, naming_way_back, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
-from .printing import print_duration, print_json, print_line, progress
+from .printing import print_duration, print_json, print_labelled, print_line, progress
 
 
 @click.command("verify")
@@ -50,7 +52,8 @@ def verify_command(
     """
 
     pace = None if scrub is None else Pace(scrub)
-    run = run_of(checkpoint)
+    with naming_way_back(checkpoint):
+        run = run_of(checkpoint)
     if run is None and every:
         raise click.UsageError(f"--all is for the folder of a run, and {checkpoint} is none")
 
@@ -60,7 +63,8 @@ def verify_command(
 
     if run is not None:
         return _print_verdicts(run, verdicts_of(run, audit_with_progress, every), as_json)
-    report, _, unrecorded = verify_recorded(checkpoint, audit_with_progress)
+    with naming_way_back(checkpoint):
+        report, _, unrecorded = verify_recorded(checkpoint, audit_with_progress)
     if as_json:
         fields = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
         findings = _findings_json(report.findings)
@@ -69,7 +73,10 @@ def verify_command(
     # The diagnosis says the damage in one sentence, so of the findings behind it one is enough.
     for number, line in enumerate(report.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
-    _print_findings(report.findings, verbose, 1 if report.diagnosis else None)
+    # What the sentence says already is no finding more.
+    said = "" if verbose else report.diagnosis.sentence
+    unsaid = [finding for finding in report.findings if finding.message not in said]
+    _print_findings(unsaid, verbose, 1 if report.diagnosis else None)
     for note in (*report.notes, *filter(None, [unrecorded])):
         print_line(f"note: {note}")
     if report.unchecked:
@@ -137,7 +144,9 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
         print_line(f"{'newest usable' if newest and newest.fault else 'newest whole '} {_newest_whole(run)}")
-        if text := next_step_after(run, verdicts):
+        if text := missing_step(run, resumes_of(run.path).resumes):
+            print_labelled("missing", text)
+        if text := next_step(run, [step for step in run.steps if step.name in verified_steps]):
             print_line(f"next: {text}")
         print_duration()
     if any(verdict.is_damaged for verdict in verdicts):

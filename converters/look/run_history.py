@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 from ...names.errors import SourceError
-from ...names.wording import counted, fields_of, listed, moment, shape_text, size
+from ...names.wording import by_fault, counted, fields_of, listed, moment, shape_text, size
 from ...programs.model_view import ModelView, Role
 from ...record.record import StateRecord, by_key, no_chunks
-from ...runs.resumes import Resume, resumes_of
+from ...runs.resumes import Resume, missing_step, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.verify.run import NumberedName, Run, RunStep, look_at_folder, viewed_run_of
@@ -275,15 +275,21 @@ def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     formats = dict.fromkeys(view.format for view in history.views.values())
     total = size(sum(step.bytes or 0 for step in run.steps))
     yield "run", f"{run.path}: {counted(len(run.steps), 'step')}, {total}, {', '.join(formats) or 'none readable'}"
-    for step in reversed(run.steps):
-        if step.state != "whole":
-            yield step.state, f"{step.name}: {step.fault}"
+    # Steps with one fault, the newest first.
+    for state in dict.fromkeys(step.state for step in reversed(run.steps) if step.state != "whole"):
+        faults = []
+        for step in reversed(run.steps):
+            if step.state == state:
+                again = run.replacement(step)
+                faults.append((step.name, f"{step.fault}; {again.name} replaces it" if again else step.fault))
+        yield from ((state, f"{names}: {fault}") for names, fault in by_fault(faults))
     unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
     label = "newest usable" if newest and newest.fault else "newest whole"
     yield label, verdict_of(newest) if newest else unknown or "none"
-    last = history.resumes[-1] if history.resumes else None
-    if last is not None and run.steps and last.step > run.steps[-1].step:
-        yield "missing", f"step {last.step}, from which the run was resumed {moment(last.timestamp)} UTC"
+    if missing := missing_step(run, history.resumes):
+        yield "missing", missing
+    for name in run.unpublished:
+        yield "unpublished", f"{name}: a save that goes on, or was stopped: a later save removes it then"
     if pointer := run.pointer:
         target = next((step for step in run.steps if step.name == pointer.name), None)
         consequence = ""

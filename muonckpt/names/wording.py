@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,15 @@ def listed(items: Iterable[object], limit: int = 8, separator: str = ", ") -> st
     items = list(items)
     text = separator.join(map(str, items[:limit]))
     return f"{text}{separator.strip(', ')} and {len(items) - limit} more" if len(items) > limit else text
+
+
+def by_fault(faults: Iterable[tuple[object, str]]) -> Iterator[tuple[str, str]]:
+    """Yield each fault once, after the names of the steps that have it."""
+    names: dict[str, list[object]] = {}
+    for name, fault in faults:
+        names.setdefault(fault, []).append(name)
+    for fault, members in names.items():
+        yield listed(members, 5), fault
 
 
 def enumerated(texts: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..names.resumption import as_initialised
 from ..names.wording import counted, moment
 from ..store.io.location import Location, Remote, is_link, map_each, names_in
 from ..store.io.regular import open_regular
+from ..store.verify.run import Run
 
 RESUMES_FOLDER = "resumes"
 
@@ -189,3 +190,11 @@ def _parsed(attempt: int, timestamp: float, fields: Any, proof: Any) -> Resume:
         int(fields["ranks"]),
         proof,
     )
+
+
+def missing_step(run: Run, resumes: Sequence[Resume]) -> str:
+    """Return the step of the last resume, and when that was, if the run has only older ones; else nothing."""
+    last = resumes[-1] if resumes else None
+    if last is None or not run.steps or last.step <= run.steps[-1].step:
+        return ""
+    return f"step {last.step}, from which the run was resumed {moment(last.timestamp)} UTC"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,8 +17,7 @@ from ..store.io.location import Location, Remote, is_there, location
 from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, damage_in, verify
-from ..store.verify.diagnosis import diagnosis_at, next_step
-from ..store.verify.run import Run, RunStep, StepName, judged, look_at_folder
+from ..store.verify.run import Run, RunStep, judged, look_at_folder
 from ..store.verify.verification import Verification, look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
@@ -150,18 +149,6 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
         yield verdict
         if not (verdict.step.has_loss or every):
             return
-
-
-def next_step_after(run: Run, verdicts: Sequence[StepVerdict]) -> str:
-    """Say what to do about a run after some of its steps were verified; empty if nothing is."""
-    newest, names = run.newest_whole, {verdict.step.name for verdict in verdicts}
-    last = max(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.attempt), default=None)
-    # A resume passes over damage that is recorded, or that files show.
-    if last and last.step.state == "faulty" and not last.note and newest and StepName.parsed(newest.name):
-        diagnosis = last.report.diagnosis if last.report else diagnosis_at(last.step.path)
-        if [remedy.step for remedy in diagnosis.remedies] == [newest.name]:
-            return f"start the job again (it resumes from {newest.name})"
-    return next_step(run, [step for step in run.steps if step.name in names])
 
 
 def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:

@@ -6,7 +6,6 @@ There is no record besides its files, so any process may look at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_to_load
-from ..store.verify.run import RunStep, StepName, look_at_folder, look_at_step
+from ..store.verify.run import RunStep, StepName, look_at_step, way_back_beside
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 """Files without which readers see no checkpoint."""
@@ -74,7 +73,7 @@ class StepFolder:
                         continue
                     step, checkpoint = self._look(name)
                 except (SourceError, UnavailableError) as error:
-                    raise error.with_text(error.fault, self.way_back(name)) from error
+                    raise error.with_text(error.fault, way_back_beside(self.path(name))) from error
                 if not step.has_loss:
                     return Newest(name, faults, step.fault), checkpoint
                 if not self.has(name):
@@ -104,13 +103,6 @@ class StepFolder:
             if name := max({*described} - {*lost}, default=None):
                 newest, checkpoint = replace(newest, name=name), open_to_load(self.path(name))
         return (newest, checkpoint.outline.provenance.get("fresh") if checkpoint else None), checkpoint
-
-    def way_back(self, unread: StepName) -> str:
-        """Say how a run goes on from an older step than one that cannot be read; empty if none is whole."""
-        with suppress(SourceError, UnavailableError):
-            run, _ = look_at_folder(self.place, lambda opened: None)
-            return run.way_back([str(unread)])
-        return ""
 
     def whole(self, step: int) -> StepName | None:
         """Find the last whole checkpoint of a step, without reading data.

@@ -94,6 +94,8 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     assert lines[2] == f"newest whole  {run / 'step-00000002'}"
     # Both were read just now, so the next step is no verification of either.
     assert lines[3] == "next: start the job again (it resumes from step-00000002)"
+    assert lines[3] in printed(1, "inspect", run).splitlines()
+    assert "(a) start the job again\n    Series.resume goes back" in printed(1, "verify", run / "step-00000003")
     with pytest.warns(RuntimeWarning, match="step-00000003 is not whole: .* A later save may remove it"):
         assert Series(run).latest().step == 2
 
@@ -134,8 +136,9 @@ def test_a_step_that_was_written_again_needs_nothing_more(run):
     for damage in (lambda: None, lambda: flip_last_bit(newest)):  # lost files of it change nothing
         damage()
         assert f"(a) muonckpt verify {again}\n    reads all of {again.name}, the same" in printed(1, "verify", newest)
-    assert "next: " not in printed(1, "inspect", run)
-    assert "What to do" not in printed(1, "report", run, "-o", run.parent / "run.html")
+    shown = printed(0, "inspect", run)
+    assert f"; {again.name} replaces it" in shown and "next: " not in shown
+    assert "What to do" not in printed(0, "report", run, "-o", run.parent / "run.html")
 
 
 def test_a_step_that_is_gone_is_missed_where_a_resume_was_recorded(run):
@@ -147,9 +150,9 @@ def test_a_step_that_is_gone_is_missed_where_a_resume_was_recorded(run):
     Series(run).restore(template)
     assert "missing" not in printed(0, "inspect", run)
     newest.rename(run.parent / "elsewhere")
-    assert re.search(
-        r"^missing +step 3, from which the run was resumed 2.* UTC$", printed(0, "inspect", run), re.MULTILINE
-    )
+    for command in ("inspect", "verify"):
+        missing = r"^missing +step 3, from which the run was resumed 2.* UTC$"
+        assert re.search(missing, printed(0, command, run), re.MULTILINE)
 
 
 def test_a_loop_of_links_is_called_one(run):
@@ -157,6 +160,9 @@ def test_a_loop_of_links_is_called_one(run):
     (run / "step-00000005").symlink_to("step-00000004")
     shown = printed(3, "verify", run)
     assert f"cannot read {run / 'step-00000005'}: Too many levels of symbolic links: links lead in a circle" in shown
+    for command in ("inspect", "verify"):
+        done = called(command, run / "step-00000005")
+        assert done.returncode == 3 and "To go on from step-00000003 instead: mv " in done.stderr
     (run / "step-00000005").unlink()
     assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
 
@@ -271,7 +277,10 @@ def test_verify_all_gives_a_verdict_of_each_and_fails_if_any_is_damaged(run):
 def test_a_save_that_goes_on_is_no_damage(run, tmp_path):
     """One of ours has another name until it is whole; other programs save in place."""
     (run / ".step-00000004.0123456789ab.tmp").mkdir()
-    assert "step-00000004" not in printed(0, "verify", run, "--all") + printed(0, "inspect", run)
+    assert "step-00000004" not in printed(0, "verify", run, "--all")
+    shown = printed(0, "inspect", run)
+    assert shown.count("step-00000004") == 1
+    assert "unpublished   .step-00000004.0123456789ab.tmp: a save that goes on, or was stopped" in shown
     for step in (1, 2):
         shutil.copytree(run / f"step-0000000{step}", tmp_path / "other" / f"checkpoint-{step}")
     for description in ("muonckpt.json", ".metadata"):

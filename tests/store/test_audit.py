@@ -155,7 +155,7 @@ def test_damage_in_an_item_that_is_no_tensor_is_found_and_named(kind, checkpoint
     blob = next(blob for blob in muonckpt.open(path).outline.blobs if blob.key == "hyper.betas")
     edit(path / blob.item.file, blob.item.offset + 64)
     [finding] = muonckpt.verify(path).findings
-    assert (finding.kind, finding.key) == ("blob", "hyper.betas")
+    assert (finding.kind, finding.key) == ("item", "hyper.betas")
     assert "'hyper.betas'" in finding.message and blob.item.file in finding.message
 
 

@@ -402,6 +402,12 @@ def test_of_a_run_without_a_whole_step_restore_says_what_each_has_lost_and_what_
         Series(series).restore(state(0))
     assert str(caught.value).count("2 of 2 weights and 2 of 2 momenta have lost elements") == 2
     assert "(a) muonckpt verify COPY (tells whether a copy of this checkpoint is whole" in str(caught.value)
+    # One fault of several steps is listed once.
+    for name in ("step-00000002/__1_0.distcp", "step-00000003/__0_0.distcp"):
+        (series / name).unlink()
+    with pytest.raises(DamageError) as caught:
+        Series(series).restore(state(0))
+    assert "\n- step-00000003, step-00000002: " in str(caught.value)
 
 
 def test_nothing_that_loses_state_is_advised_where_another_step_keeps_it(series):

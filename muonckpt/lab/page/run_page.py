@@ -219,7 +219,7 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
     names = listed((f"{step.name} ({step.state})" for step in reversed(bad)), 3)  # the newest
     # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
     newer = steps[steps.index(newest) + 1 :] if newest else steps
-    damaged = [step for step in reversed(bad) if step.is_published and not history.run.is_replaced(step)]
+    damaged = [step for step in reversed(bad) if step.is_published and not history.run.replacement(step)]
     remedies: list[Remedy] = []
     if unread := history.run.unread:
         damaged.remove(unread[-1])

@@ -52,11 +52,11 @@ from ...names.errors import (
     warn_on_rank,
 )
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
-from ...names.wording import command, listed
+from ...names.wording import by_fault, command, listed
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
 from ...store.verify.diagnosis import diagnosis_of_damaged, open
-from ...store.verify.run import StepName
+from ...store.verify.run import StepName, way_back_beside
 from ..run_audit import record_damage
 from ..step_folder import Newest, StepFolder
 from .beginning import begin
@@ -500,7 +500,8 @@ class Series:
                     load = LoadCall(state_dict, saved.path, arguments, call, attest, group=self._group)
                     loaded = load_sent(load, sent)
             except UnavailableError as error:
-                way_back = broadcast_from_first(self._group, partial(self._folder.way_back, newest.name))
+                unread = self._folder.path(newest.name)
+                way_back = broadcast_from_first(self._group, partial(way_back_beside, unread))
                 raise error.with_text(error.fault, ". ".join(filter(None, (error.advice, way_back)))) from error
             except SourceError as error:
                 if not broadcast_from_first(self._group, partial(self._record_damage, newest.name, error.keys)):
@@ -540,7 +541,7 @@ class Series:
         """
         place = self._folder.place
         if faults:
-            lines = "\n- ".join(f"{self._folder.path(name)}: {fault}" for name, fault in faults.items())
+            lines = "\n- ".join(f"{names}: {fault}" for names, fault in by_fault(faults.items()))
             newest, names = self._folder.path(max(faults)), [*map(str, faults)]
             raise DamageError(
                 f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {lines}",
@@ -618,7 +619,9 @@ class Series:
             )
             warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:
-            message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
+            path = self._folder.path(newest.name)
+            step = f"To write it again without that: {command('verify', path)}"
+            message = f"{path} is taken, as nothing of it is lost, but: {newest.doubt}. {step}"
             warn_on_rank(message, RuntimeWarning)
 
 

@@ -309,7 +309,7 @@ def _item_findings(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
         except DiskError as error:
             yield Finding("disk", str(error), (blob.key, blob.item.file))
         except (SourceError, LayoutError) as error:
-            yield Finding("blob", str(error), (blob.key,))
+            yield Finding("item", str(error), (blob.key,))
 
 
 _GONE = _ChunkResult(None, (("unreadable", "its file is missing, was cut, or cannot be opened"),))

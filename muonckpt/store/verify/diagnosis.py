@@ -44,7 +44,7 @@ from .verification import Verification
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something to do about damage: a ``command`` for a shell, or a line of Python, and what that gives.
+    """Something to do about damage: a ``command`` for a shell, a line of Python or a plain one, and what that gives.
 
     ``step`` is the name of the whole step from which the run goes on; empty if it goes on from none.
     """
@@ -167,8 +167,12 @@ def advice_on(path: Location) -> str:
 
 def next_step(run: Run, steps: Sequence[RunStep]) -> str:
     """Say what to do about the newest faulty one of some steps of a run, or else about those that cannot be read."""
-    faulty = [step for step in steps if step.state == "faulty" and not run.is_replaced(step)]
+    faulty, newest = [step for step in steps if step.state == "faulty" and not run.replacement(step)], run.newest_whole
     if faulty:
+        # A resume passes over damage that is recorded, or that files show.
+        cures = [remedy.step for remedy in diagnosis_at(faulty[-1].path).remedies if remedy.gives != _VERIFY]
+        if newest and newest.verified and StepName.parsed(newest.name) and cures == [newest.name]:
+            return f"{_START} (it resumes from {newest.name})"
         return f"{command('verify', faulty[-1].path)} (what to do about {faulty[-1].name})"
     return run.way_back()
 
@@ -176,6 +180,8 @@ def next_step(run: Run, steps: Sequence[RunStep]) -> str:
 # --- what to do -------------------------------------------------------------------------------------------------------
 
 _EARLIER_STEP = "reads all of step {}, the newest whole one besides it, by {}; "
+_START = "start the job again"
+_TAKEN = "Series.resume goes back by itself to step {}, which is whole by its last verification"
 _AGAIN = "reads all of {}, the same step written again, so that this one is not needed"
 _RESUME = "then resume from that"
 _GOES_BACK = "Series.resume goes back to it by itself, as the damage is proved"
@@ -225,12 +231,16 @@ def _remedies(
         yield Remedy(command("verify", path), _VERIFY)
     # The run goes on from another step, or a copy has the lost files.
     if before:
-        step = _EARLIER_STEP.format(before.step, "its last verification" if before.verified else "its files' sizes")
         # A series passes over a step without a manifest, whatever is wrong with it.
         is_passed = is_recorded or not is_there(path / MANIFEST_FILE) or "unreadable" in kinds
         is_proved = is_passed or (bool(damage) and not damage.is_of_disk)
-        resume = _RESUME if StepName.parsed(place.name) is None else _GOES_BACK if is_proved else _STAYS
-        yield Remedy(command("verify", before.path), step + resume, before.name)
+        is_of_series = StepName.parsed(place.name) is not None
+        if is_of_series and is_proved and before.verified:
+            yield Remedy(_START, _TAKEN.format(before.step), before.name)
+        else:
+            step = _EARLIER_STEP.format(before.step, "its last verification" if before.verified else "its files' sizes")
+            resume = _RESUME if not is_of_series else _GOES_BACK if is_proved else _STAYS
+            yield Remedy(command("verify", before.path), step + resume, before.name)
     if before or is_unseen:
         return
     if damage or not kinds <= HARMLESS:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
@@ -148,11 +148,13 @@ class Run:
 
     Attributes:
         pointer: what the run's program says is the latest checkpoint, if it does.
+        unpublished: the names of directories of saves that go on, or were stopped.
     """
 
     path: Location
     steps: tuple[RunStep, ...]
     pointer: Pointer | None = None
+    unpublished: tuple[str, ...] = ()
 
     @cached_property
     def whole(self) -> tuple[RunStep, ...]:
@@ -170,9 +172,10 @@ class Run:
         """The newest whole step; None if there is none, or if it is not known which it is."""
         return self.whole[-1] if self.whole and not self.unread else None
 
-    def is_replaced(self, step: RunStep) -> bool:
-        """Return whether a later attempt at the same step is whole, so that this one is not needed."""
-        return any(later.step == step.step and later.attempt > step.attempt for later in self.whole)
+    def replacement(self, step: RunStep) -> RunStep | None:
+        """Return a later attempt at the same step that is whole, so that this one is not needed; None without one."""
+        later = (each for each in self.whole if each.step == step.step and each.attempt > step.attempt)
+        return next(later, None)
 
     def way_back(self, unread: Collection[str] = ()) -> str:
         """Say how to go on from an older step than those that cannot be read; empty if there are no such steps.
@@ -189,6 +192,24 @@ class Run:
         if not isinstance(self.path, Remote):
             line = shell_line("mv", *(self.path / name for name in names), "ELSEWHERE")
         return f"To go on from {whole[-1].name} instead: {line}"
+
+
+def way_back_beside(path: Location) -> str:
+    """Say how the run of a step that cannot be read goes on from an older one; empty if it cannot, or has none."""
+    if NumberedName.parsed(path.name):
+        with suppress(SourceError, UnavailableError):
+            return look_at_folder(path.parent, lambda opened: None)[0].way_back([path.name])
+    return ""
+
+
+@contextmanager
+def naming_way_back(place: Location) -> Iterator[None]:
+    """Add to the error of a step that cannot be read how its run goes on without it."""
+    try:
+        yield
+    except UnavailableError as error:
+        advice = ". ".join(filter(None, (error.advice, way_back_beside(place))))
+        raise error.with_text(error.fault, advice) from error
 
 
 def run_of(path: Location) -> Run | None:
@@ -257,7 +278,9 @@ def look_at_folder(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple
     steps = [step for stem, step, _ in looks if not stems or stem in stems]
     steps.sort(key=lambda step: (step.step, step.attempt, step.name))
     views = {step.name: value for _, step, value in looks if value is not None}
-    return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps)), views
+    names = [entry.name for entry in entries]
+    unpublished = tuple(name for name in names if NumberedName.parsed(publish.staged_name(name) or ""))
+    return Run(path, tuple(steps), _pointer(path, {*names}, steps), unpublished), views
 
 
 def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer | None:
