@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forked import alone
-from support.simulated import world
-from support.simulated.histories import ROOT, drawn, fault_of, history, shrunk
+from support.simulated.calls import simulation
+from support.simulated.histories import drawn, fault_of, history, shrunk
 from support.trials import SEED, count, tally
 
 from muonckpt.checkpoint.async_saving import AsyncSave
@@ -28,15 +26,7 @@ MOST = 2000
 """Histories within which a planted defect is found."""
 
 PORTION = 300
-"""Histories of one process."""
-
-
-@contextmanager
-def simulation() -> Iterator[None]:
-    """Calls of the system go to the simulation: in a process without other threads, whose calls would go there, too."""
-    with world.intercepted():
-        yield
-    shutil.rmtree(ROOT)
+"""Histories of one process: alone, as calls of other threads would go to the simulation, too."""
 
 
 def tried(seeds: list[str]) -> list[str | None]:
@@ -65,115 +55,98 @@ def digests(seeds: list[str]) -> list[str]:
 
 
 def test_one_seed_is_one_history():
-    seeds = [str(number) for number in range(10)]
-    assert alone(digests, seeds, timeout=600) == alone(digests, seeds, timeout=600)
+    """Whatever process runs it, after which others, and in which folder, whose name one of these cuts in a write."""
+    seeds = ["0 106", *map(str, range(9))]
+    assert alone(digests, seeds, timeout=600) == alone(digests, seeds[::-1], timeout=600)[::-1]
 
 
 # --- defects put in on purpose ----------------------------------------------------------------------------------------
 
-
-def unsynced_folders(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(publish, "sync_directory", lambda path: None)
+DEFECTS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {}
 
 
-def rename_before_the_data(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(new_file.Output, "__exit__", lambda output, *error: os.close(output._handle))
+def defect(owner: Any, name: str, known: int) -> Callable[..., Any]:
+    """Have a function stand in for another, which it gets; ``known`` is the number of the first history to show it."""
+
+    def plan(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        DEFECTS[wrong.__name__] = owner, name, wrong, known
+        return wrong
+
+    return plan
 
 
-def removal_before_the_rename(patch: pytest.MonkeyPatch) -> None:
-    new_name = StepFolder.new_name
-
-    def removing(folder: StepFolder, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
-        name = new_name(folder, step, replaceable)
-        for path in Path(str(folder.place)).glob("step-*"):
-            publish.remove(path, DESCRIPTIONS)
-        return name
-
-    patch.setattr(StepFolder, "new_name", removing)
+@defect(publish, "sync_directory", 2)
+def unsynced_folders(real, path):
+    pass
 
 
-def record_before_the_check(patch: pytest.MonkeyPatch) -> None:
-    verify_recorded = run_audit.verify_recorded
-
-    def recording(path: Any, auditor: Any, folder: Any = None) -> Any:
-        place = path if folder is None else folder
-        files = look_at_files(place).digest
-        record_verification(place, Verification(0.0, "whole", "", False, VERSION, files))
-        return verify_recorded(path, auditor, folder)
-
-    patch.setattr(run_audit, "verify_recorded", recording)
+@defect(new_file.Output, "__exit__", 2)
+def rename_before_the_data(real, output, *error):
+    os.close(output._handle)
 
 
-def existence_that_swallows_errors(patch: pytest.MonkeyPatch) -> None:
-    entries_of = step_folder.entries_of
-
-    def swallowing(folder: Any) -> Any:
-        try:
-            return entries_of(folder)
-        except UnavailableError:
-            return []
-
-    patch.setattr(step_folder, "entries_of", swallowing)
+@defect(StepFolder, "new_name", 3)
+def removal_before_the_rename(real, folder, *args):
+    name = real(folder, *args)
+    for path in Path(str(folder.place)).glob("step-*"):
+        publish.remove(path, DESCRIPTIONS)
+    return name
 
 
-def lock_left(patch: pytest.MonkeyPatch) -> None:
-    end = publish.Staging.__exit__
-    patch.setattr(
-        publish.Staging, "__exit__", lambda staging, *args: end(staging, *args) if staging._has_moved else None
-    )
+@defect(run_audit, "verify_recorded", 187)
+def record_before_the_check(real, path, auditor, folder=None):
+    place = path if folder is None else folder
+    record_verification(place, Verification(0.0, "whole", "", False, VERSION, look_at_files(place).digest))
+    return real(path, auditor, folder)
 
 
-def step_number_used_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepFolder, "new_name", lambda folder, step, replaceable: StepName(step))
+@defect(step_folder, "entries_of", 1173)
+def existence_that_swallows_errors(real, folder):
+    try:
+        return real(folder)
+    except UnavailableError:
+        return []
 
 
-def retention_of_the_only_whole_step(patch: pytest.MonkeyPatch) -> None:
-    superfluous = step_folder.superfluous
-
-    def oldest(names: Any, saved: StepName, *limits: Any) -> Any:
-        return superfluous(names, saved, *limits) if len(list(names)) != 3 else [saved]
-
-    patch.setattr(step_folder, "superfluous", oldest)
+@defect(publish.Staging, "__exit__", 276)
+def lock_left(real, staging, *args):
+    if staging._has_moved:
+        real(staging, *args)
 
 
-def async_error_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AsyncSave, "settle", lambda saving: saving.future.exception())
+@defect(StepFolder, "new_name", 10)
+def step_number_used_twice(real, folder, step, replaceable):
+    return StepName(step)
 
 
-def temporary_folder_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
-    begin = publish.Staging.__init__
-
-    def visible(staging: Any, destination: Any, file: str = "") -> None:
-        begin(staging, destination, file)
-        if isinstance(staging.place, Path):
-            staging.place = staging.place.rename(destination.with_name(f"{destination.name.partition('.')[0]}.99"))
-
-    patch.setattr(publish.Staging, "__init__", visible)
+@defect(step_folder, "superfluous", 3)
+def retention_of_the_only_whole_step(real, names, saved, *limits):
+    return real(names, saved, *limits) if len(list(names)) != 3 else [saved]
 
 
-@pytest.mark.parametrize(
-    ("plant", "known"),
-    [
-        (unsynced_folders, 2),
-        (rename_before_the_data, 2),
-        (removal_before_the_rename, 3),
-        (record_before_the_check, 187),
-        (existence_that_swallows_errors, 1173),
-        (lock_left, 276),
-        (step_number_used_twice, 10),
-        (retention_of_the_only_whole_step, 3),
-        (async_error_dropped, 8),
-        (temporary_folder_taken_for_a_step, 12),
-    ],
-)
-def test_a_planted_defect_is_found(plant, known):
+@defect(AsyncSave, "settle", 8)
+def async_error_dropped(real, saving):
+    return saving.future.exception()
+
+
+@defect(publish.Staging, "__init__", 12)
+def temporary_folder_taken_for_a_step(real, staging, destination, file=""):
+    real(staging, destination, file)
+    if isinstance(staging.place, Path):
+        staging.place = staging.place.rename(destination.with_name(f"{destination.name.partition('.')[0]}.99"))
+
+
+@pytest.mark.parametrize("planted", DEFECTS)
+def test_a_planted_defect_is_found(planted):
     """Within `MOST` histories; the first that has shown it is tried first, and all where it does not any more."""
-    assert alone(found, plant, known, timeout=1800), f"{plant.__name__} is not found within {MOST} histories"
+    assert alone(found, planted, timeout=1800), f"{planted} is not found within {MOST} histories"
 
 
-def found(plant: Callable[[pytest.MonkeyPatch], None], known: int) -> str | None:
+def found(planted: str) -> str | None:
     """The fault of a history that shows a defect."""
+    owner, name, wrong, known = DEFECTS[planted]
     with simulation(), pytest.MonkeyPatch.context() as patch:
-        plant(patch)
+        real = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args: wrong(real, *args))
         seeds = [f"planted {number}" for number in (known, *range(MOST))]
         return next(filter(None, (fault_of(seed, drawn(seed)) for seed in seeds)), None)

@@ -1,1 +1,1 @@
-"""A machine, its disk, its store and its ranks, simulated in one process from one seed: open ``world`` first."""
+"""A machine, its disk, its store and its ranks, simulated in one process from one seed: open ``machine`` first."""

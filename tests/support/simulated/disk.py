@@ -13,10 +13,11 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 PAGE = 4096
 
-OPEN, CLOSE, LINK, MKDIR, STAT = os.open, os.close, os.link, os.mkdir, os.stat
+FSTAT, LSTAT = os.fstat, os.lstat
 """The calls of the system, before they are intercepted."""
 
 
@@ -37,14 +38,29 @@ class Node:
     data: bytearray = field(default_factory=bytearray)
     names: dict[str, Node] = field(default_factory=dict)
 
+    def resize(self, length: int) -> None:
+        self.data[:] = self.data[:length].ljust(length, b"\0")
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.data.extend(bytes(max(offset - len(self.data), 0)))
+        self.data[offset : offset + len(data)] = data
+
+    def rename(self, source: tuple[Node, str] | None, target: tuple[Node, str] | None) -> None:
+        if source is not None:
+            folder, name = source
+            if folder.names.get(name) is not self:  # what made this name was lost
+                return
+            del folder.names[name]
+        if target is not None:
+            folder, name = target
+            folder.names[name] = self
+
 
 @dataclass
 class Change:
-    """A page of a file was written, or a name of a folder changed.
+    """A page of a file was written, or a name of a folder changed: `apply` does it to what the disk has.
 
-    Attributes:
-        place: the file or folder; the disk has the change once that was synced.
-        apply: does it to what the disk has.
+    It is safe once its place, the file or the folder, was synced.
     """
 
     place: Node
@@ -53,7 +69,7 @@ class Change:
 
 
 class Disk:
-    """The folder ``root``, in memory.
+    """The folder ``root``, in memory; its methods say what calls have changed, after they have done it.
 
     Attributes:
         log: the changes that the disk may not have, and those after them.
@@ -62,15 +78,16 @@ class Disk:
 
     def __init__(self, root: str) -> None:
         self.root, self.now = root, 1_700_000_000 * 10**9
-        MKDIR(root)
-        self.orders_names, self.created_nodes = False, 0
+        self.orders_names = False
         self.nodes: dict[int, Node] = {}
         self.log: list[Change] = []
+        self.created_nodes = 0
+        Path(root).mkdir()
         self.top = self._new(root)
 
     def _new(self, path: str) -> Node:
         self.created_nodes += 1
-        status = STAT(path)
+        status = LSTAT(path)
         node = Node(self.created_nodes, stat.S_ISDIR(status.st_mode), self.now, self.now)
         self.nodes[status.st_ino] = node
         return node
@@ -78,19 +95,10 @@ class Disk:
     def node(self, place: str | int) -> Node | None:
         """The node of a name or of an open file; None if there is none."""
         try:
-            return self.nodes.get(STAT(place, follow_symlinks=isinstance(place, int)).st_ino)
+            status = FSTAT(place) if isinstance(place, int) else LSTAT(place)
+            return self.nodes.get(status.st_ino)
         except OSError:
             return None
-
-    def shown(self, status: os.stat_result) -> os.stat_result:
-        """The status of a file, with its number and the times of the simulation."""
-        node = self.nodes[status.st_ino]
-        values = [*status[:10]]
-        values[1], values[7:10] = node.number, [node.written // 10**9, node.written // 10**9, node.changed // 10**9]
-        times = {"st_mtime": node.written / 1e9, "st_mtime_ns": node.written, "st_ctime_ns": node.changed}
-        return os.stat_result(values, {**times, "st_ctime": node.changed / 1e9, "st_blocks": status.st_blocks})
-
-    # --- what calls have changed, after they have done it -----------------------------------------------------------
 
     def touched(self, *nodes: Node) -> None:
         self.now += 1
@@ -100,11 +108,11 @@ class Disk:
     def wrote(self, node: Node, offset: int, data: bytes) -> None:
         for page in range(offset - offset % PAGE, offset + len(data), PAGE):
             start, end = max(page, offset), min(page + PAGE, offset + len(data))
-            self.log.append(Change(node, partial(_write, node, start, data[start - offset : end - offset])))
+            self.log.append(Change(node, partial(node.write, start, data[start - offset : end - offset])))
         self.touched(node)
 
     def resized(self, node: Node, length: int) -> None:
-        self.log.append(Change(node, partial(_resize, node, length)))
+        self.log.append(Change(node, partial(node.resize, length)))
         self.touched(node)
 
     def renamed(self, node: Node | None, source: str | None, target: str | None) -> None:
@@ -114,7 +122,7 @@ class Disk:
             node = self._new(target)
         places = [self._split(path) for path in (source, target) if path is not None]
         old, new = None if source is None else places[0], None if target is None else places[-1]
-        self.log.append(Change(places[-1][0], partial(_rename, node, old, new)))
+        self.log.append(Change(places[-1][0], partial(node.rename, old, new)))
         self.touched(*(folder for folder, _ in places))
         node.changed = self.now
 
@@ -129,8 +137,6 @@ class Disk:
             change.is_synced |= change.place is node or (self.orders_names and change.place.is_folder)
         while self.log and self.log[0].is_synced:
             self.log.pop(0).apply()
-
-    # --- power losses -----------------------------------------------------------------------------------------------
 
     def lose_power(self, dice: random.Random) -> None:
         """Leave a state in which the disk may be after a power loss, as the only one."""
@@ -148,34 +154,12 @@ class Disk:
 
     def _build(self, node: Node, path: str, places: dict[Node, str]) -> None:
         if node in places:
-            LINK(places[node], path)
+            os.link(places[node], path)
         elif node.is_folder:
-            MKDIR(path)
+            Path(path).mkdir()
             for name, child in node.names.items():
                 self._build(child, f"{path}/{name}", places)
         else:
-            handle = OPEN(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            os.write(handle, node.data)
-            CLOSE(handle)
+            Path(path).write_bytes(node.data)
             places[node] = path
-        self.nodes[STAT(path).st_ino] = node
-
-
-def _resize(node: Node, length: int) -> None:
-    node.data[:] = node.data[:length].ljust(length, b"\0")
-
-
-def _write(node: Node, offset: int, data: bytes) -> None:
-    node.data.extend(bytes(max(offset - len(node.data), 0)))
-    node.data[offset : offset + len(data)] = data
-
-
-def _rename(node: Node, source: tuple[Node, str] | None, target: tuple[Node, str] | None) -> None:
-    if source is not None:
-        folder, name = source
-        if folder.names.get(name) is not node:  # what made this name was lost
-            return
-        del folder.names[name]
-    if target is not None:
-        folder, name = target
-        folder.names[name] = node
+        self.nodes[LSTAT(path).st_ino] = node

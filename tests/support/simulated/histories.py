@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -22,12 +22,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 import muonckpt
 from muonckpt.names.errors import Interrupted, UnsyncedError
 from muonckpt.runs.step_folder import DESCRIPTIONS
+from muonckpt.store.io.new_file import write_synced
 from muonckpt.store.io.publish import MARK, sync_directory
 from muonckpt.store.verify.run import StepName
 
-from .ranks import Killed
-from .stores import PROTOCOL
-from .world import KINDS, Fault, Machine
+from .machine import KINDS, Fault, Hung, Killed, Machine, Task
+from .store import PROTOCOL
 
 ROWS = 6
 
@@ -37,14 +37,15 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
 }
 """The tensors of a save: every element tells of which save it is."""
 
-ROOT = f"/dev/shm/muonckpt-histories-{os.getpid():010}"
-
 
 class Wrong(Exception):
     """The oracle has found something."""
 
 
 # --- histories --------------------------------------------------------------------------------------------------------
+
+SAVES = ("save", "replace", "async", "async, not waited for")
+LOOKS = ("verify", "verify newest", "inspect", "reshard")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _event(dice: random.Random, in_store: bool, kind: float) -> Event:
     if kind < 0.16:
         return Damage(dice.randrange(8), dice.randrange(8), dice.random(), dice.choice(("byte", "byte", "cut", "lost")))
     if kind < 0.28:
-        return _disturbed(Program(acts=(dice.choice([*LOOKS]),)), dice, in_store)
+        return _disturbed(Program(acts=(dice.choice(LOOKS),)), dice, in_store)
     saves = ("save", *SAVES)
     acts = [dice.choice((*saves, "export") if at else saves) for at in range(dice.choice((0, 1, 1, 2, 2, 3)))]
     ranks, limits = dice.choice((1, 1, 1, 1, 2, 2, 3, 4)), (dice.choice((1, 1, 2, 3)), dice.choice((None, None, 2)))
@@ -143,26 +144,20 @@ class Attempt:
     Attributes:
         name: of its step; attempt 0 if nobody has been told which it is.
         outcomes: what each rank knows of it: "saved", "refused" or "unknown".
-        damaged: whether any byte of it was changed; ``is_cut``: in a way that the sizes of files show.
+        is_damaged: whether any byte of it was changed; ``is_cut``: in a way that the sizes of files show.
         is_gone: whether it was removed for later ones.
     """
 
-    name: StepName
+    name: Any
     counter: int
-    acknowledged: bool = False
     outcomes: dict[int, str] = field(default_factory=dict)
-    damaged: bool = False
+    is_damaged: bool = False
     is_cut: bool = False
     is_gone: bool = False
 
-    def place(self, path: str) -> None:
-        name = StepName.parsed(path.rpartition("/")[2])
-        assert name is not None and name.step == self.name.step, path
-        self.name = name
-
-    def end(self, rank: int, outcome: str) -> None:
-        self.outcomes[rank] = outcome
-        self.acknowledged |= outcome == "saved"
+    @property
+    def is_acknowledged(self) -> bool:
+        return "saved" in self.outcomes.values()
 
 
 class Training:
@@ -171,19 +166,20 @@ class Training:
     The series gets model and optimizer, or their state dicts.
     """
 
-    def __init__(self, oracle: Oracle, program: Program, rank: int) -> None:
+    def __init__(self, oracle: Oracle, rank: int = 0, ranks: int = 1) -> None:
         self.oracle, self.rank = oracle, rank
-        length = -(-ROWS // program.ranks)
+        length = -(-ROWS // ranks)
         self.rows = slice(rank * length, (rank + 1) * length)
         cut = torch.zeros(ROWS, 3)[self.rows]
-        if program.ranks > 1:
-            mesh, shape = DeviceMesh("cpu", torch.arange(program.ranks)), torch.Size((ROWS, 3))
+        if ranks > 1:
+            mesh, shape = DeviceMesh("cpu", torch.arange(ranks)), torch.Size((ROWS, 3))
             cut = DTensor.from_local(cut, mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1))
         self.model = nn.Module()
         self.model.cut, self.model.alike = nn.Parameter(cut), nn.Parameter(torch.zeros(4))
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
-        for parameter in self.model.parameters():
-            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            self.optimizer.state[parameter]["momentum_buffer"] = self.momenta[name]
         self.set(0)
         self.pending: tuple[Attempt, Any] | None = None
         self.is_saved = True
@@ -192,7 +188,7 @@ class Training:
         """Yield this rank's elements, and their values in a save."""
         for name, parameter in self.model.named_parameters():
             value = VALUES[name](counter)[self.rows if name == "cut" else ...]
-            for tensor in (parameter.detach(), self.optimizer.state[parameter]["momentum_buffer"]):
+            for tensor in (parameter.detach(), self.momenta[name]):
                 yield tensor.to_local() if isinstance(tensor, DTensor) else tensor, value
 
     def set(self, counter: int) -> None:
@@ -205,8 +201,7 @@ class Training:
         """What a save and a resume take beside the objects."""
         if self.oracle.are_objects:
             return ()
-        momenta = {name: self.optimizer.state[each]["momentum_buffer"] for name, each in self.model.named_parameters()}
-        return ({"model": self.model.state_dict(), "momenta": momenta, "count": self.counter},)
+        return ({"model": self.model.state_dict(), "momenta": self.momenta, "count": self.counter},)
 
     def resume(self, folder: str, **options: Any) -> None:
         """Begin with the newest step of a folder.
@@ -225,70 +220,50 @@ class Training:
         if not all(torch.equal(*pair) for pair in self._expected(self.counter)):
             raise Wrong(f"mixed: {self.counter}, {[tensor for tensor, _ in self._expected(0)]}")
 
-    # --- what it does -----------------------------------------------------------------------------------------------
-
     def act(self, act: str, counter: int) -> None:
-        if act == "export":
-            if self.is_saved and not self.pending:
-                export = partial(self.series.export, self.step, "hf")
-                self.oracle.write(f"export-{counter}", self.oracle.attempts[self.counter], export)
-            return
+        try:
+            self._export(counter) if act == "export" else self._save(act, counter)
+        except muonckpt.MuonckptError as error:
+            if self.oracle.is_calm or isinstance(error, muonckpt.LostRankError | Interrupted):
+                raise
+
+    def _export(self, counter: int) -> None:
+        if self.is_saved and not self.pending:
+            export = partial(self.series.export, self.step, "hf")
+            self.oracle.write(f"export-{counter}", self.oracle.attempts[self.counter], export)
+
+    def _save(self, act: str, counter: int) -> None:
         replaces = act == "replace" and self.step >= 0
         self.step += self.is_saved and not replaces
         attempt = self.oracle.attempts.setdefault(counter, Attempt(StepName(self.step, 0), counter))
         self.set(counter)
+        save = self.series.async_save if act.startswith("async") else self.series.save
         try:
-            SAVES[act](self, attempt, *((True,) if replaces else ()))
-        except SystemExit:
+            saving = save(self.step, *self.state, provenance={"counter": counter}, replace=replaces)
+            self.settle("saved")  # the one before has ended well if this begins
+            attempt.name, self.pending = StepName.parsed(saving.path.rpartition("/")[2]), (attempt, saving)
+            if act == "async":
+                saving.result()
+        except SystemExit:  # after the save that a signal has asked for
             self.settle("saved")
-            attempt.end(self.rank, "saved")
+            attempt.outcomes[self.rank] = "saved"
             raise
         except muonckpt.MuonckptError as error:
-            self._note_refusal(attempt, error)
-            if isinstance(error, muonckpt.LostRankError) or self.oracle.is_calm:
-                raise
-
-    def save(self, attempt: Attempt, replaces: bool = False) -> None:
-        note = {"provenance": {"counter": attempt.counter}}
-        saved = self.series.save(attempt.name.step, *self.state, replace=replaces, **note)
-        self.settle("saved")
-        attempt.place(saved.path)
-        attempt.end(self.rank, "saved")
-        self.is_saved = True
-
-    def begin_save(self, attempt: Attempt) -> None:
-        note = {"provenance": {"counter": attempt.counter}}
-        saving = self.series.async_save(attempt.name.step, *self.state, **note)
-        self.settle("saved")  # the one before has ended well if this begins
-        attempt.place(saving.path)
-        self.pending = attempt, saving
-
-    def save_async(self, attempt: Attempt) -> None:
-        self.begin_save(attempt)
-        assert self.pending is not None
-        self.pending[1].result()
-        self.settle("saved")
+            outcome = "unknown" if isinstance(error, UnsyncedError | muonckpt.LostRankError) else "refused"
+            if self.pending and self.pending[1].done() and self.pending[1].future.exception() is error:
+                self.settle(outcome)
+                outcome = "refused"  # this one has not begun
+            attempt.outcomes.setdefault(self.rank, outcome)
+            self.is_saved = False
+            raise
+        if act != "async, not waited for":
+            self.settle("saved")
 
     def settle(self, outcome: str) -> None:
+        """Note how the save that has begun has ended."""
         if self.pending:
-            self.pending[0].end(self.rank, outcome)
+            self.pending[0].outcomes[self.rank] = outcome
             self.pending, self.is_saved = None, outcome == "saved"
-
-    def _note_refusal(self, attempt: Attempt, error: Exception) -> None:
-        outcome = "unknown" if isinstance(error, UnsyncedError | muonckpt.LostRankError) else "refused"
-        if self.pending and self.pending[1].done() and self.pending[1].future.exception() is error:
-            self.settle(outcome)
-            outcome = "refused"  # this one has not begun
-        attempt.outcomes.setdefault(self.rank, outcome)
-        self.is_saved = False
-
-
-SAVES: dict[str, Callable[..., None]] = {
-    "save": Training.save,
-    "replace": Training.save,
-    "async": Training.save_async,
-    "async, not waited for": Training.begin_save,
-}
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------
@@ -300,34 +275,46 @@ class Oracle:
     Attributes:
         attempts: the saves that have begun, by their counters.
         written: exports and resharded checkpoints of an event: of which saves, and whether they are acknowledged.
-        is_calm: whether no call fails.
     """
 
-    def __init__(self, seed: str) -> None:
-        self.machine = Machine(seed, ROOT)
+    def __init__(self, seed: str, root: str) -> None:
+        self.root, self.machine = root, Machine(seed, root)
         kinds = random.Random(f"{seed} disk")
         self.machine.disk.orders_names, self.are_objects = kinds.random() < 0.5, kinds.random() < 0.25
         self.is_store = is_in_store(seed)
-        self.base = f"{PROTOCOL}://store" if self.is_store else ROOT
+        self.base = f"{PROTOCOL}://store" if self.is_store else root
         self.folder = f"{self.base}/run"
         self.attempts: dict[int, Attempt] = {}
         self.written: dict[str, tuple[Attempt, bool]] = {}
         self.programs = 0
-        self.is_damaged = False
 
     def happen(self, event: Event) -> None:
         match event:
-            case Program():
-                self._program(event)
             case Pause():
                 self.machine.pass_time(3600 * event.hours + 1)
             case Damage():
                 self._damage(event)
+            case Program():
+                self._run(event)
+                if event.looks:
+                    self._run(Program(acts=("inspect",)))
+                # Whatever has happened, what was acknowledged is there, and the folder can be used.
+                if event.kill or event.fault or event.beside:
+                    self._run(Program(acts=event.acts if event.looks else ()))
+                    if event.fault or (event.kill and event.kill[2]):
+                        self._run(Program(acts=("verify newest",)))
+                self._look_at_written()
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether no call fails."""
+        return not self.machine.fault.times
 
     @property
     def newest(self) -> Attempt | None:
         """The newest save that has to be there."""
-        there = [each for each in self.attempts.values() if each.acknowledged and not (each.damaged or each.is_gone)]
+        there = [each for each in self.attempts.values() if each.is_acknowledged]
+        there = [each for each in there if not (each.is_damaged or each.is_gone)]
         return max(there, key=lambda attempt: attempt.name, default=None)
 
     # --- what is in the folders -------------------------------------------------------------------------------------
@@ -336,20 +323,15 @@ class Oracle:
         """The names in a folder of the machine."""
         if self.is_store:
             prefix = f"store/{folder}/"
-            below = [path.removeprefix(prefix) for path in self.machine.store.objects if path.startswith(prefix)]
+            below = [path.removeprefix(prefix) for path in self.machine.objects if path.startswith(prefix)]
             return sorted({path.partition("/")[0] for path in below})
         with self.machine.unseen():
-            place = Path(ROOT, folder)
+            place = Path(self.root, folder)
             return sorted(entry.name for entry in place.iterdir()) if place.exists() else []
 
     def _read(self, file: str) -> bytes:
-        """The bytes of a file.
-
-        Raises:
-            OSError, KeyError: it is not there.
-        """
         with self.machine.unseen():
-            return self.machine.store.objects[f"store/{file}"][0] if self.is_store else Path(ROOT, file).read_bytes()
+            return self.machine.objects[f"store/{file}"][0] if self.is_store else Path(self.root, file).read_bytes()
 
     def _steps(self) -> dict[StepName, Attempt]:
         """The published steps in the folder of the run, and the save of which each is by its manifest."""
@@ -366,75 +348,60 @@ class Oracle:
         """Note which saves are gone for a reason: so many later ones are there, and are not known to be damaged."""
         there = self._steps()
         for attempt in self.attempts.values():
-            if attempt.acknowledged and attempt.name not in there:
+            if attempt.is_acknowledged and attempt.name not in there:
                 later = {name.step for name, each in there.items() if name > attempt.name and not each.is_cut}
                 attempt.is_gone |= len(later) >= keep_last or attempt.name.step in later
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
-    def _program(self, program: Program) -> None:
-        beside = {"": [], "reader": [replace(program, ranks=1, acts=())], "writer": [replace(program, ranks=1)]}
-        self._do(program, *beside[program.beside])
-        if program.looks:
-            self._do(Program(acts=("inspect",)))
-        # Whatever has happened, what was acknowledged is there, and the folder can be used.
-        if program.kill or program.fault or program.beside:
-            self._do(Program(acts=program.acts if program.looks else ()))
-            if program.fault or (program.kill and program.kill[2]):
-                self._do(Program(acts=("verify newest",)))
-        self._look_at_written()
-
-    def _do(self, first: Program, *others: Program) -> None:
+    def _run(self, program: Program) -> None:
+        """Run a program, and the one beside it; compare what has come of it with what is promised."""
         machine, kills = self.machine, self.machine.kills
-        machine.fault = Fault(*first.fault) if first.fault else None
-        self.is_calm = not first.fault
-        tasks = []
-        for program in (first, *others):
-            counters = range(100 * self.programs + 100, 100 * self.programs + 200)
-            work = partial(LOOKS[program.acts[0]], self) if program.looks else partial(self._train, program, counters)
-            tasks.append(machine.start(f"program {self.programs}", program.ranks, work))
+        programs = [program]
+        if program.beside:
+            programs.append(replace(program, ranks=1, acts=program.acts if program.beside == "writer" else ()))
+        tasks: list[Task] = []
+        for each in programs:
+            work = partial(self._look, each.acts[0]) if each.looks else partial(self._train, each, self.programs)
+            tasks += machine.start(f"program {self.programs}", each.ranks, work)
             self.programs += 1
-        if first.kill:
-            rank, at, loses_power = first.kill
-            process = tasks[0][rank].process
+        if program.kill:
+            rank, at, loses_power = program.kill
+            process = tasks[rank].process
             process.kill_at, process.loses_power = at, loses_power
-        tasks[0][0].process.signal_at = first.signal_at
+        tasks[0].process.signal_at = program.signal_at
+        machine.fault = Fault(*program.fault or ())
         machine.run()
-        self.was_struck, machine.fault = self._hits > 0, None
-        if machine.schedule.is_hung:
-            raise Wrong("hung")
-        is_disturbed = machine.kills > kills or self.was_struck
-        if machine.schedule.time_outs and not is_disturbed:
-            raise Wrong("ranks waited for each other")
-        self._note_removals(first.keep_last)
-        for attempt in self.attempts.values() if machine.kills == kills else ():
+        is_killed, is_struck = machine.kills > kills, machine.fault.hits > 0
+        machine.fault = Fault()
+        self._note_removals(program.keep_last)
+        for attempt in () if is_killed else self.attempts.values():
             if len({*attempt.outcomes.values()}) > 1:
                 raise Wrong(f"ranks disagree about {attempt.name}: {attempt.outcomes}")
-        allowed = (muonckpt.MuonckptError,) if is_disturbed or others or self.is_damaged else ()
-        for task in (task for of_program in tasks for task in of_program):
+        is_disturbed = is_killed or is_struck or program.beside or self._is_damaged
+        allowed = (Killed, SystemExit, *((muonckpt.MuonckptError,) if is_disturbed else ()))
+        for task in tasks:
             if isinstance(task.error, Wrong):
                 raise task.error
-            if not isinstance(task.error, (type(None), Killed, SystemExit, *allowed)):
+            if task.error is not None and not isinstance(task.error, allowed):
                 raise Wrong(f"rank {task.process.rank} of {task.process.name}: {task.trace}")
-        result = tasks[0][0].result
-        if callable(result):
-            result()
-        elif not (others or self.is_store or result is None or machine.kills > kills):
-            self._refuse_leftovers(first, result)
+        saved = tasks[0].result
+        if not (program.beside or self.is_store or saved is None or is_killed):
+            self._refuse_leftovers(program, saved)
 
     @property
-    def _hits(self) -> int:
-        return self.machine.fault.hits if self.machine.fault else 0
+    def _is_damaged(self) -> bool:
+        return any(attempt.is_damaged for attempt in self.attempts.values())
 
-    def _train(self, program: Program, counters: Sequence[int], rank: int) -> int | None:
+    def _train(self, program: Program, number: int, rank: int) -> int | None:
         """What a rank of a program does; return the last step if nothing has disturbed its save."""
-        training = Training(self, program, rank)
+        training, fault = Training(self, rank, program.ranks), self.machine.fault
         self._resume(training, program)
         hits = -1  # before the last save
-        for counter, act in zip(counters, program.acts, strict=False):
-            hits = hits if act == "export" else self._hits
-            training.act(act, counter)
-        is_clean = not training.pending and training.is_saved and hits == self._hits
+        for at, act in enumerate(program.acts):
+            hits = hits if act == "export" else fault.hits
+            training.act(act, 100 * number + 100 + at)
+        is_clean = not training.pending and training.is_saved and hits == fault.hits
         training.series.close()
         training.settle("saved")
         return training.step if is_clean else None
@@ -474,7 +441,7 @@ class Oracle:
             raise Wrong(f"left behind: {rest}")
         keep_last, keep_every = program.keep_last, program.keep_every
         extra = [step for step in sorted(steps)[:-keep_last] if not (keep_every and step % keep_every == 0)]
-        if not self.is_damaged and extra:
+        if extra and not self._is_damaged:
             raise Wrong(f"not removed: steps {extra} of {steps}, keep_last={keep_last}, keep_every={keep_every}")
 
     # --- exports and resharded checkpoints --------------------------------------------------------------------------
@@ -482,13 +449,8 @@ class Oracle:
     def write(self, name: str, attempt: Attempt, write: Callable[[str], object]) -> None:
         """Write a checkpoint of a step elsewhere; what is there is looked at when all programs have ended."""
         self.written.setdefault(name, (attempt, False))
-        try:
-            write(f"{self.base}/{name}")
-        except muonckpt.MuonckptError as error:
-            if self.is_calm or isinstance(error, muonckpt.LostRankError | Interrupted):
-                raise
-        else:
-            self.written[name] = attempt, True
+        write(f"{self.base}/{name}")
+        self.written[name] = attempt, True
 
     def _look_at_written(self) -> None:
         """Each is whole, or is not there."""
@@ -514,7 +476,7 @@ class Oracle:
         folder = name.partition("/")[0]
 
         def resume(rank: int) -> int:
-            training = Training(self, Program(), rank)
+            training = Training(self)
             training.resume(f"{self.base}/{folder}")
             return training.counter
 
@@ -526,40 +488,42 @@ class Oracle:
             raise Wrong(f"left behind: {rest}")
         return int(task.result)
 
-    # --- programs that only look: each returns a check of what it was told, for when all has ended --------------------
+    # --- programs that only look ------------------------------------------------------------------------------------
 
-    def verify(self, every: bool, rank: int) -> Callable[[], None] | None:
-        if not self._names("run"):
-            return None
-        verdicts = [*muonckpt.verify_run(self.folder, every=every, jobs=1)]
+    def _look(self, act: str, rank: int) -> None:
+        if act == "reshard":
+            self._reshard()
+        elif self._names("run"):
+            try:
+                if act == "inspect":
+                    self._inspect()
+                else:
+                    self._verify(act == "verify")
+            except muonckpt.SourceError as error:
+                if self.newest:
+                    raise Wrong(f"{act}: {error}") from error
 
-        def check() -> None:
-            for verdict, attempt in self._known([(each.step.name, each) for each in verdicts]):
-                if verdict.is_whole == attempt.damaged and not (self.was_struck and not verdict.is_whole):
-                    raise Wrong(f"false verdict of {verdict.step.name}: {verdict.sentence or verdict.step.state}")
+    def _inspect(self) -> None:
+        steps = muonckpt.look_at_run(self.folder).steps
+        for step, attempt in self._known({each.name: each for each in steps}):
+            if step.verified is not None and step.verified.is_whole == attempt.is_damaged:
+                raise Wrong(f"false record of {step.name}: {step.verified}")
+            if step.is_complete == attempt.is_cut and not self.machine.fault.hits:
+                raise Wrong(f"false state of {step.name}: {step.state}, {step.fault}")
 
-        return check
+    def _verify(self, every: bool) -> None:
+        verdicts = muonckpt.verify_run(self.folder, every=every, jobs=1)
+        for verdict, attempt in self._known({each.step.name: each for each in verdicts}):
+            if verdict.is_whole == attempt.is_damaged and (verdict.is_whole or not self.machine.fault.hits):
+                raise Wrong(f"false verdict of {verdict.step.name}: {verdict.sentence or verdict.step.state}")
 
-    def inspect(self, rank: int) -> Callable[[], None] | None:
-        if not self._names("run"):
-            return None
-        try:
-            history = muonckpt.look_at_run(self.folder)
-        except muonckpt.SourceError as error:
-            if self.newest:
-                raise Wrong(f"inspect: {error}") from error
-            return None
+    def _known(self, said: dict[str, Any]) -> Iterator[tuple[Any, Attempt]]:
+        """What is said of steps that are there; a store may keep a part of a save that nobody has been told of."""
+        for name, attempt in self._steps().items():
+            if str(name) in said and (attempt.is_acknowledged or attempt.is_damaged):
+                yield said[str(name)], attempt
 
-        def check() -> None:
-            for step, attempt in self._known([(each.name, each) for each in history.steps]):
-                if step.verified is not None and step.verified.is_whole == attempt.damaged:
-                    raise Wrong(f"false record of {step.name}: {step.verified}")
-                if step.is_complete == attempt.is_cut and not self.was_struck:
-                    raise Wrong(f"false state of {step.name}: {step.state}, {step.fault}")
-
-        return check
-
-    def reshard(self, rank: int) -> None:
+    def _reshard(self) -> None:
         if self.newest is None:
             return
         # Once more to the same place, unless something is there.
@@ -567,12 +531,6 @@ class Oracle:
         if not name or self._names(name):
             name = f"resharded-{self.programs}/step-00000000"
         self.write(name, self.newest, partial(muonckpt.reshard, f"{self.folder}/{self.newest.name}", mesh={"dp": 3}))
-
-    def _known(self, named: Sequence[tuple[str, Any]]) -> list[tuple[Any, Attempt]]:
-        """What is said of steps that are there; a store may keep a part of a save that nobody has been told of."""
-        steps = {str(name): attempt for name, attempt in self._steps().items()}
-        pairs = [(each, steps[name]) for name, each in named if name in steps]
-        return [(each, attempt) for each, attempt in pairs if attempt.acknowledged or attempt.damaged]
 
     # --- damage -----------------------------------------------------------------------------------------------------
 
@@ -589,52 +547,44 @@ class Oracle:
         is_byte = event.how == "byte" and bool(places)
         at = places[int(event.place * len(places))] if is_byte else int(event.place * len(data))
         damaged = data[:at] + (bytes([data[at] ^ 1]) + data[at + 1 :] if is_byte else b"")
-        attempt.damaged = self.is_damaged = True
+        attempt.is_damaged = True
         attempt.is_cut |= not is_byte
-        change = self._change_object if self.is_store else self._change_file
-        self.machine.start("damage", 1, lambda rank: change(file, None if event.how == "lost" else damaged))
+        self.machine.start("damage", 1, lambda rank: self._change(file, None if event.how == "lost" else damaged))
         self.machine.run()
 
-    def _change_object(self, file: str, data: bytes | None) -> None:
-        del self.machine.store.objects[f"store/{file}"]
-        if data is not None:
-            self.machine.store.put(f"store/{file}", data)
-
-    def _change_file(self, file: str, data: bytes | None) -> None:
-        path = Path(ROOT, file)
-        path.unlink()
-        if data is not None:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT)
-            os.pwrite(handle, data, 0)
-            os.fsync(handle)
-            os.close(handle)
-        sync_directory(path.parent)
+    def _change(self, file: str, data: bytes | None) -> None:
+        if self.is_store:
+            del self.machine.objects[f"store/{file}"]
+            if data is not None:
+                self.machine.put(f"store/{file}", data)
+        else:
+            path = Path(self.root, file)
+            path.unlink()
+            if data is not None:
+                write_synced(path, data)
+            sync_directory(path.parent)
 
 
-LOOKS: dict[str, Callable[..., Callable[[], None] | None]] = {
-    "verify": lambda oracle, rank: oracle.verify(True, rank),
-    "verify newest": lambda oracle, rank: oracle.verify(False, rank),
-    "inspect": Oracle.inspect,
-    "reshard": Oracle.reshard,
-}
+def history(seed: str, events: Sequence[Event]) -> str:
+    """Run a history, and return a digest of all its calls, with what they wrote."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        TemporaryDirectory(prefix="muonckpt-machine-", dir="/dev/shm") as folder,
+    ):
+        oracle = Oracle(seed, f"{folder}/top")
+        for event in events:
+            oracle.happen(event)
+        return oracle.machine.trace.hexdigest()
 
 
 def fault_of(seed: str, events: Sequence[Event]) -> str | None:
     """What is wrong with a history; None if nothing is."""
     try:
         history(seed, events)
-    except Wrong as wrong:
+    except (Wrong, Hung) as wrong:
         return str(wrong)
     return None
-
-
-def history(seed: str, events: Sequence[Event]) -> str:
-    """Run a history, and return a digest of all its calls, with what they wrote."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        oracle = Oracle(seed)
-        for event in events:
-            oracle.happen(event)
-        return oracle.machine.trace.hexdigest()
 
 
 def shrunk(seed: str, events: tuple[Event, ...]) -> tuple[Event, ...]:
