@@ -20,8 +20,6 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed import distributed_c10d as c10d
 
-from muonckpt.checkpoint.saving import AgreedPlans
-
 from .disk import Disk
 from .group import new_world
 
@@ -96,7 +94,7 @@ class Process:
 @cache
 def changing_variables() -> list[tuple[Any, str]]:
     """Return which variables of the package's modules a process changes."""
-    kinds = (dict, list, set, WeakKeyDictionary, AgreedPlans)
+    kinds = (dict, list, set, WeakKeyDictionary)
     return [
         (module, name)
         for path, module in sys.modules.items()
@@ -104,11 +102,6 @@ def changing_variables() -> list[tuple[Any, str]]:
         for name, value in vars(module).items()
         if isinstance(value, kinds) and name.islower() and not name.startswith("__")
     ]
-
-
-def fresh(value: Any) -> Any:
-    """Return what a variable is in a new process."""
-    return AgreedPlans() if isinstance(value, AgreedPlans) else value.copy()
 
 
 @dataclass(eq=False)
@@ -282,7 +275,7 @@ class Machine:
         processes = [Process(name, rank, {}) for rank in range(ranks)]
         tasks, mailbox = [], {}
         for rank, process in enumerate(processes):
-            process.memory = {key: fresh(getattr(*key)) for key in changing_variables()}
+            process.memory = {key: getattr(*key).copy() for key in changing_variables()}
             process.memory[c10d, "_world"] = new_world(self, processes, rank, mailbox)
             tasks.append(self.spawn(process, partial(work, rank), is_main=True))
         return tasks
