@@ -30,7 +30,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_joined, compare_checksums, payload_of
 from .live_state import LocalParts
-from .reading_plan import ChunkRange, ReadingRound
+from .reading_plan import ChunkRange, ReadingRound, TensorReading
 
 _GAP_BYTES = 64 << 10
 """Largest gap between two small ranges of a file that one read includes."""
@@ -40,9 +40,6 @@ _ALIGNMENT = 64
 
 _MIN_DIRECT_BYTES = 64 << 10
 """The least bytes that are read into a target by themselves: fewer are copied there."""
-
-_RangesOfTensor = tuple[StateRecord, Sequence[ChunkRange]]
-"""A tensor of the checkpoint, and the ranges of it that one rank reads."""
 
 Targets = Mapping[str, Sequence[LocalParts]]
 """The tensors of this rank that a tensor of the checkpoint fills, by its key."""
@@ -165,22 +162,23 @@ class ChunkReader:
         self.sums: list[PartialSum] = []
         self.bytes_read = self.placed = 0
         self._checkpoint, self._payloads, self._place = checkpoint, checkpoint.payloads, place
-        self._readings = [[*_readings_by(place, each)] for each in rounds]
+        self._readings = [[pair for pair in each.readings if place in pair[1].ranges_by_reader] for each in rounds]
         self._spans = [[*map(_span_of, neighbours(self._reads_of(of_round), _is_near))] for of_round in self._readings]
         spans = [*chain.from_iterable(self._spans)]
         longest = max((span.extent.length for span in spans), default=0)
         self._staging = _Staging(min(longest, BAND_BYTES), is_pinned)
-        kept = (sum(_aligned(_sent_bytes(*pair)) for pair in of_round) for of_round in self._readings)
+        kept = (sum(_aligned(reading.kept_bytes[place]) for _, reading in of_round) for of_round in self._readings)
         self._kept = torch.empty(max(kept, default=0), dtype=torch.uint8, pin_memory=is_pinned)
         """Memory for the elements that are sent, until they are."""
 
-    def _reads_of(self, readings: Sequence[_RangesOfTensor]) -> list[_Read]:
+    def _reads_of(self, readings: Sequence[tuple[StateRecord, TensorReading]]) -> list[_Read]:
         """Open the items of this rank's chunks, and no others, and return its reads in the order of files.
 
         Raises:
             SourceError: an item is damaged, or a payload has another length than the elements of its box.
         """
-        numbers = [sorted({part.chunk for part in ranges}) for _, ranges in readings]
+        ranges = [reading.ranges_by_reader[self._place] for _, reading in readings]
+        numbers = [sorted({part.chunk for part in of_tensor}) for of_tensor in ranges]
         tensors = with_chunks([tensor for tensor, _ in readings], numbers)
         # Chunks have no place yet where the metadata name only their items.
         if bool((columns_of(tensor.chunks for tensor in tensors).payload_length() == UNKNOWN).any()):
@@ -191,9 +189,9 @@ class ChunkReader:
         offsets, lengths = columns.payload().tolist(), columns.payload_length().tolist()
         sums, digests = columns.crc32.tolist(), columns.digests(slice(None))
         reads, first_row = list[_Read](), 0
-        for tensor, (_, ranges), chunks in zip(tensors, readings, numbers, strict=True):
+        for tensor, of_tensor, chunks in zip(tensors, ranges, numbers, strict=True):
             size = itemsize(tensor.dtype)
-            for part in ranges:
+            for part in of_tensor:
                 number = bisect_left(chunks, part.chunk)
                 row = first_row + number
                 if lengths[row] != tensor.boxes.numel[number] * size:
@@ -224,17 +222,18 @@ class ChunkReader:
         self.placed -= sum(box.numel for parts in kept.values() for box in parts.boxes)
         return kept
 
-    def _memory_of_sent(self, readings: Sequence[_RangesOfTensor]) -> dict[str, LocalParts]:
+    def _memory_of_sent(self, readings: Sequence[tuple[StateRecord, TensorReading]]) -> dict[str, LocalParts]:
         """Return the memory for the elements of tensors that this rank sends: box after box, as plans count them."""
         kept, start = dict[str, LocalParts](), 0
-        for tensor, ranges in readings:
-            if boxes := [*chain.from_iterable(part.boxes for part in ranges)]:
-                length = _sent_bytes(tensor, ranges)
+        for tensor, reading in readings:
+            boxes = [*chain.from_iterable(part.boxes for part in reading.ranges_by_reader[self._place])]
+            length = int(reading.kept_bytes[self._place])
+            if boxes:
                 elements = self._kept[start : start + length].view(_torch_dtype(tensor))
                 parts = torch.split(elements, [box.numel for box in boxes])
                 shaped = [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
                 kept[tensor.key] = LocalParts.of(boxes, shaped)
-                start += _aligned(length)
+            start += _aligned(length)
         return kept
 
     def _read_span(self, span: _Span, targets: Targets) -> None:
@@ -356,19 +355,8 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
             raise DamageError(f"{error}; read by rank {readers}", keys=error.keys) from error
 
 
-def _readings_by(place: int, reading_round: ReadingRound) -> Iterator[_RangesOfTensor]:
-    """Yield the tensors of which a rank reads something in a round, with its ranges."""
-    for tensor, reading in reading_round.readings:
-        if ranges := reading.ranges_by_reader.get(place):
-            yield tensor, ranges
-
-
-def _sent_bytes(tensor: StateRecord, ranges: Sequence[ChunkRange]) -> int:
-    return sum(part.stop - part.start for part in ranges if part.boxes) * itemsize(tensor.dtype)
-
-
 def _aligned(length: int) -> int:
-    return -(-length // _ALIGNMENT) * _ALIGNMENT
+    return -(-int(length) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _torch_dtype(tensor: StateRecord) -> torch.dtype:
