@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from glob import escape
 from itertools import chain, repeat
+from typing import Any
 
 import torch
 
-from ..names.keys import NUMBER, PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of, largest_parts
+from ..names.keys import NUMBER, PARAM_GROUPS, OptimizerKey, StateForm, key_of, largest_parts
 from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
@@ -121,7 +122,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
     Weights that the checkpoint lacks keep their values if ``fresh=`` names them, and rows that it lacks if ``grow=``
     does.
     """
-    prefixes = _prefixes(live.optimizers)
+    prefixes = tuple(chain.from_iterable((optimizer.state, optimizer.options) for optimizer in live.optimizers))
     sources, kept_weights, differing_values = dict[str, str](), dict[str, str](), dict[str, str]()
     grown, missing_keys, keys_of_other_ranks = dict[str, str](), list[str](), list[str]()
     # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.  Where ranks
@@ -148,16 +149,19 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
         tied = tied_keys(live, sources)
         missing_keys = [key for key in missing_keys if key not in tied]
     # 3. Options that only the checkpoint has come into the groups whose other options are loaded.
-    options = [key for key, entry in stored.entries.items() if entry.path[-1] in CODE_OPTIONS]
-    added_keys, added_options = list[str](), {}
-    if options:
-        groups = {live.paths[key][:-1] for key in sources}
-        for key in options:
-            path = stored.entries[key].path
-            if key not in live.flat and path[:-1] in groups:
-                added_keys.append(key)
-                added_options[path] = stored.option(key)
-    # 4. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
+    added_keys, added_options = list[str](), dict[KeyPath, Any]()
+    groups = {live.paths[key][:-1] for key in sources}
+    for key, entry in stored.entries.items():
+        if entry.path[-1] in CODE_OPTIONS and key not in live.flat and entry.path[:-1] in groups:
+            added_keys.append(key)
+            added_options[entry.path] = stored.option(key)
+    # 4. Parameters that have numbers instead of names, and slots of state that are loaded.
+    loaded = set[OptimizerParameter]()
+    for key in sources if live.numbered else ():
+        for slot in OptimizerKey.of_slot(live.paths[key]):
+            if (optimizer := key_of(slot.place.root)) in live.numbered:
+                loaded.add((optimizer, f"{optimizer}#{slot.name}"))
+    # 5. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
     covered_keys = {key for key, origin in sources.items() if key != origin}
     covered_keys.update(keys_of_other_ranks, added_keys)
     for key in keys_of_other_ranks:
@@ -166,7 +170,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
         sources,
         frozenset(covered_keys),
         grown=grown,
-        loaded=frozenset(_parameters_with_numbers(live, sources)),
+        loaded=frozenset(loaded),
         kept_weights=kept_weights,
         optimizers=live.optimizers,
         added=added_options,
@@ -183,11 +187,6 @@ def _growing_name(path: KeyPath) -> str | None:
         return str(path[-1])
     is_growable = slot.leaf in ZERO_SLOTS and not NUMBER.fullmatch(slot.name)
     return slot.name if is_growable else None
-
-
-def _prefixes(optimizers: Iterable[NamedOptimizer]) -> tuple[str, ...]:
-    """Return the beginnings of all keys of the optimizers."""
-    return tuple(chain.from_iterable((optimizer.state, optimizer.options) for optimizer in optimizers))
 
 
 def _describe_values_of_other_ranks(keys: Sequence[str], live: LiveState, stored: Stored) -> Iterator[str]:
@@ -210,15 +209,6 @@ def _describe_values_of_other_ranks(keys: Sequence[str], live: LiveState, stored
         f"value each, and {stored.place[1]} load, some without one. To go on without, leave {', '.join(parts)} out of "
         f"the state dict, with allow_extra={[*globs, f'{BY_RANK}.*']!r}; muonckpt.open(...).items has all values"
     )
-
-
-def _parameters_with_numbers(live: LiveState, keys: Iterable[str]) -> Iterator[OptimizerParameter]:
-    """Yield the parameters that have a slot of state at one of these keys, and a number instead of a name."""
-    for key in keys if live.numbered else ():
-        for slot in OptimizerKey.of_slot(live.paths[key]):
-            optimizer, number = key_of(slot.place.root), slot.name
-            if optimizer in live.numbered:
-                yield optimizer, f"{optimizer}#{number}"
 
 
 # --- All ranks --------------------------------------------------------------------------------------------------------
@@ -279,8 +269,8 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
     entries = map(stored.entries.__getitem__, taken_keys)
     report = LoadReport(
-        _sorted_names(joint.loaded),
-        _sorted_names(joint.fresh),
+        tuple(sorted({name for _, name in joint.loaded})),
+        tuple(sorted({name for _, name in joint.fresh})),
         tuple(sorted(joint.discarded)),
         tuple(sorted({*dropped_names, *dropped_weights})),
         tuple(sorted(joint.kept_weights)),
@@ -290,8 +280,3 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
     )
     misfit = Matching(differences=differences, extra_keys=tuple(extra_keys), faults=tuple(faults))
     return Matching.joined([joint, misfit]), report
-
-
-def _sorted_names(parameters: Iterable[OptimizerParameter]) -> tuple[str, ...]:
-    """Return the names of parameters, whichever optimizers have them."""
-    return tuple(sorted({name for _, name in parameters}))
