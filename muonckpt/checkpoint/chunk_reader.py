@@ -28,7 +28,7 @@ from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
 from ..store.io.location import unavailable
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
-from ..store.reading.payloads import BAND_BYTES, Payloads, about_chunk, check_joined, compare_checksums, payload_of
+from ..store.reading.payloads import BAND_BYTES, about_chunk, check_joined, compare_checksums, payload_of
 from .live_state import LocalParts
 from .reading_plan import ChunkRange, ReadingRound, TensorReading
 
@@ -85,6 +85,11 @@ class _Read(NamedTuple):
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+    @property
+    def needs_item(self) -> bool:
+        """True if the only checksum of the chunk is that of its item."""
+        return self.item is not None and self.crc32 is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -200,12 +205,19 @@ class ChunkReader:
                 digest = digests[row] if part.is_whole else None
                 item = None
                 if digest is None and part.is_whole:
-                    item = _item_to_check(self._payloads, tensor.chunks[number], crc)
+                    item = self._item_to_check(tensor.chunks[number])
                 order = _dims_from_outermost(tensor.chunks, number)
                 offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
                 reads.append(_Read(tensor, number, part, files[row], offset, length, digest, crc, order, item))
             first_row += len(chunks)
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
+
+    def _item_to_check(self, chunk: Chunk) -> Extent | None:
+        """Return the item of a chunk if it has the one checksum of all its bytes; else None."""
+        if chunk.crc32 is not None:
+            return chunk.item if chunk.payload == chunk.item else None
+        has_checksum = self._payloads.has_checksum(chunk) and self._payloads.is_verbatim(chunk.item.file)
+        return chunk.item if has_checksum else None
 
     def check(self) -> None:
         """Read this rank's ranges of all rounds, and check them."""
@@ -373,33 +385,21 @@ def _dims_from_outermost(chunks: Chunks, number: int) -> Index | None:
     return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], -shape[dim])))
 
 
-def _item_to_check(payloads: Payloads, chunk: Chunk, crc: int | None) -> Extent | None:
-    """Return the bytes under the checksum of a chunk that is that of its item; None if there is no such checksum."""
-    if crc is not None:
-        return chunk.item if chunk.payload == chunk.item else None
-    return chunk.item if payloads.has_checksum(chunk) and payloads.is_verbatim(chunk.item.file) else None
-
-
 def _is_near(group: Sequence[_Read], read: _Read) -> bool:
     """Return whether a read belongs to the same span as those before it: of one item, or small and near them."""
     first = group[0]
     if read.item is not None and read.item == first.item:
         return True
-    if read.file != first.file or _needs_item(first) or _needs_item(read):
+    if read.file != first.file or first.needs_item or read.needs_item:
         return False
     return read.offset <= group[-1].end + _GAP_BYTES and read.end - _aligned_start(first) <= BAND_BYTES
 
 
-def _needs_item(read: _Read) -> bool:
-    """Return whether the only checksum of a chunk is that of its item."""
-    return read.item is not None and read.crc32 is None
-
-
 def _span_of(group: Sequence[_Read]) -> _Span:
     first = group[0]
-    item = first.item if all(read.item == first.item for read in group) else None
-    if item is not None and (_needs_item(first) or len(group) > 1):
-        return _Span(item, group, True)
+    is_of_item = first.needs_item or (len(group) > 1 and all(read.item == first.item for read in group))
+    if first.item is not None and is_of_item:
+        return _Span(first.item, group, True)
     start = first.offset if len(group) == 1 else _aligned_start(first)
     return _Span(Extent(first.file, start, max(read.end for read in group) - start), group, False)
 
