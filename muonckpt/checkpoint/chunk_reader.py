@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,34 +183,36 @@ class ChunkReader:
         Raises:
             SourceError: an item is damaged, or a payload has another length than the elements of its box.
         """
+        tensors = [tensor for tensor, _ in readings]
         ranges = [reading.ranges_by_reader[self._place] for _, reading in readings]
-        numbers = [sorted({part.chunk for part in of_tensor}) for of_tensor in ranges]
-        tensors = with_chunks([tensor for tensor, _ in readings], numbers)
+        chunks: Sequence[Sequence[int]] = [range(len(tensor.chunks)) for tensor in tensors]
         # Chunks have no place yet where the metadata name only their items.
-        if bool((columns_of(tensor.chunks for tensor in tensors).payload_length() == UNKNOWN).any()):
-            tensors = [*self._checkpoint.locate(tensors)]
-        # All chunks are looked at together, as the tensors of a model can be many and small.
-        columns = columns_of(tensor.chunks for tensor in tensors)
-        files = [columns.names[file] for file in columns.file.tolist()]
-        offsets, lengths = columns.payload().tolist(), columns.payload_length().tolist()
-        sums, digests = columns.crc32.tolist(), columns.digests(slice(None))
-        reads, first_row = list[_Read](), 0
-        for tensor, of_tensor, chunks in zip(tensors, ranges, numbers, strict=True):
-            size = itemsize(tensor.dtype)
+        if (self._checkpoint.outline.columns.payload_length() == UNKNOWN).any():
+            chunks = [sorted({part.chunk for part in of_tensor}) for of_tensor in ranges]
+            tensors = [*self._checkpoint.locate(with_chunks(tensors, chunks))]
+        # All rows are looked at together, as the tensors of a model can be many and small.
+        located, rows, first_row = list[tuple[StateRecord, int, ChunkRange]](), list[int](), 0
+        for tensor, of_tensor, numbers in zip(tensors, ranges, chunks, strict=True):
             for part in of_tensor:
-                number = bisect_left(chunks, part.chunk)
-                row = first_row + number
-                if lengths[row] != tensor.boxes.numel[number] * size:
-                    payload_of(tensor, tensor.chunks[number])  # raises
-                crc = None if sums[row] == UNKNOWN else sums[row]
-                digest = digests[row] if part.is_whole else None
-                item = None
-                if digest is None and part.is_whole:
-                    item = self._item_to_check(tensor.chunks[number])
-                order = _dims_from_outermost(tensor.chunks, number)
-                offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
-                reads.append(_Read(tensor, number, part, files[row], offset, length, digest, crc, order, item))
-            first_row += len(chunks)
+                number = bisect_left(numbers, part.chunk)
+                located.append((tensor, number, part))
+                rows.append(first_row + number)
+            first_row += len(numbers)
+        columns = columns_of(tensor.chunks for tensor in tensors).select(np.array(rows, np.int64))
+        offsets, lengths = columns.payload().tolist(), columns.payload_length().tolist()
+        files, sums, digests = columns.file.tolist(), columns.crc32.tolist(), columns.digests(slice(None))
+        reads = list[_Read]()
+        for row, (tensor, number, part) in enumerate(located):
+            size = itemsize(tensor.dtype)
+            if lengths[row] != tensor.boxes.numel[number] * size:
+                payload_of(tensor, tensor.chunks[number])  # raises
+            digest, item = digests[row] if part.is_whole else None, None
+            if digest is None and part.is_whole:
+                item = self._item_to_check(tensor.chunks[number])
+            offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
+            crc, order = None if sums[row] == UNKNOWN else sums[row], _dims_from_outermost(tensor.chunks, number)
+            file = columns.names[files[row]]
+            reads.append(_Read(tensor, number, part, file, offset, length, digest, crc, order, item))
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 
     def _item_to_check(self, chunk: Chunk) -> Extent | None:
@@ -238,29 +241,26 @@ class ChunkReader:
         """Return the memory for the elements of tensors that this rank sends: box after box, as plans count them."""
         kept, start = dict[str, LocalParts](), 0
         for tensor, reading in readings:
-            boxes = [*chain.from_iterable(part.boxes for part in reading.ranges_by_reader[self._place])]
-            length = int(reading.kept_bytes[self._place])
-            if boxes:
+            if length := int(reading.kept_bytes[self._place]):
+                boxes = [*chain.from_iterable(part.boxes for part in reading.ranges_by_reader[self._place])]
                 elements = self._kept[start : start + length].view(_torch_dtype(tensor))
                 parts = torch.split(elements, [box.numel for box in boxes])
                 shaped = [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
                 kept[tensor.key] = LocalParts.of(boxes, shaped)
-            start += _aligned(length)
+                start += _aligned(length)
         return kept
 
     def _read_span(self, span: _Span, targets: Targets) -> None:
         """Read the bytes of a span once, put their elements, and check all; errors name its first tensor."""
-        first = span.reads[0]
-        subject = f"tensor {first.tensor.key!r} box {first.tensor.boxes[first.number]}"
         try:
             self._read_and_check(span, [_targets_in(read, targets) for read in span.reads])
-        except MuonckptError as error:
-            if str(error).startswith("tensor "):
-                raise
-            with about(subject):
-                raise
         except Exception as error:
-            with about(subject):
+            is_ours, first = isinstance(error, MuonckptError), span.reads[0]
+            if is_ours and str(error).startswith("tensor "):
+                raise
+            with about(f"tensor {first.tensor.key!r} box {first.tensor.boxes[first.number]}"):
+                if is_ours:
+                    raise
                 raise unavailable(self._payloads.place(span.extent.file), error) from error
 
     def _read_and_check(self, span: _Span, targets: list[list[_Target]]) -> None:
