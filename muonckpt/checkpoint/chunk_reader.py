@@ -22,7 +22,7 @@ from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.grouping import neighbours
 from ..names.errors import DamageError, MuonckptError, about
 from ..names.wording import listed
-from ..record.chunks import Chunks, columns_of
+from ..record.chunks import columns_of
 from ..record.columns import UNKNOWN
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
@@ -64,7 +64,6 @@ class _Read(NamedTuple):
         tensor: with located chunks; this one is ``chunks[number]``.
         file, offset, length: its bytes.
         digest, crc32: the xxh3-128 of the bytes, and the CRC-32 of all of the chunk, where they are recorded.
-        order: the dims of a chunk that is not row-major, from the outermost in the file on.
         item: all bytes under the one checksum of a chunk that has none of its own, or shares it.
     """
 
@@ -76,7 +75,6 @@ class _Read(NamedTuple):
     length: int
     digest: str | None
     crc32: int | None
-    order: Index | None
     item: Extent | None
 
     @property
@@ -93,14 +91,23 @@ class _Read(NamedTuple):
         return self.item is not None and self.crc32 is None
 
     @property
+    def order(self) -> Index | None:
+        """The dims of a chunk that is not row-major, from the outermost in the file on."""
+        strides = self.tensor.chunks.strides and self.tensor.chunks.strides[self.number]
+        if not strides:
+            return None
+        shape = self.tensor.boxes[self.number].shape
+        return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim])))
+
+    @property
     def dtype(self) -> torch.dtype:
         return _torch_dtype(self.tensor)
 
     @property
     def stored_shape(self) -> Index:
         """The shape of the chunk, of dims in the order of the file."""
-        shape = self.tensor.boxes[self.number].shape
-        return shape if self.order is None else tuple(shape[dim] for dim in self.order)
+        shape, order = self.tensor.boxes[self.number].shape, self.order
+        return shape if order is None else tuple(shape[dim] for dim in order)
 
 
 class _Span(NamedTuple):
@@ -210,9 +217,8 @@ class ChunkReader:
             if digest is None and part.is_whole:
                 item = self._item_to_check(tensor.chunks[number])
             offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
-            crc, order = None if sums[row] == UNKNOWN else sums[row], _dims_from_outermost(tensor.chunks, number)
-            file = columns.names[files[row]]
-            reads.append(_Read(tensor, number, part, file, offset, length, digest, crc, order, item))
+            crc, file = None if sums[row] == UNKNOWN else sums[row], columns.names[files[row]]
+            reads.append(_Read(tensor, number, part, file, offset, length, digest, crc, item))
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 
     def _item_to_check(self, chunk: Chunk) -> Extent | None:
@@ -376,15 +382,6 @@ def _torch_dtype(tensor: StateRecord) -> torch.dtype:
     return dtype
 
 
-def _dims_from_outermost(chunks: Chunks, number: int) -> Index | None:
-    """Return the dims of a chunk in the order of the file; None for row-major order."""
-    strides = None if chunks.strides is None else chunks.strides[number]
-    if strides is None:
-        return None
-    shape = chunks.boxes[number].shape
-    return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], -shape[dim])))
-
-
 def _is_near(group: Sequence[_Read], read: _Read) -> bool:
     """Return whether a read belongs to the same span as those before it: of one item, or small and near them."""
     first = group[0]
@@ -421,14 +418,14 @@ class _Place(NamedTuple):
 
 def _targets_in(read: _Read, targets: Targets) -> list[_Target]:
     """Return the targets of this rank in a chunk."""
-    chunk, found = read.tensor.boxes[read.number], list[_Target]()
+    chunk, order, found = read.tensor.boxes[read.number], read.order, list[_Target]()
     for local in targets.get(read.tensor.key, ()):
         for number, common in _common_boxes(chunk, local.boxes):
             elements = _part(local.parts[number], local.boxes[number], common)
             inside = common.shift([-low for low in chunk.lo])
-            if read.order is not None:
-                elements = elements.permute(read.order)
-                inside = Box(*(tuple(corner[dim] for dim in read.order) for corner in (inside.lo, inside.hi)))
+            if order is not None:
+                elements = elements.permute(order)
+                inside = Box(*(tuple(corner[dim] for dim in order) for corner in (inside.lo, inside.hi)))
             found.append(_Target(inside, elements))
     return found
 

@@ -617,8 +617,9 @@ def load(
         ArgumentError: an argument is not as described, or differs between ranks.
     """
     choices = {"allow_extra": allow_extra, "fresh": fresh, "grow": grow, "ungrouped": ungrouped}
-    loaded = run_load(LoadCall(state_dict, path, choices, LOAD, attest, check, process_group, memory))
-    last = last_verification(location(path, SourceError)) if is_coordinator(process_group) else None
+    call = LoadCall(state_dict, path, choices, LOAD, attest, check, process_group, memory)
+    loaded = run_load(call)
+    last = last_verification(call.place) if is_coordinator(process_group) else None
     if last and last.has_loss:
         warn_on_rank(f"{path} is not whole, and what was loaded of it is: {last.loss}")
     return loaded.report

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..algebra.box import Box, Index, flat_boxes
-from ..algebra.layout import TensorLayout, corners_of
+from ..algebra.box import Box, flat_boxes
+from ..algebra.layout import corners_of
 from ..algebra.overlap import IntArray, overlaps
 from ..record.columns import UNKNOWN
 from ..record.record import Extent, Manifest, StateRecord
@@ -384,7 +384,12 @@ class _Planner:
         for part_ranges, kept in zip(parts, filled, strict=True):
             copies = list[list[CopyTable]]()
             if kept.any():
-                layout = _layout_of_sent(tensor.shape, part_ranges)
+                # The boxes that a rank sends lie end to end; all other elements are nowhere.
+                boxes_by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
+                for part in part_ranges:
+                    for reader in part.readers if part.boxes else ():
+                        boxes_by_reader[reader] += part.boxes
+                layout = filled_layout(tensor.shape, map(RankBoxes._make, sorted(boxes_by_reader.items())))
                 for asked in requests:
                     copies.append([table.between_ranks() for table in make_copies(layout, asked.ranks)])
             yield TensorReading(part_ranges, copies, kept)
@@ -414,12 +419,3 @@ def _rows_around(box: Box, chunk: Box) -> tuple[int, int]:
         if length > 1:
             return start, start + length * row
     return start, start + row
-
-
-def _layout_of_sent(shape: Index, ranges: Sequence[ChunkRange]) -> TensorLayout:
-    """Return the layout of a tensor on the ranks that send it: their boxes end to end, all other elements nowhere."""
-    by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
-    for part in ranges:
-        for reader in part.readers if part.boxes else ():
-            by_reader[reader] += part.boxes
-    return filled_layout(shape, [RankBoxes(reader, boxes) for reader, boxes in sorted(by_reader.items())])
