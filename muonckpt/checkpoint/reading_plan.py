@@ -268,6 +268,9 @@ _Needs = Mapping[int, Sequence[_Need]]
 class _Planner:
     """The choice of readers, among the ranks that ask for something, so that little is sent, and little is read twice.
 
+    Elements have a *home* where they are read: a machine, of which each rank reads what it needs itself; or one rank,
+    where the ranks of a machine would read much more than they need.
+
     Attributes:
         max_bytes: the most bytes of one range that is sent, where a chunk can be read in parts.
     """
