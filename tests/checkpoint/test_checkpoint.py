@@ -246,6 +246,18 @@ def test_a_hole_in_the_checkpoint_is_an_error_naming_tensor_and_box(saved):
         muonckpt.load({"s": {"w": torch.zeros(6, 3)}}, saved, allow_extra=True)
 
 
+def test_a_list_that_parameters_had_in_common_is_loaded_for_each(tmp_path):
+    def state(marks: list[float]) -> dict:
+        momenta = {f"state.{name}.momentum_buffer": torch.ones(2) for name in "ab"}
+        return {"optimizer": momenta | {f"param_groups.{name}.marks": [*marks] for name in "ab"}}
+
+    muonckpt.save(state([1.0, 2.0]), tmp_path / "c")
+    template = state([0.0, 0.0])
+    muonckpt.load(template, tmp_path / "c")
+    template["optimizer"]["param_groups.a.marks"].append(3.0)
+    assert template["optimizer"]["param_groups.b.marks"] == [1.0, 2.0]
+
+
 def test_another_momentum_convention_is_refused(tmp_path):
     net, opt = torch.nn.Linear(3, 4, bias=False), None
     opt = muonckpt.optimizer.Muon(net.parameters())
