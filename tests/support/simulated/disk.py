@@ -120,10 +120,10 @@ class Disk:
         if node is None:
             assert target is not None
             node = self._new(target)
-        places = [self._split(path) for path in (source, target) if path is not None]
-        old, new = None if source is None else places[0], None if target is None else places[-1]
-        self.log.append(Change(places[-1][0], partial(node.rename, old, new)))
-        self.touched(*(folder for folder, _ in places))
+        old, new = [None if path is None else self._split(path) for path in (source, target)]
+        folders = [place[0] for place in (old, new) if place is not None]
+        self.log.append(Change(folders[-1], partial(node.rename, old, new)))
+        self.touched(*folders)
         node.changed = self.now
 
     def _split(self, path: str) -> tuple[Node, str]:

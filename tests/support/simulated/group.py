@@ -29,57 +29,46 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None: ...
 
-    def _exchange(self, kind: str, words: Any, of: Any) -> dict[int, Any]:
-        """Give words to the others, and take those of some."""
+    def _exchange(self, kind: str, given: Sequence[torch.Tensor], places: dict[int, torch.Tensor]) -> Any:
+        """Give a tensor to each rank, unless there is none, and take those of some ranks to their places."""
         self.machine.step(kind, self.group_name)
         self.exchanges += 1
         box = self.mailbox.setdefault((self.group_name, self.exchanges), {})
-        if words is not None:
-            box[self.rank()] = words
+        if given:
+            box[self.rank()] = [tensor.clone() for tensor in given]
 
         def is_lost(process: Any) -> bool:
             return process.is_dead or all(task.process is not process for task in self.machine.tasks)
 
         def is_over() -> bool:
-            missing = [self.processes[each] for each in of if each not in box]
+            missing = [self.processes[rank] for rank in places if rank not in box]
             return not missing or any(map(is_lost, missing))
 
         self.machine.wait(is_over, in_collective=True)
-        if any(each not in box for each in of):
+        if not places.keys() <= box.keys():
             raise RuntimeError("Connection closed by peer, or timed out")
-        return box
+        for rank, place in places.items():
+            place.copy_(box[rank][self.rank()])
+        return ret_work(list(places.values()))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        box = self._exchange("allgather", inputs[0].clone(), range(self.size()))
-        for rank, output in enumerate(outputs[0]):
-            output.copy_(box[rank])
-        return ret_work(outputs)
+        return self._exchange("allgather", inputs * self.size(), dict(enumerate(outputs[0])))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        is_root = opts.rootRank == self.rank()
-        box = self._exchange("gather", inputs[0].clone(), range(self.size()) if is_root else ())
-        for rank, output in enumerate(outputs[0] if is_root else ()):
-            output.copy_(box[rank])
-        return ret_work(outputs)
+        places = dict(enumerate(outputs[0])) if opts.rootRank == self.rank() else {}
+        return self._exchange("gather", inputs * self.size(), places)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        is_root = opts.rootRank == self.rank()
-        words = [each.clone() for each in inputs[0]] if is_root else None
-        outputs[0].copy_(self._exchange("scatter", words, (opts.rootRank,))[opts.rootRank][self.rank()])
-        return ret_work(outputs)
+        given = inputs[0] if opts.rootRank == self.rank() else ()
+        return self._exchange("scatter", given, {opts.rootRank: outputs[0]})
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        is_root = opts.rootRank == self.rank()
-        box = self._exchange("broadcast", tensors[0].clone() if is_root else None, (opts.rootRank,))
-        tensors[0].copy_(box[opts.rootRank])
-        return ret_work(tensors)
+        given = tensors * self.size() if opts.rootRank == self.rank() else ()
+        return self._exchange("broadcast", given, {opts.rootRank: tensors[0]})
 
     def alltoall_base(self, output: Any, sent: Any, taken_lengths: Any, sent_lengths: Any, opts: Any = None) -> Any:
-        parts = [part.clone() for part in sent.split(list(sent_lengths))]
-        box = self._exchange("all_to_all", parts, range(self.size()))
-        for rank, place in enumerate(output.split(list(taken_lengths))):
-            place.copy_(box[rank][self.rank()])
-        return ret_work(output)
+        places = dict(enumerate(output.split(list(taken_lengths))))
+        return self._exchange("all_to_all", sent.split(list(sent_lengths)), places)
 
 
 def new_world(machine: Any, processes: Sequence[Any], rank: int, mailbox: dict[Any, Any]) -> WorldData:

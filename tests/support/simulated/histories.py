@@ -221,10 +221,11 @@ class Training:
             raise Wrong(f"mixed: {self.counter}, {[tensor for tensor, _ in self._expected(0)]}")
 
     def act(self, act: str, counter: int) -> None:
+        """Save or export; a program whose calls fail goes on after an error, unless a rank was lost."""
         try:
             self._export(counter) if act == "export" else self._save(act, counter)
         except muonckpt.MuonckptError as error:
-            if self.oracle.is_calm or isinstance(error, muonckpt.LostRankError | Interrupted):
+            if not self.oracle.machine.fault.times or isinstance(error, Interrupted):
                 raise
 
     def _export(self, counter: int) -> None:
@@ -304,11 +305,6 @@ class Oracle:
                     if event.fault or (event.kill and event.kill[2]):
                         self._run(Program(acts=("verify newest",)))
                 self._look_at_written()
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether no call fails."""
-        return not self.machine.fault.times
 
     @property
     def newest(self) -> Attempt | None:
