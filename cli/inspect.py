@@ -256,8 +256,12 @@ def _show_summary(
             from ..converters.look.buffer_summary import labelled_buffers  # imports all of flat buffers
 
             print_buffer_parameters(labelled_buffers(inspection.manifest.provenance))
-        headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
-        print_section(headers, list(map(_row, records)))
+        listed_tensors = []
+        for t in records:
+            pieces = f" ({'+'.join(map(str, t.pieces))} rows)" if t.pieces else ""
+            facts = t.dtype, t.convention or "-", len(t.chunks), t.fingerprint or "-"
+            listed_tensors.append((t.key, shape_text(t.shape) + pieces, *facts))
+        print_section(("tensor", "shape", "dtype", "convention", "chunks", "fingerprint"), listed_tensors)
     return None
 
 
@@ -275,12 +279,6 @@ def _described(tensor: StateRecord) -> dict[str, Any]:
     return {"key": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "name": tensor.name, "slot": tensor.slot,
             "convention": tensor.convention, "bytes": tensor_bytes(tensor), "chunks": len(tensor.chunks),
             "cut": cut_text(tensor), "fingerprint": tensor.fingerprint}  # fmt: skip
-
-
-def _row(tensor: StateRecord) -> tuple[object, ...]:
-    pieces = f" ({'+'.join(map(str, tensor.pieces))} rows)" if tensor.pieces else ""
-    return (tensor.key, shape_text(tensor.shape) + pieces, tensor.dtype, tensor.convention or "-", len(tensor.chunks),
-            tensor.fingerprint or "-")  # fmt: skip
 
 
 _SCREEN = 24

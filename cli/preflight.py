@@ -10,10 +10,9 @@ import click
 
 from ..names.wording import counted
 from ..store.io.location import Location
-from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, MeshType
 from .printing import print_line, print_result, print_table
-from .runs import newest_whole
+from .runs import newest_checkpoint
 
 if TYPE_CHECKING:
     from ..lab.preflight import Preflight
@@ -60,10 +59,7 @@ def preflight_command(
     """
     from ..lab.preflight import preflight  # imports torch
 
-    run = run_of(checkpoint)
-    if run is not None:
-        [checkpoint] = newest_whole(run, 1)
-    answer = preflight(checkpoint, source, mesh, rank=rank, loader=loader, **choices)
+    answer = preflight(newest_checkpoint(checkpoint), source, mesh, rank=rank, loader=loader, **choices)
     print_result(answer, as_json, partial(_print, answer))
     return int(not answer)
 

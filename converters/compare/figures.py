@@ -175,19 +175,14 @@ def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values
     dtype = stored.tensor.record.dtype
     # A row that does not fit is read in columns, where these are one dim.
     if columns > max(max_elements, rows) and columns == matrix.shape[-1]:
-        for box in _columns(matrix, max(max_elements // rows, 1)):
+        (*lo, start), (*hi, stop), count = matrix.lo, matrix.hi, max(max_elements // rows, 1)
+        for first in range(start, stop, count):
+            box = Box((*lo, first), (*hi, min(first + count, stop)))
             yield as_float64(stored.words(box), dtype).reshape(rows, -1).T[np.newaxis]
         return
     for band in bands(matrix, max(max_elements, columns)):
         for box in band.boxes:
             yield as_float64(stored.words(box), dtype).reshape(-1, columns)[np.newaxis]
-
-
-def _columns(matrix: Box, count: int) -> Iterator[Box]:
-    *lo, start = matrix.lo
-    *hi, stop = matrix.hi
-    for first in range(start, stop, count):
-        yield Box((*lo, first), (*hi, min(first + count, stop)))
 
 
 def _figures_of_each(stack: Values64) -> list[ElementFigures]:

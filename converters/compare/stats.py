@@ -67,8 +67,23 @@ class CheckpointStats:
         """
         rows = []
         for (pattern, role), members in siblings_of(self.tensors).items():
-            name = unnumbered(members[0].name)
-            rows.append({"pattern": pattern, "name": name, "role": role, **_summary(members)})
+            # Least, median and most tell a layer that is unlike the others.
+            figures = [tensor.figures for tensor in members]
+            rms, elements = [f.rms for f in figures], sum(f.elements for f in figures)
+            ranks = [tensor.stable_rank for tensor in members if tensor.stable_rank is not None]
+            rows.append(
+                {
+                    "pattern": pattern,
+                    "name": unnumbered(members[0].name),
+                    "role": role,
+                    "tensors": len(members),
+                    "rms": {"least": min(rms), "median": median(rms), "most": max(rms)},
+                    "largest": max(f.largest for f in figures),
+                    "zeros": sum(f.zeros for f in figures) / elements if elements else 0.0,
+                    "nonfinite": sum(f.nan + f.infinite for f in figures),
+                    "stable_rank": median(ranks) if ranks else None,
+                }
+            )
         return tuple(rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,21 +92,6 @@ class CheckpointStats:
 
 def health_json(finding: Finding) -> dict[str, Any]:
     return {"kind": finding.kind, "message": finding.message, "means": finding.means, "keys": finding.names}
-
-
-def _summary(members: Sequence[TensorFigures]) -> dict[str, Any]:
-    # Least, median and most tell a layer that is unlike the others.
-    rms = [tensor.figures.rms for tensor in members]
-    elements = sum(tensor.figures.elements for tensor in members)
-    ranks = [tensor.stable_rank for tensor in members if tensor.stable_rank is not None]
-    return {
-        "tensors": len(members),
-        "rms": {"least": min(rms), "median": median(rms), "most": max(rms)},
-        "largest": max(tensor.figures.largest for tensor in members),
-        "zeros": sum(tensor.figures.zeros for tensor in members) / elements if elements else 0.0,
-        "nonfinite": sum(tensor.figures.nan + tensor.figures.infinite for tensor in members),
-        "stable_rank": median(ranks) if ranks else None,
-    }
 
 
 def stats(
@@ -229,11 +229,24 @@ def stats_of(
     earlier_look: FirstLook | None,
     changes: Mapping[str, float],
 ) -> CheckpointStats:
-    steps = earlier_look.step if earlier_look else None, look.step
-    updates = tuple(_updates(look, steps, changes))
+    """Return the numbers of measured tensors; ``changes`` is the root mean square of each weight's change, by key."""
+    before, after = earlier_look.step if earlier_look else None, look.step
+    num_steps = after - before if before is not None and after is not None else None
+    # Changes per step, and by the rate: what Muon would have done if all updates pointed one way.
+    parameters = {p.weight.key: p for p in look.view.parameters.values() if p.weight}
+    updates = []
+    for key, rms in changes.items():
+        parameter = parameters.get(key)
+        rate = parameter.options.get("lr") if parameter else None
+        lr = float(rate) if isinstance(rate, int | float) else None
+        per_step = rms / num_steps if num_steps and num_steps > 0 else None
+        factor = None
+        if parameter and parameter.is_matrix and lr and per_step is not None:
+            factor = per_step / lr * math.sqrt(max(parameter.sides))
+        updates.append(WeightUpdate(key, rms, per_step, lr, factor))
     since = str(earlier.path) if earlier else None
     health, quantised = tuple(_health(tensors, updates)), scales_of_quantised(look.manifest.tensors)
-    return CheckpointStats(str(opened.path), since, steps, tensors, updates, health, quantised)
+    return CheckpointStats(str(opened.path), since, (before, after), tensors, tuple(updates), health, quantised)
 
 
 def _changes(
@@ -255,23 +268,6 @@ def _changes(
         assert statistics is not None, "elements were compared"
         changes[record.key] = statistics.rms_change
     return changes
-
-
-def _updates(
-    look: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
-) -> Iterator[WeightUpdate]:
-    # Per step, and by the rate: what Muon would have done if all updates pointed one way.
-    num_steps = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
-    parameters = {p.weight.key: p for p in look.view.parameters.values() if p.weight}
-    for key, rms in changes.items():
-        parameter = parameters.get(key)
-        rate = parameter.options.get("lr") if parameter else None
-        lr = float(rate) if isinstance(rate, int | float) else None
-        per_step = rms / num_steps if num_steps and num_steps > 0 else None
-        factor = None
-        if parameter and parameter.is_matrix and lr and per_step is not None:
-            factor = per_step / lr * math.sqrt(max(parameter.sides))
-        yield WeightUpdate(key, rms, per_step, lr, factor)
 
 
 APART = 5.0

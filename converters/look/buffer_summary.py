@@ -37,20 +37,15 @@ def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
     summary = []
     for (label, algorithm, version), members in groups.items():
         placement = {"of": label, "algorithm": algorithm, "version": version}
-        summary.append({**placement, **_sizes(members), **_shares(members)})
+        sizes: Counter[str] = Counter(buffers=len(members))
+        for layout in (buffer.layout for buffer in members):
+            sizes["buckets"] += len(layout.buckets)
+            sizes["elements"] += sum(layout.filled)
+            sizes["padding"] += layout.padding
+            sizes["padding_bytes"] += layout.padding * itemsize(layout.parameters[0].parameter.dtype)
+        percent = round(100 * sizes["padding"] / (sizes["elements"] + sizes["padding"]), 2)
+        summary.append({**placement, **sizes, "padding_percent": percent, **_shares(members)})
     return summary
-
-
-def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
-    sizes: Counter[str] = Counter()
-    for layout in (buffer.layout for buffer in members):
-        sizes["buffers"] += 1
-        sizes["buckets"] += len(layout.buckets)
-        sizes["elements"] += sum(layout.filled)
-        sizes["padding"] += layout.padding
-        sizes["padding_bytes"] += layout.padding * itemsize(layout.parameters[0].parameter.dtype)
-    numel = sizes["elements"] + sizes["padding"]
-    return {**sizes, "padding_percent": round(100 * sizes["padding"] / numel, 2)}
 
 
 def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:

@@ -396,16 +396,10 @@ def _by_key(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
         )
     if casts:
         warnings.append(f"cast without a word: {listed(casts, 4)}")
-    loaded = tuple(sorted(_parameters(paths[key] for key in sources)))
-    return _Outcome(sources, LoadReport(loaded), "; ".join(faults), tuple(warnings))
-
-
-def _parameters(paths: Any) -> set[str]:
-    """Return the names of the parameters with a slot at one of the paths."""
-    names = set[str]()
-    for path in paths:
-        names |= {reading.name for reading in OptimizerKey.of_slot(path)}
-    return names
+    loaded = set[str]()
+    for key in sources:
+        loaded |= {reading.name for reading in OptimizerKey.of_slot(paths[key])}
+    return _Outcome(sources, LoadReport(tuple(sorted(loaded))), "; ".join(faults), tuple(warnings))
 
 
 def _by_position(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:

@@ -145,20 +145,17 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
         # A step that has lost a file is not read, unless all are requested; others cannot be.
         verdict = StepVerdict(step)
         if step.is_complete or (every and step.state == "faulty"):
-            verdict = _verdict(step, auditor)
+            unread = replace(step, is_complete=False)
+            try:
+                report, entry, note = verify_recorded(step.path, auditor, step.folder)
+                verdict = StepVerdict(judged(replace(step, verified=entry), report.damage), report, note)
+            except UnavailableError as error:
+                verdict = StepVerdict(replace(unread, state="unread", fault=str(error)))
+            except SourceError as error:
+                if is_there(step.path) and not isinstance(error, RemovedError):
+                    verdict = StepVerdict(replace(unread, state="faulty", fault=str(error)))
+                else:
+                    verdict = StepVerdict(replace(unread, state="removed", fault="it was removed while it was read"))
         yield verdict
         if not (verdict.step.has_loss or every):
             return
-
-
-def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
-    unread = replace(step, is_complete=False)
-    try:
-        report, entry, note = verify_recorded(step.path, auditor, step.folder)
-    except UnavailableError as error:
-        return StepVerdict(replace(unread, state="unread", fault=str(error)))
-    except SourceError as error:
-        if is_there(step.path) and not isinstance(error, RemovedError):
-            return StepVerdict(replace(unread, state="faulty", fault=str(error)))
-        return StepVerdict(replace(unread, state="removed", fault="it was removed while it was read"))
-    return StepVerdict(judged(replace(step, verified=entry), report.damage), report, note)

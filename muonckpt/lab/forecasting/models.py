@@ -403,25 +403,22 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
     if not isinstance(dtype, str):
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
+    # The family, by the model's type or its class.
+    kind, classes = data.get("model_type"), data.get("architectures") or ()
+    families = [kind] if isinstance(kind, str) else []
+    families += [_ARCHITECTURES.get(str(name), "") for name in (classes if isinstance(classes, list) else ())]
+    layer_parts = next((LAYERS_BY_FAMILY[family] for family in families if family in LAYERS_BY_FAMILY), None)
+    if layer_parts is None:
+        inner = "; give its text_config as a file of its own" if "text_config" in data else ""
+        raise TargetError(
+            f"{file}: unknown model_type {kind!r} with architectures {classes!r}; known are "
+            f"{', '.join(LAYERS_BY_FAMILY)}{inner}; or plan from a checkpoint of the model"
+        )
     parameters = (
         fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), method=method)
-        for p in _parameters(settings, _layer_parts(settings))
+        for p in _parameters(settings, layer_parts)
     )
     return ModelTensors(str(file), tuple(parameters))
-
-
-def _layer_parts(settings: Settings) -> Sequence[LayerPart]:
-    kind, classes = settings.fields.get("model_type"), settings.fields.get("architectures") or ()
-    if isinstance(kind, str) and kind in LAYERS_BY_FAMILY:
-        return LAYERS_BY_FAMILY[kind]
-    for name in classes if isinstance(classes, list) else ():
-        if name in _ARCHITECTURES:
-            return LAYERS_BY_FAMILY[_ARCHITECTURES[name]]
-    inner = "; give its text_config as a file of its own" if "text_config" in settings.fields else ""
-    raise TargetError(
-        f"{settings.place}: unknown model_type {kind!r} with architectures {classes!r}; known are "
-        f"{', '.join(LAYERS_BY_FAMILY)}{inner}; or plan from a checkpoint of the model"
-    )
 
 
 def _parameters(settings: Settings, layer_parts: Sequence[LayerPart]) -> Iterator[FamilyParameter]:

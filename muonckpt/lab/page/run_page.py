@@ -226,7 +226,12 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
         gives = ". ".join(filter(None, (_ASKS_AGAIN, history.run.way_back())))
         remedies.append(Remedy(command("verify", unread[-1].path), gives))
     elif damaged and damaged[0] in newer:
-        remedies += _remedies(damaged.pop(0), numbers, [step.name for step in bad])
+        # By what was read of it, or else by its files.
+        step, bad_names = damaged.pop(0), [step.name for step in bad]
+        damage = numbers.get(step.name, _NO_NUMBERS).damage
+        is_read = damage is not NOTHING_LOST
+        known = diagnosis_of(step.path, damage, bad_names) if is_read else diagnosis_at(step.path, bad_names)
+        remedies += known.remedies
     elif newest and newer:
         remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
     # Other steps need nothing done before that.
@@ -236,13 +241,6 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
     verdict = "not whole, or cannot be read" if any(step.state == "unread" for step in bad) else "not whole"
     sentence = f"{len(bad)} of {counted(len(steps), 'step')} {verdict}: {names}"
     return Diagnosis(history.run.path, sentence, tuple(remedies))
-
-
-def _remedies(step: RunStep, numbers: Mapping[str, StepNumbers], bad_names: Sequence[str]) -> tuple[Remedy, ...]:
-    """Return what to do about a damaged step, by what was read of it, or else by its files."""
-    damage = numbers.get(step.name, _NO_NUMBERS).damage
-    known = diagnosis_at(step.path, bad_names) if damage is NOTHING_LOST else diagnosis_of(step.path, damage, bad_names)
-    return known.remedies
 
 
 _ASKS_AGAIN = "says whether it can be read now"

@@ -385,7 +385,8 @@ def _contradictions(
         yield f"the step was {'without' if options['nesterov'] else 'with'} Nesterov; recorded: {options['nesterov']}"
     mu = options.get("momentum")
     if isinstance(mu, int | float) and verdict.momenta and not verdict.momenta[0] <= mu <= verdict.momenta[1]:
-        yield f"momentum was {_range(verdict.momenta)}; recorded: {mu:g}"
+        ends = dict.fromkeys(f"{end:.4g}" for end in verdict.momenta)
+        yield f"momentum was {' to '.join(ends)}; recorded: {mu:g}"
     recorded_scale, lr = options.get("adjust_lr_fn"), options.get("lr")
     if recorded_scale in FACTORS and not any(rule.split(" of ")[0] == recorded_scale for rule in verdict.scales):
         factors = ", ".join(f"{rate / lr:.4g} for {shape}" for shape, rate in verdict.rates.items()) if lr else ""
@@ -424,10 +425,6 @@ def rule_words(rule: UpdateRule) -> str:
     if rule.coefficients is None:
         return rule.method if rule.method in ELEMENTWISE else f"{rule.method}, {nesterov}"
     return f"{rule.method}, {rule.steps} steps of {rule.name}, {nesterov}"
-
-
-def _range(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.4g}" if ends[0] == ends[1] else f"{ends[0]:.4g} to {ends[1]:.4g}"
 
 
 def _findings(verdicts: Sequence[ParameterVerdict], look: FirstLook) -> Iterator[Finding]:

@@ -136,7 +136,14 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
             stop = row + sum(len(tensor.chunks) for tensor in tensors)
             results += _check_tensors(checkpoint, tensors, by_files.chunks[row:stop], pool, jobs, advance)
             row = stop
-    item_findings = [*_item_findings(checkpoint)]
+    item_findings = []
+    for blob in manifest.blobs:
+        try:
+            check_blob(checkpoint.payloads, blob)
+        except DiskError as error:
+            item_findings.append(Finding("disk", str(error), (blob.key, blob.item.file)))
+        except (SourceError, LayoutError) as error:
+            item_findings.append(Finding("item", str(error), (blob.key,)))
     read_findings = [*chain.from_iterable(result.findings for result in results), *item_findings]
     descriptions = (*findings_by_files(checkpoint), *_key_findings(checkpoint))
     integrity = _against_integrity(path) if of_one_folder else ()
@@ -300,16 +307,6 @@ def _joined(tensor: StateRecord, results: Sequence[_ChunkResult], unchecked: int
         message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
         findings.append(Finding("fingerprint", message, (tensor.key,)))
     return _Result(tensor.key, is_lost, fingerprint, unchecked, findings)
-
-
-def _item_findings(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    for blob in checkpoint.outline.blobs:
-        try:
-            check_blob(checkpoint.payloads, blob)
-        except DiskError as error:
-            yield Finding("disk", str(error), (blob.key, blob.item.file))
-        except (SourceError, LayoutError) as error:
-            yield Finding("item", str(error), (blob.key,))
 
 
 _GONE = _ChunkResult(None, (("unreadable", "its file is missing, was cut, or cannot be opened"),))

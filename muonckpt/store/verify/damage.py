@@ -137,7 +137,8 @@ class Damage:
     def lost_boxes(self) -> list[tuple[StateRecord, Boxes]]:
         """The tensors that have lost elements, with the boxes of their lost chunks and their holes."""
         lost_boxes = []
-        for tensor, (start, stop) in zip(self.manifest.tensors, pairwise(self._starts.tolist()), strict=True):
+        starts = first_rows_of(self.manifest.tensors).tolist()
+        for tensor, (start, stop) in zip(self.manifest.tensors, pairwise(starts), strict=True):
             is_lost = self.chunks[start:stop]
             if is_lost.any() or tensor.key in self.holes:
                 boxes = tensor.boxes.select(np.flatnonzero(is_lost))
@@ -145,10 +146,6 @@ class Damage:
                 lo, hi = np.concatenate([boxes.lo, holes.lo]), np.concatenate([boxes.hi, holes.hi])
                 lost_boxes.append((tensor, Boxes.of(lo, hi)))
         return lost_boxes
-
-    @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        return first_rows_of(self.manifest.tensors)
 
     @property
     def tensors(self) -> list[StateRecord]:
@@ -211,26 +208,23 @@ class Damage:
                 )
             if lost.holes:
                 causes.append(f"no file has some elements of {counted(len(lost.holes), 'tensor')}")
-            parts.append(": ".join(filter(None, (listed(causes, 3, "; "), lost._losses()))))
+            # How many tensors of each kind have lost elements, weights first, and how many items are lost.
+            losses = []
+            if tensors := lost.tensors:
+                totals = Counter(map(self.view.noun, self.manifest.tensors))
+                counts = Counter(map(self.view.noun, tensors))
+                nouns = sorted(counts, key="weights".__ne__)
+                kinds = enumerated([f"{counts[noun]} of {totals[noun]} {noun}" for noun in nouns])
+                have = "has" if len(tensors) == 1 else "have"
+                losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(tensors), 3)})")
+            if lost.items:
+                share = f"{len(lost.items)} of {len(self.manifest.blobs)}"
+                losses.append(f"{share} other items are lost ({listed(sorted(lost.items), 2)})")
+            parts.append(": ".join(filter(None, (listed(causes, 3, "; "), ", and ".join(losses)))))
         messages_by_kind = defaultdict[str, list[str]](list)
         for finding in self.findings:
             messages_by_kind[finding.kind].append(finding.message)
         return "; ".join([*parts, *(listed(messages, 1, "; ") for messages in messages_by_kind.values())])
-
-    def _losses(self) -> str:
-        """Return how many tensors of each kind have lost elements, weights first, and how many items are lost."""
-        losses = []
-        if self.tensors:
-            totals = Counter(map(self.view.noun, self.manifest.tensors))
-            counts = Counter(map(self.view.noun, self.tensors))
-            nouns = sorted(counts, key="weights".__ne__)
-            kinds = enumerated([f"{counts[noun]} of {totals[noun]} {noun}" for noun in nouns])
-            have = "has" if len(self.tensors) == 1 else "have"
-            losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(self.tensors), 3)})")
-        if self.items:
-            count = f"{len(self.items)} of {len(self.manifest.blobs)}"
-            losses.append(f"{count} other items are lost ({listed(sorted(self.items), 2)})")
-        return ", and ".join(losses)
 
 
 NOTHING_LOST = Damage(Manifest(()), np.zeros(0, np.bool_))
