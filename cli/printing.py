@@ -17,7 +17,7 @@ import click
 
 from ..names.errors import DamageError
 from ..names.wording import as_json, printable, size
-from .tables import TextTable, folded
+from .tables import folded, folding_of
 
 if TYPE_CHECKING:
     from ..converters.look.buffer_summary import LabelledBuffer
@@ -60,11 +60,12 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colour
     cells: list[list[str]] = []
     for row in rows:
         cells.append([_shown(str(cell)) for cell in row])
-    table = TextTable([*map(printable, headers)], cells, terminal_width(sys.stdout))
-    for line in table.header():
+    texts = [*map(printable, headers)]
+    form = folding_of(texts, cells, terminal_width(sys.stdout))
+    for line in form.lines(texts):
         click.secho(line, bold=True)
     for text_row, colour in zip_longest(cells, colours):
-        for line in table.form.lines(text_row):
+        for line in form.lines(text_row):
             click.echo(_coloured(line, colour))
 
 

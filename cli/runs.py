@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..converters.look.run_history import STEP_HEADERS, RunHistory, overview_of_run, step_row
 from ..names.errors import SourceError
 from ..names.wording import counted
 from ..store.io.location import Location
 from ..store.verify.diagnosis import next_step
-from ..store.verify.run import Run, RunStep, run_of
-from .printing import print_labelled, print_line, print_table
+from ..store.verify.run import Run, run_of
+from .printing import print_labelled, print_line, print_section
 
 
 def print_run(history: RunHistory) -> None:
     """Print the table of steps, between the lines of the overview."""
     first_line, *lines = overview_of_run(history)
     print_labelled(*first_line)
-    print_steps(history.steps)
+    newest_first = [*reversed(history.steps)]
+    colours = [None if step.state == "whole" else "red" for step in newest_first]
+    print_section(STEP_HEADERS, [*map(step_row, newest_first)], colours)
+    print_line()
     for label, value in lines:
         print_labelled(label, value)
     if text := next_step(history.run, history.steps):
@@ -60,13 +61,3 @@ def newest_checkpoint(place: Location) -> Location:
     """
     run = run_of(place)
     return place if run is None else newest_whole(run)[0]
-
-
-def print_steps(steps: Sequence[RunStep]) -> None:
-    print_line()
-    rows, colours = [], []
-    for step in reversed(steps):
-        rows.append(step_row(step))
-        colours.append(None if step.state == "whole" else "red")
-    print_table(STEP_HEADERS, rows, colours)
-    print_line()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, zip_longest
 
 GAP = 2
@@ -56,43 +55,28 @@ class Folding:
         return lines or [key]
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """Headers and rows of cells, to be written within a ``width``; None for any."""
+def folding_of(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> Folding:
+    """Return the way to fold a table to a width that makes the fewest lines, at best none; a width of None is any."""
+    natural, *widths = (max(map(len, column)) for column in zip(headers, *rows, strict=True))
+    columns = tuple(enumerate(widths, 1))
+    unfolded = Folding(natural, (columns,) if columns else ())
+    if width is None or natural + sum(widths) + GAP * len(widths) <= width or not columns:
+        return unfolded
+    # Keys are never folded: they stay beside the other columns where these fit, or take lines of their own.
+    sample = [headers, *rows[:_SAMPLE_ROWS]]
+    longest_words = [max(map(len, " ".join(column).split()), default=0) for column in zip(*sample, strict=True)]
+    beside = width - sum(widths) - GAP * len(widths)
+    narrow = min(natural, _INDENT)
+    keys = {natural, min(natural, max(beside, _TIGHT)), narrow}
+    forms = [Folding(key, _blocks(columns, longest_words, max(width - key - GAP, 1))) for key in keys]
 
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    width: int | None = None
+    def cost(form: Folding) -> tuple[int, int, int]:
+        """Count the lines that are too wide although they have several words, and all lines; wide keys are better."""
+        lines = list(chain.from_iterable(map(form.lines, sample)))
+        wide_lines = [line for line in lines if len(line) > width and len(line.split()) > 1]
+        return len(wide_lines), len(lines), -form.key
 
-    @cached_property
-    def form(self) -> Folding:
-        """The way to fold that makes the fewest lines, at best none."""
-        natural, *widths = (max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True))
-        columns = tuple(enumerate(widths, 1))
-        unfolded = Folding(natural, (columns,) if columns else ())
-        if self.width is None or natural + sum(widths) + GAP * len(widths) <= self.width or not columns:
-            return unfolded
-        # Keys are never folded: they stay beside the other columns where these fit, or take lines of their own.
-        sample = [self.headers, *self.rows[:_SAMPLE_ROWS]]
-        longest_words = [max(map(len, " ".join(column).split()), default=0) for column in zip(*sample, strict=True)]
-        beside = self.width - sum(widths) - GAP * len(widths)
-        narrow = min(natural, _INDENT)
-        keys = {natural, min(natural, max(beside, _TIGHT)), narrow}
-        forms = [Folding(key, _blocks(columns, longest_words, max(self.width - key - GAP, 1))) for key in keys]
-        fitting = [form for form in forms if form.key == narrow or form.width <= self.width]
-        return min(fitting, key=lambda form: (*self._cost(form, sample), -form.key))
-
-    def _cost(self, form: Folding, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
-        """Count the lines that are too wide although they have several words, and all lines."""
-        lines = list(chain.from_iterable(map(form.lines, rows)))
-        wide_lines = [line for line in lines if len(line) > (self.width or 0) and len(line.split()) > 1]
-        return len(wide_lines), len(lines)
-
-    def header(self) -> list[str]:
-        return self.form.lines(self.headers)
-
-    def body(self) -> list[str]:
-        return list(chain.from_iterable(map(self.form.lines, self.rows)))
+    return min((form for form in forms if form.key == narrow or form.width <= width), key=cost)
 
 
 def _blocks(columns: Block, longest_words: Sequence[int], available: int) -> tuple[Block, ...]:

@@ -26,7 +26,6 @@ from ...names.wording import Finding, command, counted, fields_of, size, unnumbe
 from ...programs.model_view import Role
 from ...record.record import Boxes, StateRecord, entry_keys, says_convention
 from ...store.io.location import Location, Remote, location
-from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import unless_removed
@@ -179,35 +178,29 @@ def fits(
         TargetError: an argument does not fit the others, or the checkpoint.
     """
     place = location(path, SourceError)
-    with unless_removed(place), open_damaged(place) as opened:
-        return fit_of(opened, Target.of(mesh, shard, layout))
-
-
-@gc_paused()
-def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
-    """Answer for an open checkpoint."""
-    # Every tensor is laid out as `reshard` would.
-    look = first_look(opened)
-    tensors = [tensor for tensor in look.manifest.tensors if math.prod(tensor.shape)]
-    shares = _Shares(target, lay_out(target, tensors, opened.provenance).layouts)
-    names = {key: name for key, name in look.view.owners.items() if not name.isdecimal()}
-    uneven = tuple(shares.uneven(tensors, names))
-    return Fit(
-        checkpoint=str(opened.path),
-        mesh=dict(target.mesh),
-        layout=target.layout,
-        rules=tuple(map(str, target.rules)),
-        tensors=len(tensors),
-        uneven_tensors=sum(entry.tensors for entry in uneven),
-        empty_tensors=sum(entry.tensors for entry in uneven if entry.empty_ranks),
-        empty_ranks=max((entry.empty_ranks for entry in uneven), default=0),
-        optimizer=_optimizer(look, opened.not_read),
-        shares=tuple(shares.by_slot(tensors)),
-        uneven=uneven,
-        findings=tuple(_findings(look, target, tensors, opened.path)),
-        reads=shares.reads(tensors),
-        diagnosis=diagnosis_by_files(opened),
-    )
+    with gc_paused(), unless_removed(place), open_damaged(place) as opened:
+        # Every tensor is laid out as `reshard` would.
+        target, look = Target.of(mesh, shard, layout), first_look(opened)
+        tensors = [tensor for tensor in look.manifest.tensors if math.prod(tensor.shape)]
+        shares = _Shares(target, lay_out(target, tensors, opened.provenance).layouts)
+        names = {key: name for key, name in look.view.owners.items() if not name.isdecimal()}
+        uneven = tuple(shares.uneven(tensors, names))
+        return Fit(
+            checkpoint=str(opened.path),
+            mesh=dict(target.mesh),
+            layout=target.layout,
+            rules=tuple(map(str, target.rules)),
+            tensors=len(tensors),
+            uneven_tensors=sum(entry.tensors for entry in uneven),
+            empty_tensors=sum(entry.tensors for entry in uneven if entry.empty_ranks),
+            empty_ranks=max((entry.empty_ranks for entry in uneven), default=0),
+            optimizer=_optimizer(look, opened.not_read),
+            shares=tuple(shares.by_slot(tensors)),
+            uneven=uneven,
+            findings=tuple(_findings(look, target, tensors, opened.path)),
+            reads=shares.reads(tensors),
+            diagnosis=diagnosis_by_files(opened),
+        )
 
 
 def _optimizer(look: FirstLook, not_read: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from support.commands import called, on_terminal, without_colour
 from support.golden import golden
 
 import muonckpt
-from muonckpt.cli.tables import TextTable
+from muonckpt.cli.tables import folding_of
 from muonckpt.names.wording import size
 
 WIDTHS = (60, 80, 120, 160)
@@ -89,10 +89,14 @@ def test_groups_as_code_fit_the_terminal_and_are_the_same_code(name):
         assert ast.literal_eval(shown) == ast.literal_eval(said)
 
 
+def folded_lines(headers: tuple[str, ...], rows: list[tuple[str, ...]], width: int) -> list[str]:
+    form = folding_of(headers, rows, width)
+    return [line for row in (headers, *rows) for line in form.lines(row)]
+
+
 def test_a_long_key_stands_on_its_own_line_and_the_columns_below_it_stay_in_line():
     rows = [("short", "8 x 6", "float32"), (LONG, "128 x 4096", "bfloat16")]
-    table = TextTable(("tensor", "shape", "dtype"), rows, 60)
-    assert [*table.header(), *table.body()] == [
+    assert folded_lines(("tensor", "shape", "dtype"), rows, 60) == [
         f"{'tensor':<38}  shape       dtype",
         f"{'short':<38}  8 x 6       float32",
         LONG,
@@ -101,8 +105,7 @@ def test_a_long_key_stands_on_its_own_line_and_the_columns_below_it_stay_in_line
 
 
 def test_columns_that_find_no_place_go_on_below_and_headers_with_them():
-    table = TextTable(("key", "one", "two", "three"), [("k", "1" * 20, "2" * 20, "3" * 20)], 50)
-    assert [*table.header(), *table.body()] == [
+    assert folded_lines(("key", "one", "two", "three"), [("k", "1" * 20, "2" * 20, "3" * 20)], 50) == [
         "key  one                   two",
         "     three",
         f"k    {'1' * 20}  {'2' * 20}",
@@ -111,8 +114,8 @@ def test_columns_that_find_no_place_go_on_below_and_headers_with_them():
 
 
 def test_words_are_folded_in_their_column():
-    table = TextTable(("item", "value"), [("note", "a long text of many words"), ("b", "2")], 20)
-    assert table.body() == ["note  a long text of", "      many words", "b     2"]
+    rows = [("note", "a long text of many words"), ("b", "2")]
+    assert folded_lines(("item", "value"), rows, 20)[1:] == ["note  a long text of", "      many words", "b     2"]
 
 
 COLOUR = re.compile(r"\x1b\[[0-9;]+m")

@@ -289,10 +289,11 @@ def with_causes(checkpoint: OpenCheckpoint, damage: Damage, names: Collection[st
         """Return whether a file has the chunks that were written under a name."""
         return name in samples and all(_is_in(checkpoint, starts, row, file) for row in samples[name])
 
+    # A file without the chunks that were written under its name may be under the name of any other.
     suspects = [name for name in names if name in samples and not has_chunks(name, name)]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in entries_of(checkpoint.path) if is_file(e) and e.name not in descriptions]
-    is_mixed_up = 0 < len(samples) == len(suspects)
+    are_all_suspects = 0 < len(samples) == len(suspects)
     if len(suspects) * len(candidates) > _MAX_PAIRS:
         return damage
     # Where a file is under another name, that name's own bytes are looked for, too.
@@ -305,7 +306,8 @@ def with_causes(checkpoint: OpenCheckpoint, damage: Damage, names: Collection[st
                 if file in samples and file not in places and file not in suspects:
                     suspects.append(file)
                 break
-    if places or damage.files or not is_mixed_up or not _is_as_dcp_says(checkpoint):
+    # If no file has what the manifest says, and all have what DCP's description says, the manifest is of another save.
+    if places or damage.files or not are_all_suspects or not _is_as_dcp_says(checkpoint):
         return replace(damage, misplaced=places)
     return replace(damage, files=dict.fromkeys(samples, OTHER_SAVE))
 
