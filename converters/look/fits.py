@@ -297,8 +297,7 @@ class _Shares:
 
 def _amounts(slot: str, tensors: int, by_rank: Counts) -> dict[str, Any]:
     balance = balance_of(dict(enumerate(by_rank.tolist())))
-    assert balance is not None, "a mesh has ranks"
-    return {"slot": slot, "tensors": tensors, "bytes": int(by_rank.sum()), **balance.to_json()}
+    return {"slot": slot, "tensors": tensors, "bytes": int(by_rank.sum()), **balance}
 
 
 def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:

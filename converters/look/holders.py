@@ -70,32 +70,13 @@ def writing_ranks(manifest: Manifest) -> list[int]:
     return sorted(rank for rank in ranks if rank is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """Shares of ranks, compared."""
-
-    ranks: int
-    least: int
-    mean: float
-    most: int
-    busiest: int
-
-    @property
-    def ratio(self) -> float:
-        return self.most / self.mean if self.mean else 1.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "least": self.least, "mean": round(self.mean, 3), "most": self.most,
-                "busiest_rank": self.busiest, "most_to_mean": round(self.ratio, 4)}  # fmt: skip
-
-
-def balance_of(shares: Mapping[int, int]) -> Balance | None:
-    """Compare shares by rank; None if there are no ranks."""
-    if not shares:
-        return None
+def balance_of(shares: Mapping[int, int]) -> dict[str, Any]:
+    """Compare the shares of ranks, as JSON data."""
     busiest = max(shares, key=lambda rank: (shares[rank], -rank))
     mean = sum(shares.values()) / len(shares)
-    return Balance(len(shares), min(shares.values()), mean, shares[busiest], busiest)
+    ratio = shares[busiest] / mean if mean else 1.0
+    return {"ranks": len(shares), "least": min(shares.values()), "mean": round(mean, 3), "most": shares[busiest],
+            "busiest_rank": busiest, "most_to_mean": round(ratio, 4)}  # fmt: skip
 
 
 def bytes_by_rank(manifest: Manifest) -> dict[int, int]:

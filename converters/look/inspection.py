@@ -340,8 +340,7 @@ def _conventions(view: ModelView) -> Iterator[dict[str, Any]]:
 def _balance(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     amounts = bytes_by_rank(manifest)
     work = newton_schulz_by_rank(view, list(amounts)) if amounts else None
-    shares = {"bytes": balance_of(amounts), "newton_schulz": balance_of(work) if work else None}
-    return {name: share and share.to_json() for name, share in shares.items()}
+    return {"bytes": balance_of(amounts) if amounts else None, "newton_schulz": balance_of(work) if work else None}
 
 
 def _checks(manifest: Manifest) -> dict[str, int]:

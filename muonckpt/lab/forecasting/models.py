@@ -359,21 +359,6 @@ LAYERS_BY_FAMILY: Mapping[str, Sequence[LayerPart]] = MappingProxyType(
 )
 """The parts of a layer in order, by the ``model_type`` of a family's configurations."""
 
-_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "LlamaForCausalLM": "llama",
-        "MistralForCausalLM": "mistral",
-        "MixtralForCausalLM": "mixtral",
-        "Qwen2ForCausalLM": "qwen2",
-        "Qwen2MoeForCausalLM": "qwen2_moe",
-        "Qwen3ForCausalLM": "qwen3",
-        "Qwen3MoeForCausalLM": "qwen3_moe",
-        "DeepseekV2ForCausalLM": "deepseek_v2",
-        "DeepseekV3ForCausalLM": "deepseek_v3",
-    }
-)
-"""Families by class, for configurations with a ``model_type`` of their own."""
-
 
 def model_of_config(file: Location, dtype: str | None = None, method: MatrixMethod = MUON) -> ModelTensors:
     """Read the parameters of the model that a ``config.json`` describes.
@@ -403,12 +388,13 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
     if not isinstance(dtype, str):
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
-    # The family, by the model's type or its class.
+    # The family is the model's type; where that is one of its own, its class tells: ``Qwen2MoeForCausalLM``.
     kind, classes = data.get("model_type"), data.get("architectures") or ()
-    families = [kind] if isinstance(kind, str) else []
-    families += [_ARCHITECTURES.get(str(name), "") for name in (classes if isinstance(classes, list) else ())]
-    layer_parts = next((LAYERS_BY_FAMILY[family] for family in families if family in LAYERS_BY_FAMILY), None)
-    if layer_parts is None:
+    families = [kind] if isinstance(kind, str) and kind in LAYERS_BY_FAMILY else []
+    for family in LAYERS_BY_FAMILY if isinstance(classes, list) else ():
+        if f"{family.title().replace('_', '')}ForCausalLM" in classes:
+            families.append(family)
+    if not families:
         inner = "; give its text_config as a file of its own" if "text_config" in data else ""
         raise TargetError(
             f"{file}: unknown model_type {kind!r} with architectures {classes!r}; known are "
@@ -416,7 +402,7 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         )
     parameters = (
         fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), method=method)
-        for p in _parameters(settings, layer_parts)
+        for p in _parameters(settings, LAYERS_BY_FAMILY[families[0]])
     )
     return ModelTensors(str(file), tuple(parameters))
 

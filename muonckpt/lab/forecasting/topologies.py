@@ -145,9 +145,7 @@ def _layouts_on(target: Target) -> _LayoutOf:
 
 
 def _balance(shares: Counts) -> dict[str, Any]:
-    balance = balance_of(dict(enumerate(shares.tolist())))
-    assert balance is not None, "a mesh has ranks"
-    return balance.to_json()
+    return balance_of(dict(enumerate(shares.tolist())))
 
 
 _LayoutOf = Callable[[ModelParameter, Index], TensorLayout]
