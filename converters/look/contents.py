@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -74,37 +74,6 @@ _MAX_GROUPS = 1000
 _MAX_REMOTE_GROUPS = 64
 """The most step counters, and the most groups of one parameter each in a folder and in an object store, that are read.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class HyperParameters:
-    """Options by group.
-
-    Attributes:
-        unread: the number of groups of one parameter each that were not looked at because there are many.
-        names: those that groups record of numbered parameters.
-        notes: unreadable items.
-    """
-
-    groups: tuple[ParameterGroup, ...]
-    unread: int = 0
-    names: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values, limit: int) -> HyperParameters:
-    """Read the options of the groups, and note what cannot be read; of groups by name, evenly spread, up to a limit."""
-    if dialect is None:
-        return HyperParameters((), notes=("the program is unknown, and so are its parameter groups",))
-    try:
-        groups, names = stored_groups(manifest, dialect, values), dict[str, str]()
-        if dialect.numbered:
-            groups, names = name_numbers(groups, values)
-        listed = [group for group in groups if group.positions]
-        chosen = [*listed, *_spread([group for group in groups if not group.positions], limit)]
-        return HyperParameters(_merge_options(chosen, dialect), len(groups) - len(chosen), names)
-    except (SourceError, LayoutError) as error:
-        return HyperParameters((), notes=(f"the parameter groups cannot be read: {error}",))
 
 
 def _merge_options(groups: Sequence[ParameterGroup], dialect: Dialect) -> tuple[ParameterGroup, ...]:
@@ -198,13 +167,16 @@ class FirstLook:
     Attributes:
         program: whose keys it has, or a sentence that says why that is unknown.
         manifest: with parameters and slots as the program's keys name them, or groups where keys have numbers.
+        unread_groups: the number of groups of one parameter each that were not looked at because there are many.
+        notes: why groups cannot be read.
     """
 
     program: Detected | str
     manifest: Manifest
-    groups: HyperParameters
     view: ModelView
     steps: StepCounts
+    unread_groups: int
+    notes: tuple[str, ...]
 
     @property
     def step(self) -> int | float | None:
@@ -218,28 +190,35 @@ class FirstLook:
 def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     """Sort a checkpoint's metadata, and read its hyper-parameters and step counters."""
     manifest, values = checkpoint.outline, checkpoint.values
-    program: Detected | str
     try:
         program = detect(manifest)
     except SourceError as error:
-        program = str(error)
-    dialect = program.dialect if isinstance(program, Detected) else None
-    limit = _MAX_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MAX_GROUPS
-    groups = _hyper_parameters(manifest, dialect, values, limit)
+        view, note = model_view(manifest, None), "the program is unknown, and so are its parameter groups"
+        return FirstLook(str(error), manifest, view, steps_of(view, values), 0, (note,))
+    # The options of the groups; of groups of one parameter those of some, evenly spread.
+    groups, names, unread_groups, notes = tuple[ParameterGroup, ...](), dict[str, str](), 0, tuple[str, ...]()
+    try:
+        stored = stored_groups(manifest, program.dialect, values)
+        if program.dialect.numbered:
+            stored, names = name_numbers(stored, values)
+        limit = _MAX_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MAX_GROUPS
+        chosen = [group for group in stored if group.positions]
+        chosen += _spread([group for group in stored if not group.positions], limit)
+        groups, unread_groups = _merge_options(chosen, program.dialect), len(stored) - len(chosen)
+    except (SourceError, LayoutError) as error:
+        names, notes = {}, (f"the parameter groups cannot be read: {error}",)
     # Options can tell programs apart whose keys are equal.
-    if isinstance(program, Detected):
-        program = confirm(manifest, program, (group.options for group in groups.groups))
-        dialect = program.dialect
-        manifest = with_slots_of(manifest, dialect)
+    program = confirm(manifest, program, (group.options for group in groups))
+    manifest = with_slots_of(manifest, program.dialect)
     # State of numbered parameters gets the names that the groups record.
-    if groups.names:
+    if names:
         tensors = []
         for tensor in manifest.tensors:
-            name = groups.names.get(tensor.name or "")
+            name = names.get(tensor.name or "")
             tensors.append(replace(tensor, name=name) if name else tensor)
         manifest = replace(manifest, tensors=tuple(tensors))
-    view = model_view(manifest, dialect, groups.groups, groups.names)
-    return FirstLook(program, manifest, groups, view, steps_of(view, values))
+    view = model_view(manifest, program.dialect, groups, names)
+    return FirstLook(program, manifest, view, steps_of(view, values), unread_groups, notes)
 
 
 def unknown_state(look: FirstLook, not_read: Sequence[str]) -> Iterator[str]:

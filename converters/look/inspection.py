@@ -221,7 +221,7 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> Inspection:
     """Summarise an open checkpoint; ``look`` is its `first_look`, if that was taken."""
     look = look or first_look(checkpoint)
-    manifest, groups, view, program = look.manifest, look.groups, look.view, look.program
+    manifest, view, program = look.manifest, look.view, look.program
     tensors, elements = manifest.tensors, manifest.elements
     empty_chunks = int((elements == 0).sum())
     # The program, and the provenance without its long records.
@@ -240,7 +240,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         by_slot[tensor.slot].append(tensor)
     # Losses that the files show, and suspicious facts about the others.
     diagnosis = diagnosis_by_files(checkpoint)
-    notes = [*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])]
+    notes = [*look.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])]
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
@@ -258,7 +258,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         unknown_state=tuple(unknown_state(look, checkpoint.not_read)),
         conventions=tuple(_conventions(view)),
         groups=tuple(_groups(view)),
-        unread_groups=groups.unread,
+        unread_groups=look.unread_groups,
         roles=tuple(roles),
         layouts=tuple(_layouts(tensors)),
         cuts=tuple({"cut": cut, "tensors": count} for cut, count in Counter(map(cut_text, tensors)).most_common()),

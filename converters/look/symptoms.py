@@ -10,7 +10,7 @@ from ...algebra.box import Index
 from ...names.wording import LAYER_NUMBER, Finding, counted
 from ...programs.model_view import ModelView, Role, StoredParameter, matrix_sides
 from ...store.verify.damage import Damage
-from .contents import FirstLook, HyperParameters
+from .contents import FirstLook
 
 
 def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
@@ -23,9 +23,9 @@ def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
             findings.append(Finding("hole", fault, (tensor.key,)))
     findings += _muon_off(view)
     findings += _unfit_state(view)
-    findings += _stateless_members(view, look.groups)
-    findings += _stateless_siblings(view, look.groups)
-    findings += _orphaned_state(view, look.groups)
+    findings += _stateless_members(view)
+    findings += _stateless_siblings(view)
+    findings += _orphaned_state(view, has_all_groups=bool(view.groups) and not look.unread_groups)
     findings += _dtypes(view)
     findings += _conventions(view)
     if steps.least != steps.most:
@@ -109,14 +109,14 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
                 yield Finding("shape", message, (parameter.name,))
 
 
-def _stateless_members(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
+def _stateless_members(view: ModelView) -> Iterator[Finding]:
     """Report parameters of groups without state, where others have some."""
     dialect, parameters = view.dialect, view.parameters.values()
     stateful, weights = {p.name for p in parameters if p.state}, {p.name for p in parameters if p.weight}
     if dialect is None or not stateful:
         return
     stateless, left_by_others = list[str](), list[str]()
-    for group in groups.groups:
+    for group in view.groups:
         # Megatron's groups may name the whole of a tensor stored in parts, torch's name parameters with state.
         members = [name for name in group.parameters if name in weights or not dialect.unique_keys]
         bare = [name for name in members if name not in stateful]
@@ -132,42 +132,42 @@ def _stateless_members(view: ModelView, groups: HyperParameters) -> Iterator[Fin
     yield from _of_parameters("no_state", left_by_others, message)
 
 
-def _stateless_siblings(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
+def _stateless_siblings(view: ModelView) -> Iterator[Finding]:
     """Report parameters in no group without state, if most siblings in other layers and some of their layer have some.
 
     Buffers, tied and frozen parameters have none, and neither have frozen layers.
     """
-    parameters, grouped = view.parameters.values(), _grouped(groups)
+    parameters = view.parameters.values()
     trained_layers = {_layer_of(parameter.name) for parameter in parameters if parameter.state}
     trained = Counter(p.layer_pattern for p in parameters if p.state)
     untrained = Counter(p.layer_pattern for p in parameters if not p.state and p.weight)
     loose = []
     for pattern, name in ((p.layer_pattern, p.name) for p in parameters if not p.state and p.weight):
-        if name not in grouped and trained[pattern] >= untrained[pattern] and _layer_of(name) in trained_layers:
+        if (
+            name not in view.groups_by_name
+            and trained[pattern] >= untrained[pattern]
+            and _layer_of(name) in trained_layers
+        ):
             loose.append(name)
     if view.dialect is not None:
         yield from _of_parameters("no_state", loose, "no state, where siblings in other layers have some")
 
 
-def _orphaned_state(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
+def _orphaned_state(view: ModelView, has_all_groups: bool) -> Iterator[Finding]:
     """Report state without a weight, and state in no group."""
-    dialect, parameters, grouped = view.dialect, view.parameters.values(), _grouped(groups)
+    dialect, parameters = view.dialect, view.parameters.values()
     if dialect is None:
         return
     stateful = [parameter for parameter in parameters if parameter.state]
     # Numbered state has the names that groups record, if any.
-    names = {*groups.names.values()} if dialect.numbered else {parameter.name for parameter in stateful}
+    names = {*view.names.values()} if dialect.numbered else {parameter.name for parameter in stateful}
     if any(parameter.weight for parameter in parameters):
         orphans = [p.name for p in stateful if p.weight is None and p.name in names]
         yield from _of_parameters("no_parameter", orphans, "state, but no weight has this name")
-    if groups.groups and not groups.unread and not dialect.unique_keys:
-        ungrouped = [parameter.name for parameter in stateful if parameter.name not in grouped]
+    if has_all_groups and not dialect.unique_keys:
+        ungrouped = [parameter.name for parameter in stateful if parameter.name not in view.groups_by_name]
         message = "state, but no parameter group has them, so no options"
         yield from _of_parameters("no_group", ungrouped, message)
-
-
-def _grouped(groups: HyperParameters) -> set[str]:
-    return {name for group in groups.groups for name in group.parameters}
 
 
 def _of_parameters(kind: str, names: Sequence[str], what: str) -> Iterator[Finding]:
