@@ -120,7 +120,7 @@ class Search:
         for explanation in self.explanations:
             if explanation.rule == rule and explanation.cut.is_of(cut):
                 return explanation
-        explanation = explain(self.evidence, cut, rule)
+        explanation, _ = explain(self.evidence, cut, rule)
         if rule.coefficients is not None:
             for matrix in cut.matrices(self.evidence.before):
                 self.flops_spent += 6 * rule.steps * matrix.size * min(matrix.shape[-2:])
@@ -146,8 +146,8 @@ class Search:
                 momentum = best.rule.momentum + sign * distance
                 if not 0 <= momentum < 1:
                     break
-                rule = replace(best.rule, momentum=momentum)
-                if not explain(self.evidence, best.cut, rule).is_within(result.tie_bound):
+                explanation, _ = explain(self.evidence, best.cut, replace(best.rule, momentum=momentum))
+                if not explanation.is_within(result.tie_bound):
                     break
                 ends[side] = momentum
         return ends[0], ends[1]

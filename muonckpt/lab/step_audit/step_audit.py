@@ -43,7 +43,6 @@ from .updates import (
     Matrix,
     UpdateRule,
     explain,
-    unexplained_part,
 )
 
 MAX_FLOPS = 4e12
@@ -307,8 +306,8 @@ def _unexplained(evidence: Evidence, result: SearchResult, sibling: Explanation 
     if sibling is None:
         return f"no hypothesis explains it; {nearest} of the update, and rounding {bound:.1g}"
     # One element of the weight that is off is all that is left; one of the momentum is where most is left.
-    likely = explain(evidence, sibling.cut, sibling.rule)
-    squares = unexplained_part(evidence, sibling.cut, sibling.rule) ** 2
+    likely, remainder = explain(evidence, sibling.cut, sibling.rule)
+    squares = remainder**2
     place = np.unravel_index(int(squares.argmax()), evidence.shape)
     if squares[place] > 0.9 * squares.sum():
         return f"all but element {_place(place)} of the weight is what its siblings' method makes: a flipped bit there?"
@@ -333,7 +332,8 @@ def _residual_without(evidence: Evidence, place: tuple[Any, ...], sibling: Expla
         before = evidence.momentum_before.copy()
         before[place] = 0
         state = {**evidence.state, "momentum": momentum}
-        return explain(replace(evidence, momentum_before=before, state=state), sibling.cut, sibling.rule).residual
+        changed = replace(evidence, momentum_before=before, state=state)
+        return explain(changed, sibling.cut, sibling.rule)[0].residual
 
     return residual(least_of(residual, -bound, bound, 1e-5 * bound))
 

@@ -241,17 +241,11 @@ class Explanation:
         return self.residual <= bound and self.line_residual <= _LINE_SAFETY * bound
 
 
-def explain(evidence: Evidence, cut: Cut, rule: UpdateRule) -> Explanation:
-    """Fit rates and decay of a hypothesis to a stored change, by least squares."""
-    return _explain_and_subtract(evidence, cut, rule)[0]
+def explain(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tuple[Explanation, Matrix]:
+    """Fit rates and decay of a hypothesis to a stored change, by least squares; return what it does not explain, too.
 
-
-def unexplained_part(evidence: Evidence, cut: Cut, rule: UpdateRule) -> Matrix:
-    """Return the part of a stored change that a hypothesis does not explain, shaped like the parameter."""
-    return _explain_and_subtract(evidence, cut, rule)[1]
-
-
-def _explain_and_subtract(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tuple[Explanation, Matrix]:
+    The latter is shaped like the parameter.
+    """
     update = direction(evidence, cut, rule)
     # A rate for each shape of matrices, as scales depend on shapes.
     shapes = list(dict.fromkeys(matrix.shape[-2:] for matrix in cut.matrices(evidence.before)))
@@ -269,6 +263,12 @@ def _explain_and_subtract(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tup
         factors, remainder = cautious_factors, cautious_remainder
     update_norm = float(np.linalg.norm(evidence.change - factors[-1] * (decayed if is_cautious else evidence.before)))
     remainder_norm = float(np.linalg.norm(remainder))
+    # The worst row or column beside the mean of all.
+    line_residual = 0.0
+    if update_norm and remainder.ndim >= 2:
+        squares = remainder.reshape(-1, remainder.shape[-1]) ** 2
+        worst = max(float(sums.max()) * sums.size for sums in (squares.sum(1), squares.sum(0)))
+        line_residual = math.sqrt(worst) / update_norm
     # Six standard errors of a fitted factor, if the remainder is noise.
     error = 6 * remainder_norm / math.sqrt(remainder.size) / (float(np.linalg.norm(evidence.before)) or 1.0)
     explanation = Explanation(
@@ -278,7 +278,7 @@ def _explain_and_subtract(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tup
         -float(factors[-1]),
         error,
         remainder_norm / update_norm if update_norm else 0.0,
-        _worst_line(remainder, update_norm),
+        line_residual,
     )
     return explanation, remainder
 
@@ -294,15 +294,6 @@ def _least_squares(evidence: Evidence, regressors: list[Matrix]) -> tuple[NDArra
     for factor, regressor in zip(factors, regressors, strict=True):
         remainder -= factor * regressor
     return factors, remainder
-
-
-def _worst_line(remainder: Matrix, update_norm: float) -> float:
-    """Return the residual of the worst row or column beside the mean of all, as a part of the update's."""
-    if not update_norm or remainder.ndim < 2:
-        return 0.0
-    squares = remainder.reshape(-1, remainder.shape[-1]) ** 2
-    row_sums, column_sums = squares.sum(1), squares.sum(0)
-    return math.sqrt(max(row_sums.max() * row_sums.size, column_sums.max() * column_sums.size)) / update_norm
 
 
 def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float]:
