@@ -142,13 +142,10 @@ def _stateless_siblings(view: ModelView) -> Iterator[Finding]:
     trained = Counter(p.layer_pattern for p in parameters if p.state)
     untrained = Counter(p.layer_pattern for p in parameters if not p.state and p.weight)
     loose = []
-    for pattern, name in ((p.layer_pattern, p.name) for p in parameters if not p.state and p.weight):
-        if (
-            name not in view.groups_by_name
-            and trained[pattern] >= untrained[pattern]
-            and _layer_of(name) in trained_layers
-        ):
-            loose.append(name)
+    for parameter in parameters:
+        pattern, is_candidate = parameter.layer_pattern, parameter.weight and not (parameter.state or parameter.group)
+        if is_candidate and trained[pattern] >= untrained[pattern] and _layer_of(parameter.name) in trained_layers:
+            loose.append(parameter.name)
     if view.dialect is not None:
         yield from _of_parameters("no_state", loose, "no state, where siblings in other layers have some")
 
@@ -165,7 +162,7 @@ def _orphaned_state(view: ModelView, has_all_groups: bool) -> Iterator[Finding]:
         orphans = [p.name for p in stateful if p.weight is None and p.name in names]
         yield from _of_parameters("no_parameter", orphans, "state, but no weight has this name")
     if has_all_groups and not dialect.unique_keys:
-        ungrouped = [parameter.name for parameter in stateful if parameter.name not in view.groups_by_name]
+        ungrouped = [parameter.name for parameter in stateful if parameter.group is None]
         message = "state, but no parameter group has them, so no options"
         yield from _of_parameters("no_group", ungrouped, message)
 
