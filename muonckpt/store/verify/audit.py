@@ -184,21 +184,20 @@ def damage_in(path: Location, keys: Collection[str]) -> Damage | None:
             if tensor.key in keys:
                 [located] = checkpoint.locate([tensor])
                 for row, chunk in enumerate(located.chunks, start):
-                    is_lost[row] = _has_other_checksum(partial(check_chunk, payloads, located, chunk))
-        blobs = [blob for blob in manifest.blobs if blob.key in keys]
-        items = frozenset(blob.key for blob in blobs if _has_other_checksum(partial(check_blob, payloads, blob)))
+                    try:
+                        check_chunk(payloads, located, chunk)
+                    except ChecksumError:
+                        is_lost[row] = True
+        items = set[str]()
+        for blob in (blob for blob in manifest.blobs if blob.key in keys):
+            try:
+                check_blob(payloads, blob)
+            except ChecksumError:
+                items.add(blob.key)
         damage = damage_by_files(checkpoint)
     if not (is_lost.any() or items):
         return None
     return replace(damage, chunks=damage.chunks | is_lost, items=damage.items | items)
-
-
-def _has_other_checksum(check: Callable[[], None]) -> bool:
-    try:
-        check()
-    except ChecksumError:
-        return True
-    return False
 
 
 _BATCH_CHUNKS = 1 << 11
