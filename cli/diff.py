@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..store.io.location import Location
 from ..store.verify.diagnosis import open_damaged
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
-from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress
+from .printing import print_labelled, print_line, print_result, print_section, print_table, progress
 from .runs import newest_whole
 
 _MAX_ROWS = 4
@@ -67,25 +68,24 @@ def diff_command(
             raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
         a, b = newest_whole(run, 2)
     elif run_of(a) is not None and run_of(b) is not None:
-        return _print_runs(diff_runs(a, b), as_json)
+        runs = diff_runs(a, b)
+        print_result(runs, as_json, partial(_print_runs, runs))
+        return int(runs.differs)
     with progress("diff") as advance:
         difference = diff(a, b, select=globs, progress=advance, **options)
-    if as_json:
-        print_json(difference)
-        return int(difference.differs)
-    if not summary:
-        _print_details(difference, every)
-    for line in _summary(difference):
-        print_line(line, fg="red" if line.startswith(("look at:", "infinite or NaN")) else None)
-    print_duration()
+
+    def print_text() -> None:
+        if not summary:
+            _print_details(difference, every)
+        for line in _summary(difference):
+            print_line(line, fg="red" if line.startswith(("look at:", "infinite or NaN")) else None)
+
+    print_result(difference, as_json, print_text)
     return int(difference.differs)
 
 
-def _print_runs(difference: RunDifference, as_json: bool) -> int:
+def _print_runs(difference: RunDifference) -> None:
     """Print two runs: the steps of both with their differences, and the recorded resumes."""
-    if as_json:
-        print_json(difference)
-        return int(difference.differs)
     # Each run, with its resumes.
     sides = (("A", difference.a, difference.only_a), ("B", difference.b, difference.only_b))
     for name, history, only_steps in sides:
@@ -109,7 +109,6 @@ def _print_runs(difference: RunDifference, as_json: bool) -> int:
     for step in [step for step in difference.steps if step.counts[0] or step.counts[2]][:1]:
         print_line(command("diff", difference.a.run.path / step.since, difference.b.run.path / step.name))
     print_line("different" if difference.differs else "the same by their records; no elements were read")
-    return int(difference.differs)
 
 
 def _print_details(difference: Difference, every: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -14,7 +15,7 @@ from ..programs.quantised import describe_quantised
 from ..store.io.location import Location
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
-from .printing import print_duration, print_json, print_line, print_section, print_table, progress
+from .printing import print_line, print_result, print_section, print_table, progress
 from .runs import newest_whole
 
 
@@ -55,9 +56,11 @@ def stats_command(
         figures = stats(
             checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance
         )
-    if as_json:
-        print_json(figures)
-        return
+    print_result(figures, as_json, partial(_print_stats, figures, every))
+
+
+def _print_stats(figures: CheckpointStats, every: bool) -> None:
+    """Print the table of tensors, the updates, and then what looks odd."""
     if every:
         _print_tensors(figures)
     else:
@@ -71,8 +74,7 @@ def stats_command(
         print_line(f"look at: {finding.message}", fg="red")
         print_line(f"         usually {finding.means}")
     summary = counted(len(figures.health), "finding") if figures.health else "nothing odd"
-    print_line(f"{checkpoint}: {counted(len(figures.tensors), 'tensor')} measured, {summary}")
-    print_duration()
+    print_line(f"{figures.checkpoint}: {counted(len(figures.tensors), 'tensor')} measured, {summary}")
 
 
 def _print_tensors(figures: CheckpointStats) -> None:
