@@ -32,6 +32,11 @@ from .parse import NAMES, merge_equal
 from .state_writer import StateWriter, written_at
 from .structure import TranslatedParameter
 
+_FIXED_COMMON_STATE = (
+    "the common state cannot be rewritten for {}: {}; convert the source to muonckpt, which has no use for it, and "
+    "then the result"
+)
+
 _GONE = object()
 """The value of an option that a group no longer has."""
 
@@ -65,9 +70,11 @@ class GroupWriter:
         """Return the groups, and state that follows from their options."""
         source, target = self.source, self.target
         # Megatron's groups are in one item, which is copied whole where no group changes its words or its optimizer.
-        if self._common_items and (source.is_same_dialect or not source.groups):
+        common_items = [item for item in source.items if target.holds_groups(item.path)]
+        if common_items and (source.is_same_dialect or not source.groups):
             if target.chains and not source.is_same_dialect:
-                raise self._fixed_common_state("it does not say which parameters are in which group")
+                reason = "it does not say which parameters are in which group"
+                raise SourceError(_FIXED_COMMON_STATE.format(target.name, reason))
             source.findings.add("the common state is copied unchanged, with its groups")
             self.members = source.renamed_members()
             self._report_matrices()
@@ -89,7 +96,7 @@ class GroupWriter:
         if self.like is not None:
             groups = self.like.arrange(groups, target, self.source.findings)
         if target.common is not None:
-            return [written_at(target.common, [self._rest_of_common() | self._common_state(groups, source.listed)])]
+            return [written_at(target.common, [self._common_state(groups, common_items)])]
         self._number(groups)
         # What schedulers have put into groups, torch drops when it loads a flat state dict.
         for option in sorted(HISTORY_OPTIONS) if any(place.flat for place in target.keys.optimizers) else ():
@@ -157,7 +164,17 @@ class GroupWriter:
             if (parameter := listed.get(name)) is not None:
                 if unsaid := self.source.unsaid_options(parameter):
                     self.unsaid[name] = unsaid & group.options.keys()
-                changes_by_name[name] |= self._restructured(group, parameter)
+                matrices = self._matrices(parameter) if parameter.regrouped else None
+                if matrices is None:
+                    continue
+                # Rules have split or joined the parameter, so options say other matrices.
+                options = {option: group.options[option] for option in group.entries if option != PARAMS}
+                written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
+                restructured = self._noted(parameter, written)
+                for option in options.keys() | restructured.keys():
+                    value = restructured.get(option, _GONE)
+                    if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
+                        changes_by_name[name][option] = value
         for made in _by_options(changes_by_name, group) if members else (replace(group, parameters=(), options={}),):
             names, changes, new_names = made.parameters, {**made.options}, self.source.new_names
             # The user's number of steps goes where AdamW looks for it, if it has no counters.
@@ -171,22 +188,8 @@ class GroupWriter:
                 renamed = chain.from_iterable(new_names.get(name, (name,)) for name in all_names)
                 changes[NAMES] = [*names] if {*all_names} <= {*group.parameters} else [*dict.fromkeys(renamed)]
             is_whole = names == group.parameters
-            options = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS} | changes
-            yield replace(made, options={o: value for o, value in options.items() if value is not _GONE})
-
-    def _restructured(self, group: ParameterGroup, parameter: TranslatedParameter) -> dict[str, object]:
-        """Return the options of a group that say other matrices, as rules have split or joined the parameter."""
-        matrices = self._matrices(parameter) if parameter.regrouped else None
-        if matrices is None:
-            return {}
-        options = {option: group.options[option] for option in group.entries if option != PARAMS}
-        written = restructured_options(options, self.target, parameter.method, matrices, parameter.shape)
-        restructured, changes = self._noted(parameter, written), dict[str, object]()
-        for option in options.keys() | restructured.keys():
-            value = restructured.get(option, _GONE)
-            if repr(as_tuples(value)) != repr(as_tuples(options.get(option, _GONE))):
-                changes[option] = value
-        return changes
+            entries = {option: e for option, e in group.entries.items() if is_whole or option != PARAMS} | changes
+            yield replace(made, options={o: value for o, value in entries.items() if value is not _GONE})
 
     def _matrices(self, parameter: TranslatedParameter) -> Matrices | None:
         """Return the matrices in a parameter, if not those of its options; tell of unknown ones."""
@@ -373,46 +376,30 @@ class GroupWriter:
             for option, value in options.items():
                 yield from (written_at(keys.write_option(name, option, chain), value) for name, chain in places)
 
-    @property
-    def _common_items(self) -> list[Blob]:
-        """The source's items in which the target would have its groups."""
-        return [item for item in self.source.items if self.target.holds_groups(item.path)]
+    def _common_state(self, groups: Iterable[ParameterGroup], items: Iterable[Blob]) -> dict[Any, Any]:
+        """Return Megatron's common state: that in the source's items, with its optimizers written again.
 
-    def _fixed_common_state(self, reason: str) -> SourceError:
-        return SourceError(
-            f"the common state cannot be rewritten for {self.target.name}: {reason}; convert the source to muonckpt, "
-            "which has no use for it, and then the result"
-        )
-
-    def _rest_of_common(self) -> dict[Any, object]:
-        """Return what the source's common state has beside optimizers, whose groups and steps are written again.
+        These have groups without parameters, and AdamW's step.  The optimizer of a chain prefix is nested in dicts by
+        its numbers: ``chained_0.`` becomes ``{0: …}``.
 
         Raises:
-            SourceError: it is more than plain data.
+            SourceError: what the source has beside optimizers is more than plain data; or Megatron has no place for
+                several steps or methods in one optimizer.
         """
-        rest: dict[Any, object] = {}
-        for item in self._common_items:
+        state: dict[Any, Any] = {}
+        for item in items:
             try:
-                state = self.source.values.item(item)
+                stored = self.source.values.item(item)
             except SourceError as error:
-                raise self._fixed_common_state(str(error)) from error
-            match state:
+                raise SourceError(_FIXED_COMMON_STATE.format(self.target.name, error)) from error
+            match stored:
                 case [{**content}] | {**content}:
-                    rest |= {key: value for key, value in content.items() if key != "optimizer"}
-        return rest
-
-    def _common_state(
-        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
-    ) -> dict[str, object]:
-        """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
-
-        The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
-        """
+                    state |= {key: value for key, value in content.items() if key != "optimizer"}
         # The optimizer of each chain, with its groups, and the step that AdamW counts for all parameters.
         optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
         methods_by_chain: defaultdict[str, set[str]] = defaultdict(set)
         for group in groups:
-            members = [parameters[name] for name in group.parameters if name in parameters]
+            members = [self.source.listed[name] for name in group.parameters if name in self.source.listed]
             chain_prefix = self.state.chain(members[0])
             optimizer = optimizers[tuple(map(int, re.findall("[0-9]+", chain_prefix)))]
             methods_by_chain[chain_prefix] |= {self.state.method(member).name for member in members}
@@ -432,7 +419,6 @@ class GroupWriter:
                     "them, by `select=`"
                 )
         # Nested as Megatron nests optimizers in each other.
-        state: dict[Any, Any] = {}
         for numbers_of_chain, optimizer in optimizers.items():
             node = state.setdefault("optimizer", {})
             for number in numbers_of_chain:

@@ -110,8 +110,14 @@ class NameRules:
             raise SourceError(f"rules: {error}") from error
 
     def to_toml(self) -> str:
-        """Return the table as text that :meth:`from_toml` reads."""
-        return f"{as_toml(map(_row, self.rules))}\n"
+        """Return the table as text that :meth:`from_toml` reads, without attributes that have the default."""
+        rows = []
+        for rule in self.rules:
+            sides = {"from": rule.source, "to": rule.target}
+            row: dict[str, object] = {key: side[0] if len(side) == 1 else side for key, side in sides.items()}
+            options = ((field, getattr(rule, field.name)) for field in fields(rule)[2:])
+            rows.append(row | {field.name: value for field, value in options if value != field.default})
+        return f"{as_toml(rows)}\n"
 
     def inverse(self) -> NameRules:
         return NameRules(tuple(rule.inverse() for rule in reversed(self.rules)))
@@ -141,14 +147,6 @@ def _rule(row: Mapping[str, Any]) -> NameRule:
             raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
     source, target = map(tuple, sides)
     return NameRule(source, target, **{**options, "shares": tuple(shares)})
-
-
-def _row(rule: NameRule) -> dict[str, object]:
-    """Return the keys of a rule's table, without those that have the default."""
-    sides = {"from": rule.source, "to": rule.target}
-    row: dict[str, object] = {key: side[0] if len(side) == 1 else side for key, side in sides.items()}
-    options = ((field, getattr(rule, field.name)) for field in fields(rule)[2:])
-    return row | {field.name: value for field, value in options if value != field.default}
 
 
 # Ready-made tables.

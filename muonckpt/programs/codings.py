@@ -60,17 +60,13 @@ def renamed(option: str, name: str) -> Coding:
 
 def betas(option: str) -> Coding:
     """Return the coding of two decay rates as a pair."""
-
-    def read(options: OptionValues, shape: Index) -> OptionValues:
-        match options.get(option):
-            case [beta1, beta2]:
-                return {"beta1": beta1, "beta2": beta2}
-        return {}
-
-    def write(common: OptionValues, shape: Index) -> OptionValues:
-        return {option: (common["beta1"], common["beta2"])} if len(common) == 2 else {}
-
-    return Coding((option,), ("beta1", "beta2"), read, write)
+    names = ("beta1", "beta2")
+    return Coding(
+        (option,),
+        names,
+        lambda options, shape: dict(zip(names, options.get(option) or (), strict=False)),
+        lambda common, shape: {option: (common["beta1"], common["beta2"])} if len(common) == 2 else {},
+    )
 
 
 def scale(option: str, values: Mapping[str, Sequence[object]]) -> Coding:
