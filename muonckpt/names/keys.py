@@ -96,10 +96,8 @@ class OptimizerKey(NamedTuple):
         last = str(path[-1])
         for match in _AFTER_DOT[word].finditer(last) if word in last else ():
             name, _, leaf = last[match.end() :].rpartition(".")
-            prefix = last[: match.start()]
-            # Braces are fields in templates, and no template could have such a prefix.
-            if name and leaf and not {"{", "}"} & set(prefix):
-                yield cls(KeyPlace(path[:-1], prefix, True), name, leaf)
+            if name and leaf:
+                yield cls(KeyPlace(path[:-1], last[: match.start()], True), name, leaf)
 
 
 _AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PARAM_GROUPS, PARAMETER_OPTIONS)}

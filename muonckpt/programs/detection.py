@@ -2,7 +2,7 @@
 
 Nothing on disk names the program.  Keys in torch's forms, under any root, prove nothing but the form: a program, and
 with it a momentum convention, is known only by slots and options that it alone writes.  Roots become a part of the
-templates of a dialect (:func:`dialect_at`), and nothing else knows of them.
+keys of a dialect (:func:`dialect_at`), and nothing else knows of them.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def roots_of(dialect: Dialect) -> dict[str, dict[str, str]]:
 
 def _path(root: str) -> KeyPath:
     path = tuple(root.split(".")) if root else ()
-    if not all(path) or {"{", "}"} & {*root}:
+    if not all(path):
         raise TargetError(f"`roots=`: expected names with dots between them, such as app.optimizer, found {root!r}")
     return path
 
 
 def looks_like_state(path: KeyPath, optimizers: Collection[KeyPlace] = ()) -> bool:
-    """Return whether a path that no template reads is in an optimizer's state, or has a part that only they have."""
+    """Return whether a path that no keys read is in an optimizer's state, or has a part that only they have."""
     if any(path[: len(place.root) + 1] == (*place.root, STATE) for place in optimizers if not place.flat):
         return True
     parts = key_of(path).split(".")
@@ -334,7 +334,7 @@ _NAME_IT = "name one with `from_dialect=` of muonckpt.convert"
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A dialect with templates for the places of its keys, and the ``reasons`` why it is this one, as sentences."""
+    """A dialect with the places of its keys, and the ``reasons`` why it is this one, as sentences."""
 
     dialect: Dialect
     reasons: tuple[str, ...]

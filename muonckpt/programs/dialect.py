@@ -1,4 +1,4 @@
-"""Describes how one program names its state: a :class:`Dialect` is data, and reads and writes by the same templates."""
+"""Describes how one program names its state: a :class:`Dialect` is data, and reads and writes by the same keys."""
 
 from __future__ import annotations
 
