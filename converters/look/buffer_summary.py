@@ -49,38 +49,34 @@ def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
 
 
 def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
-    """Return what each rank holds, of the ranks that share all of the buffers.
-
-    With experts, a run records the buffers of one process group only.  If no rank shares all (buffers of several
-    parts), all ranks count.
-    """
+    """Return the elements that each rank holds, and its work on the matrices that it owns."""
+    # With experts, a run records the buffers of one process group only: its ranks are those that share all of them.
+    # If no rank shares all (buffers of several parts), all ranks count.
     groups = [set(buffer.group) for buffer in members]
     ranks = sorted(set.intersection(*groups) or set.union(*groups))
-    # Elements by rank, and the work on matrices whose momentum one rank has whole.
     elements: Counter[int] = Counter()
     work: Counter[int] = Counter()
     for buffer in members:
         layout, owners = buffer.layout, buffer.layout.owners
         for entry in layout.parameters:
+            # A parameter and a shard are ranges of the buffer, and a rank holds the elements in both.
             for shard in layout.shards_of(entry):
                 elements[buffer.group[rank_of(shard)]] += min(entry.stop, shard.stop) - max(entry.start, shard.start)
+            # The owner has the momentum of a matrix whole.
             owner = owners[entry.name]
             if owner is not None and layout.whole:
                 work[buffer.group[owner]] += newton_schulz(entry.parameter)
     # Without owners no work is known.
     has_owners = any(buffer.layout.whole for buffer in members)
-    shares = []
+    shares: list[dict[str, Any]] = []
     for rank in ranks:
         shares.append({"rank": rank, "elements": elements[rank], "newton_schulz": work[rank] if has_owners else None})
-    return {
-        "busiest": {
-            "elements": _busiest([elements[rank] for rank in ranks]),
-            "newton_schulz": _busiest([work[rank] for rank in ranks]) if has_owners else None,
-        },
-        "ranks": shares,
-    }
+    busiest = {name: _busiest([share[name] for share in shares]) for name in ("elements", "newton_schulz")}
+    return {"busiest": busiest, "ranks": shares}
 
 
-def _busiest(shares: Sequence[int]) -> float | None:
-    total = sum(shares)
-    return round(max(shares) * len(shares) / total, 3) if total else None
+def _busiest(shares: Sequence[int | None]) -> float | None:
+    """Return the largest share over the mean; None where nothing is shared, or known."""
+    known_shares = [share for share in shares if share is not None]
+    total = sum(known_shares)
+    return round(max(known_shares) * len(shares) / total, 3) if total else None

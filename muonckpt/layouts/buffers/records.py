@@ -198,7 +198,12 @@ def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     Raises:
         DamageError: as `recorded_buffers`.
     """
+    if "layer_wise" not in provenance:
+        return ()
+    buffers = []
     with _damaged("record of flat buffers"):
-        run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})
-        buffers = zip(map(from_json, run["buffers"]), map(int_tuple, run["ranks"]), strict=True)
-        return tuple(GroupBuffer(None, 0, ranks, layout.origins, layout) for layout, ranks in buffers)
+        run = provenance["layer_wise"]
+        for recorded_layout, ranks in zip(run["buffers"], run["ranks"], strict=True):
+            layout = from_json(recorded_layout)
+            buffers.append(GroupBuffer(None, 0, int_tuple(ranks), layout.origins, layout))
+    return tuple(buffers)
