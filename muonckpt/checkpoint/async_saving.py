@@ -94,9 +94,8 @@ class AsyncSave:
     def __init__(self, path: str, progress: SaveProgress, outcome: _SaveFuture, on_error: OnError) -> None:
         self.path = path
         self.progress = progress
-        self.future: Future[None] = outcome
+        self.future = outcome
         self.on_error = on_error
-        self._outcome = outcome
 
     def done(self) -> bool:
         """Return whether this rank has finished, well or not."""
@@ -117,13 +116,13 @@ class AsyncSave:
     @property
     def unreported(self) -> BaseException | None:
         """The error, for which this waits, if this rank has not fetched it."""
-        error = self._outcome.error()
-        return None if self._outcome.reported else error
+        error = self.future.error()
+        return None if self.future.reported else error
 
     @property
     def failed_on_all(self) -> bool:
         """True if all ranks have an error, for which this waits."""
-        error = self._outcome.error()
+        error = self.future.error()
         return isinstance(error, MuonckptError) and not isinstance(error, LostRankError)
 
     def settle(self) -> None:
@@ -140,7 +139,7 @@ class AsyncSave:
         warn_on_rank(f"saving {self.path} failed: {error}", RuntimeWarning)
 
     def mark_reported(self) -> None:
-        self._outcome.reported = True
+        self.future.reported = True
 
 
 class Lane:
@@ -297,52 +296,44 @@ def async_save(
     if isinstance(path, Mapping):
         refuse_no_state_dict(state_dict, "to save")
     place = absolute_name(path)  # training goes on, perhaps in another working directory
-    return save_in_thread(
-        state_dict,
-        place,
-        provenance,
-        process_group,
-        on_error,
-        when_busy,
-        ask=lambda: refuse_mixed_calls(process_group, "async_save"),
-        begin=lambda: (place, lambda: None),  # nothing is to be done after publication
-    )
+    check_before_asking(process_group, on_error, when_busy)
+    refuse_mixed_calls(process_group, "async_save")
+    lane = free_lane(process_group, place, when_busy)
+    return lane.submit(state_dict, place, provenance or {}, on_error, lambda: None)  # nothing follows publication
 
 
-def save_in_thread(
-    state_dict: Mapping[str, Any],
-    noun: str,
-    provenance: Mapping[str, Any] | None,
-    process_group: dist.ProcessGroup | None,
-    on_error: OnError,
-    when_busy: WhenBusy,
-    ask: Callable[[], None],
-    begin: Callable[[], tuple[str, Callable[[], None]]],
-) -> AsyncSave:
-    """Save as `async_save` does, under a name that is known when the last save has ended.
+def check_before_asking(process_group: dist.ProcessGroup | None, on_error: OnError, when_busy: WhenBusy) -> None:
+    """Refuse unknown choices, and a process group that has lost a rank: the others may not be there to answer.
 
-    Args:
-        noun: names the new save in errors.
-        ask: refuses other calls on other ranks.
-        begin: returns the path, and a function for this rank's thread to call after publication.
+    Raises:
+        ArgumentError: an unknown choice.
+        LostRankError: another rank was lost in an earlier save.
     """
     if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
         raise ArgumentError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
-    # Calls of ranks are compared before any of them waits for the last save.
     lane = _lanes.get(process_group or _world())
-    if lane is not None and lane.loss is not None:  # the others may not be there to answer
+    if lane is not None and lane.loss is not None:
         raise lane.loss
-    ask()
+
+
+def free_lane(process_group: dist.ProcessGroup | None, noun: str, when_busy: WhenBusy) -> Lane:
+    """Return the lane of a process group when its last save has ended, all of whose ranks have made the same call.
+
+    Args:
+        noun: names the new save in errors.
+
+    Raises:
+        DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
+    """
     end_in_order(_under_way)
     lane = _lane(process_group)
     if when_busy == "refuse" and lane.busy():
         raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {noun} is not")
     # The last save has to end first: its buffers are used again, and names may depend on its outcome.
     lane.settle()
-    path, then = begin()
-    return lane.submit(state_dict, path, provenance or {}, on_error, then)
+    return lane
 
 
 def settle_last(process_group: dist.ProcessGroup | None) -> None:

@@ -194,6 +194,15 @@ def warn_on_rank(message: str, category: type[Warning] = UserWarning) -> None:
         print(f"{category.__name__}: {message}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def going_on(fault: str) -> Iterator[None]:
+    """Warn of an error in the block, which is no reason to end a training; the warning begins with the fault."""
+    try:
+        yield
+    except (MuonckptError, OSError) as error:
+        warn_on_rank(f"{fault}; training goes on: {error}", RuntimeWarning)
+
+
 def did_you_mean(word: str, candidates: Sequence[str]) -> str:
     """Return the end of an error message: the candidates that are closest to a word; empty if none is close."""
     from difflib import get_close_matches  # few programs need it

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,7 +16,7 @@ from ...checkpoint.loading import Loaded
 from ...checkpoint.resume_check import compare
 from ...checkpoint.resume_proof import LoadedState, ResumeProof
 from ...checkpoint.training import Training
-from ...names.errors import MuonckptError, called_like, warn_on_rank
+from ...names.errors import called_like, going_on
 from ...names.resumption import LoadReport
 from ...store.io.location import Location
 from ..resumes import add_proof, add_resume
@@ -47,7 +46,7 @@ class Restored:
         """Return a result after recording in the run's folder that the run was resumed, as not checked yet."""
         state, record = loaded.state, None
         if is_coordinator(group):
-            with _warning(folder):
+            with going_on(f"the resume cannot be recorded in {folder}"):
                 record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
         return cls(step, path, loaded.report, _loaded=state, _folder=folder, _group=group, _record=record)
 
@@ -89,7 +88,7 @@ class Restored:
         # The comparison is collective; the record is the first rank's.
         proof = compare(take_parts, self.step, self._group)
         if self._record is not None:
-            with _warning(self._folder):
+            with going_on(f"the resume cannot be recorded in {self._folder}"):
                 add_proof(self._folder, self._record, proof.to_json())
         return proof
 
@@ -103,13 +102,3 @@ class Restored:
         )
 
     __add__ = __getitem__
-
-
-@contextmanager
-def _warning(folder: Location) -> Iterator[None]:
-    """Warn where a resume cannot be recorded, which is no reason to end a training."""
-    try:
-        yield
-    except (MuonckptError, OSError) as error:
-        message = f"the resume cannot be recorded in {folder}; training goes on: {error}"
-        warn_on_rank(message, RuntimeWarning)

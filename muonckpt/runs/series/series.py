@@ -6,7 +6,7 @@ One rank looks into the folder and tells the others, so that all act on the same
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,19 @@ from torch.optim import Optimizer
 from ...checkpoint.all_ranks import (
     JointWork,
     broadcast_from_first,
-    gather_on_all,
     is_coordinator,
     refuse_differing,
     refuse_mixed_calls,
 )
-from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
+from ...checkpoint.async_saving import (
+    AsyncSave,
+    OnError,
+    WhenBusy,
+    check_before_asking,
+    free_lane,
+    settle_last,
+    wait_for_last,
+)
 from ...checkpoint.live_parts import frozen_parameters
 from ...checkpoint.loading import LoadCall, load_sent, send_checkpoint
 from ...checkpoint.refusal import RESTORE, RESUME
@@ -48,6 +55,7 @@ from ...names.errors import (
     UnavailableError,
     about,
     called_like,
+    going_on,
     value_in_short,
     warn_on_rank,
 )
@@ -209,9 +217,9 @@ class Series:
         """
         # Hear of signals, and let the save before end, whose checkpoint may be of this step.
         self._signals.ask("Series.save")
-        state_dict, details = self._to_save(step, state_dict, provenance, "save")
+        state_dict = self._to_save(state_dict, "save")
         settle_last(self._group)
-        name = self._new_name(step, replace, also)
+        name, details = self._begin(step, replace, also, provenance)
         saved = self._saved(name)
         save_together(state_dict, saved.path, details, self._group)
         # Only now is there a newer whole checkpoint, so that older ones may go, and the program end.
@@ -242,24 +250,21 @@ class Series:
             SystemExit: as in `save`; then this has waited for the checkpoint.
         """
 
-        def begin() -> tuple[str, Callable[[], None]]:
-            name = self._new_name(step, replace, also)
-            return self._saved(name).path, lambda: self._clean_up(name, also)
-
-        state_dict, details = self._to_save(step, state_dict, provenance, "async_save")
-        ask = partial(self._signals.ask, "Series.async_save")
-        saving = save_in_thread(state_dict, f"step {step}", details, self._group, on_error, when_busy, ask, begin)
+        state_dict = self._to_save(state_dict, "async_save")
+        check_before_asking(self._group, on_error, when_busy)
+        self._signals.ask("Series.async_save")
+        lane = free_lane(self._group, f"step {step}", when_busy)
+        name, details = self._begin(step, replace, also, provenance)
+        clean_up = partial(self._clean_up, name, also)
+        saving = lane.submit(state_dict, self._saved(name).path, details, on_error, clean_up)
         # A program that ends afterwards has to wait.
         if self._signals.then == "stop":
             saving.result()
         self._signals.met(saving.path)
         return saving
 
-    def _to_save(
-        self, step: int, state_dict: Mapping[str, Any] | None, provenance: Mapping[str, Any] | None, call: str
-    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return the state dict to save, and what the manifest says of it."""
-        details = {**(provenance or {}), "step": step, **({"fresh": self._fresh} if self._fresh else {})}
+    def _to_save(self, state_dict: Mapping[str, Any] | None, call: str) -> Mapping[str, Any]:
+        """Return the state dict to save."""
         if self._half_loaded:
             raise DestinationError(
                 f"nothing is saved: a restore of {self._half_loaded} has failed after it had overwritten tensors, so "
@@ -268,14 +273,10 @@ class Series:
         if self._training is None:
             if state_dict is None:
                 raise ArgumentError(f"expected a state dict. Write Series(folder, model, optimizer).{call}(step)")
-            return state_dict, details
+            return state_dict
         if state_dict is not None:
             raise ArgumentError(f"the series has the model and saves all its objects. Write run.{call}(step)")
-        model = self._training.model
-        # Each stage of a pipeline has a model of its own.
-        frozen_by_rank = gather_on_all(self._group, ArgumentError, lambda: frozen_parameters(model))
-        details["frozen"] = sorted({*chain.from_iterable(frozen_by_rank)})
-        return self._training.state_dict(), details
+        return self._training.state_dict()
 
     @called_like("first = run.resume()")
     def resume(
@@ -414,7 +415,8 @@ class Series:
         self._whole.add(name)
         self._damaged.pop(name, None)
         if is_coordinator(self._group):
-            self._try_removal(f"what {self._folder.place} need not keep", lambda: self._prune(name))
+            with going_on(f"cannot remove what {self._folder.place} need not keep"):
+                self._prune(name)
         if also is not None:
             with about(f"{self._folder.path(name)} is saved, but not exported"):
                 self._export(name, also)
@@ -558,25 +560,31 @@ class Series:
     def _saved(self, name: StepName) -> SavedStep:
         return SavedStep(name.step, str(self._folder.path(name)))
 
-    def _new_name(self, step: int, replace: bool, also: str | None) -> StepName:
-        """Return the name to save under, once all ranks have given the same step."""
-
-        name: StepName | None = None
+    def _begin(
+        self, step: int, replace: bool, also: str | None, provenance: Mapping[str, Any] | None
+    ) -> tuple[StepName, dict[str, Any]]:
+        """Return the name to save under, once all ranks have given the same step, and what the manifest says."""
+        decision: tuple[StepName, list[str]] | None = None
         with JointWork(self._group, DestinationError) as work:
             _check_step(step)
             if also is not None:
                 _check_form(also)
-            ranks = work.gather({"step": step, "replace": replace, "also": also})
+            # Each stage of a pipeline has a model, and frozen parameters, of its own.
+            frozen_here = frozen_parameters(self._training.model) if self._training else []
+            ranks = work.gather(({"step": step, "replace": replace, "also": also}, frozen_here))
             if ranks is not None:
-                refuse_differing(self._group, "save", ranks)
-                self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
+                refuse_differing(self._group, "save", [arguments for arguments, _ in ranks])
+                with going_on(f"cannot remove what killed runs have left in {self._folder.place}"):
+                    self._folder.clean()
                 may_replace = (lambda name: "replace=True") if replace else self._damaged.get
                 name, replaced = self._folder.new_name(step, may_replace)
+                place = self._folder.path(name)
                 for old, reason in replaced.items():
-                    print(
-                        f"{self._folder.path(name)} replaces {old}, which is removed afterwards: {reason}", flush=True
-                    )
-            return work.broadcast(name)
+                    print(f"{place} replaces {old}, which is removed afterwards: {reason}", flush=True)
+                decision = name, sorted({*chain.from_iterable(frozen for _, frozen in ranks)})
+            name, frozen = work.broadcast(decision)
+        details = {**(provenance or {}), "step": step, **({"fresh": self._fresh} if self._fresh else {})}
+        return name, {**details, "frozen": frozen} if self._training else details
 
     def _prune(self, saved: StepName) -> None:
         def is_whole(name: StepName) -> bool:  # looks at each checkpoint once, as time is short
@@ -598,12 +606,6 @@ class Series:
                 "be restored; if this run went back, move the later ones out of the folder",
                 RuntimeWarning,
             )
-
-    def _try_removal(self, subject: str, remove: Callable[[], None]) -> None:
-        try:
-            remove()
-        except (MuonckptError, OSError) as error:
-            warn_on_rank(f"cannot remove {subject}; training goes on: {error}", RuntimeWarning)
 
     def _warn_of(self, newest: Newest, consequence: str, known: Collection[StepName] = ()) -> None:
         # All ranks know the same, and one says it, once.
