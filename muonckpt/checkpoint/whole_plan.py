@@ -102,7 +102,7 @@ class WholePlan:
         rank, row, head, size: for each stored box the rank that writes it, its row, and the bytes of its item before
             its elements, and of the elements.
         witnesses: rows of replicas that are not stored, and of stored ones: ``[2, replicas]``.
-        names: of the rows that have witnesses.
+        names: of these replicas.
     """
 
     shares: tuple[RankItems, ...]
@@ -114,7 +114,7 @@ class WholePlan:
     head: Column
     size: Column
     witnesses: Column
-    names: Mapping[int, str]
+    names: tuple[str, ...]
 
     @classmethod
     def of(cls, ranks: Sequence[RankState], digests: Sequence[Digests]) -> WholePlan:
@@ -183,9 +183,7 @@ class WholePlan:
         """Check that replicas of tensors are equal, as only one of them is stored."""
         rows, stored_rows = self.witnesses
         for number in np.flatnonzero((digests[rows] != digests[stored_rows]).any(axis=1)):
-            raise _drifted(
-                self.names[int(stored_rows[number])], int(ranks[stored_rows[number]]), int(ranks[rows[number]])
-            )
+            raise _drifted(self.names[number], int(ranks[stored_rows[number]]), int(ranks[rows[number]]))
 
 
 _Placed = tuple[int, int]
@@ -193,60 +191,53 @@ _Placed = tuple[int, int]
 
 
 class _Planning:
-    """The making of a plan: every item is given to a rank, and then looked up by its row in the receipts."""
+    """The making of a plan: in the order of keys, every item is given to the rank with the least to write so far."""
 
     def __init__(self, ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
         refuse_other_groups(ranks, digests)
         self._ranks, self._digests = with_joint_groups(ranks), digests
         self._load = [0] * len(ranks)
         """Bytes that each rank writes; an object, whose size is not known, counts for one."""
-        self._stored_boxes: list[tuple[Column, Column]] = []
-        """Where each stored box of all tensors is written, in their order: rank and item."""
+        self._objects: list[tuple[str, KeyPath]] = []
+        self._object_places: list[_Placed] = []
+        self._num_boxes = 0
+        self._box_ranks, self._box_items = [_NONE], [_NONE]
+        """The stored boxes of each tensor."""
         self._witnesses: list[_Placed] = []
-        self._witnessed: list[_Placed] = []
+        self._witnessed: list[int] = []
         self._witness_names: list[str] = []
-        """Each replica of a box that is not stored, the one that is, and its name."""
-        self._objects: list[tuple[str, KeyPath, int]] = []
-        """Key, path, and the number of copies that the rank writes right after the object."""
-        self._stored_objects: list[_Placed] = []
+        """Each replica of a box that is not stored, the number of the stored box among all, and its name."""
         self._common_items: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
         self._numbers_of_holders: dict[tuple[int, ...], int] = {}
 
     def plan(self) -> WholePlan:
         tensors, heads, sizes = self._store_all()
-        # Ranks write objects first, then boxes; receipts follow that order, so rows of items are known now.
-        box_ranks, box_items = (
-            np.concatenate([_NONE, *column]) for column in zip((_NONE, _NONE), *self._stored_boxes, strict=True)
-        )
-        objects = _items_by_rank(len(self._ranks), *_columns_of(self._stored_objects))
-        boxes = _items_by_rank(len(self._ranks), box_ranks, box_items)
-        witness_items = _items_by_rank(len(self._ranks), *_columns_of(self._witnesses))
-        shares: list[RankItems] = []
-        for rank_objects, rank_boxes, rank_witnesses in zip(objects, boxes, witness_items, strict=True):
-            shares.append((rank_objects + rank_boxes, rank_witnesses))
-        first_items, row_of_item = self._rows_of_items(shares)
-
-        def rows(ranks: Column, items: Column) -> Column:
-            numbered_rows: Column = row_of_item[first_items[ranks] + items]
-            return numbered_rows
-
-        # All that was given out by rank and item is looked up by row from here on.
-        object_rows = rows(*_columns_of(self._stored_objects))
-        witnesses = np.stack([rows(*_columns_of(self._witnesses)), rows(*_columns_of(self._witnessed))])
-        objects_planned = []
-        for (key, path, copies_after), row in zip(self._objects, object_rows.tolist(), strict=True):
-            objects_planned.append((key, path, row - copies_after))
+        # Receipts have objects first, as ranks write them, then boxes, then witnesses, each in the order of items.
+        box_ranks, box_items = np.concatenate(self._box_ranks), np.concatenate(self._box_items)
+        places = [_columns_of(self._object_places), (box_ranks, box_items), _columns_of(self._witnesses)]
+        ranks, items = (np.concatenate(column) for column in zip(*places, strict=True))
+        lengths = [len(ranks_of_kind) for ranks_of_kind, _ in places]
+        part = 3 * ranks + np.repeat(np.arange(3), lengths)
+        order = np.lexsort((items, part))
+        # So the rows of all are known, and each rank's share.
+        rows = np.empty(len(order), np.int64)
+        rows[order] = np.arange(len(order))
+        object_rows, box_rows, witness_rows = np.split(rows, np.cumsum(lengths)[:-1])
+        ends = np.cumsum(np.bincount(part, minlength=3 * len(self._ranks))).tolist()
+        sorted_items = items[order].tolist()
+        parts = iter([sorted_items[begin:end] for begin, end in pairwise([0, *ends])])
+        shares = [(objects + boxes, witnesses) for objects, boxes, witnesses in zip(parts, parts, parts, strict=True)]
         return WholePlan(
             tuple(shares),
             tuple(map(dict, self._common_items)),
             tensors,
-            tuple(objects_planned),
+            tuple((*described, row) for described, row in zip(self._objects, object_rows.tolist(), strict=True)),
             box_ranks.astype(np.int32),
-            rows(box_ranks, box_items),
+            box_rows,
             heads,
             sizes,
-            witnesses,
-            dict(zip(witnesses[1].tolist(), self._witness_names, strict=True)),
+            np.stack([witness_rows, box_rows[np.array(self._witnessed, np.int64)]]),
+            tuple(self._witness_names),
         )
 
     def _store_all(self) -> tuple[tuple[_PlannedTensor, ...], Column, Column]:
@@ -291,49 +282,33 @@ class _Planning:
                 )
         return described
 
-    def _rows_of_items(self, shares: Sequence[RankItems]) -> tuple[Column, Column]:
-        """Return the first item of each rank, counted through all ranks, and the row of each item; -1 without one."""
-        counts_by_state: dict[tuple[int, bytes], int] = {}
-        counts = []
-        for state in self._ranks:
-            identity = id(state.form), state.counts
-            if identity not in counts_by_state:
-                counts_by_state[identity] = state.first_items()[-1]
-            counts.append(counts_by_state[identity])
-        first_items = np.cumsum([0, *counts])
-        receipts = []
-        for first, (stored_items, witness_items) in zip(first_items, shares, strict=False):
-            receipts.append(first + np.array([*stored_items, *witness_items], np.int64))
-        items = np.concatenate(receipts)
-        row_of_item = np.full(first_items[-1], -1, np.int64)
-        row_of_item[items] = np.arange(len(items))  # of copies, the last
-        return first_items, row_of_item
-
     def _store_tensor(self, key: str, holders: Sequence[AlikeHolders], geometry: _Geometry) -> None:
-        """Give each box of a tensor to the rank with the least to write among those with a replica."""
+        """Give each box of a tensor to one of the ranks with a replica; those of the others are its witnesses."""
         first_items = np.array([each.item for each in holders], np.int64)
-        places, index, number = geometry.replicas.astype(np.int64)
+        ranks, index, number = geometry.replicas.astype(np.int64)
         items = first_items[index] + number
         stored_rows = geometry.begin[:-1]
-        if len(stored_rows) < len(places):
-            stored_rows = self._choose_replicas(key, places.tolist(), items.tolist(), geometry)
+        if len(stored_rows) < len(ranks):
+            stored_rows = self._choose_replicas(key, ranks.tolist(), items.tolist(), geometry)
         else:
-            for place, size in zip(places.tolist(), geometry.sizes.tolist(), strict=True):
-                self._load[place] += size
-        self._stored_boxes.append((places[stored_rows], items[stored_rows]))
+            for rank, size in zip(ranks.tolist(), geometry.sizes.tolist(), strict=True):
+                self._load[rank] += size
+        self._box_ranks.append(ranks[stored_rows])
+        self._box_items.append(items[stored_rows])
+        self._num_boxes += len(stored_rows)
 
-    def _choose_replicas(self, key: str, places: list[int], items: list[int], geometry: _Geometry) -> Column:
-        """Return the row of the replica of each box that is stored; the others are its witnesses."""
+    def _choose_replicas(self, key: str, ranks: list[int], items: list[int], geometry: _Geometry) -> Column:
+        """Return the row of the replica of each box that is stored."""
         stored_rows = []
         for number, (begin, end) in enumerate(pairwise(geometry.begin.tolist())):
-            row = min(range(begin, end), key=lambda row: self._load[places[row]])
-            self._load[places[row]] += geometry.sizes.item(number)
+            row = min(range(begin, end), key=lambda row: self._load[ranks[row]])
+            self._load[ranks[row]] += geometry.sizes.item(number)
             stored_rows.append(row)
             name = f"{key!r} at {tuple(geometry.boxes.lo[number].tolist())}" if end > begin + 1 else ""
             for other in range(begin, end):
                 if other != row:
-                    self._witnesses.append((places[other], items[other]))
-                    self._witnessed.append((places[row], items[row]))
+                    self._witnesses.append((ranks[other], items[other]))
+                    self._witnessed.append(self._num_boxes + number)
                     self._witness_names.append(name)
         return np.array(stored_rows, np.int64)
 
@@ -366,14 +341,14 @@ class _Planning:
             for rank, item in other_items:
                 if self._digests[rank][item] != self._digests[first][first_item]:
                     raise other_options(repr(key), first, rank)
-        self._write(key, path, replicas[0], 1)  # what programs read that know no ranks
+        self._write(key, path, replicas[0])  # what programs read that know no ranks
         for rank, item in replicas:
             self._write(*rank_key(key, path, rank, len(self._ranks)), (rank, item))
 
-    def _write(self, key: str, path: KeyPath, place: _Placed, copies_after: int = 0) -> None:
+    def _write(self, key: str, path: KeyPath, place: _Placed) -> None:
         self._load[place[0]] += 1
-        self._objects.append((key, path, copies_after))
-        self._stored_objects.append(place)
+        self._objects.append((key, path))
+        self._object_places.append(place)
 
 
 def _geometry(key: str, holders: Sequence[AlikeHolders], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
@@ -426,14 +401,6 @@ _NONE = np.zeros(0, np.int64)
 def _columns_of(placed: Sequence[_Placed]) -> tuple[Column, Column]:
     ranks, items = np.array(placed, np.int64).reshape(-1, 2).T
     return ranks, items
-
-
-def _items_by_rank(num_ranks: int, ranks: Column, items: Column) -> list[list[int]]:
-    """Return the items of each rank, ascending."""
-    order = np.lexsort((items, ranks))
-    ends = np.searchsorted(ranks[order], np.arange(num_ranks + 1)).tolist()
-    sorted_items = items[order].tolist()
-    return [sorted_items[begin:end] for begin, end in pairwise(ends)]
 
 
 def rank_file(rank: int) -> str:
