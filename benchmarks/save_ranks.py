@@ -53,7 +53,7 @@ def _of_rank(described: RankState, rank: int) -> RankState:
 
 def plan(sent: list[bytes]) -> WholePlan:
     states, digests = zip(*map(pickle.loads, sent), strict=True)
-    return WholePlan.of(states, digests)
+    return WholePlan.of(states, digests, range(len(states)))
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
     return joint
 
 
-def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
+def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests], global_ranks: Sequence[int]) -> None:
     """Refuse a parameter that ranks have in groups with other options: a resume could take either's."""
     # Where all ranks have the same groups, equal keys are compared anyway, so there is nothing to look for.
     if all(state.form.optimizers == ranks[0].form.optimizers for state in ranks):
@@ -145,7 +145,7 @@ def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) 
                     first, first_values = homes.setdefault((optimizer.key, name), (rank, values))
                     for option in sorted(values.keys() | first_values.keys()):
                         if values.get(option) != first_values.get(option):
-                            raise other_options(f"{option} of {name}", first, rank)
+                            raise other_options(f"{option} of {name}", global_ranks[first], global_ranks[rank])
 
 
 def other_options(option: str, first: int, other_rank: int) -> LayoutError:

@@ -128,7 +128,7 @@ def redistribute(
         offers = work.broadcast(work.gather(offer))
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
     states = [offer.state for offer in offers]
-    refuse_other_groups(states, [offer.digests for offer in offers])
+    refuse_other_groups(states, [offer.digests for offer in offers], ranks)
     offers = [offer.known_as(state) for offer, state in zip(offers, with_joint_groups(states), strict=True)]
     items, stored = _stored_of(ranks, offers, (place, len(ranks)))
     source = source.known_as(offers[place].state)

@@ -40,7 +40,7 @@ from ..store.io import publish
 from ..store.io.checksums import Frame, Sums, crc32_of, xxh3_128
 from ..store.io.location import Location, location, refuse_unseen
 from ..store.io.new_file import Writing, create_file
-from .all_ranks import JointWork, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
+from .all_ranks import JointWork, group_ranks, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
 from .bits import bits_of, dtype_name, integer_view
 from .live_state import Item, LiveState, RankState
 from .storable import refuse_unstorable
@@ -170,7 +170,8 @@ def _agree(group: dist.ProcessGroup | None, plans: AgreedPlans, live: LiveState)
     with JointWork(group, DestinationError) as work:
         answers = work.gather((live.described, live.digests))
         if answers is not None:
-            joint_plan = WholePlan.of([state for state, _ in answers], [digests for _, digests in answers])
+            states, digests = [state for state, _ in answers], [digests for _, digests in answers]
+            joint_plan = WholePlan.of(states, digests, group_ranks(group))
             name = secrets.token_bytes(16)
             shares = [(name, *items) for items in zip(joint_plan.shares, joint_plan.common_items, strict=True)]
     name, share, common_items = scatter_from_first(group, shares)

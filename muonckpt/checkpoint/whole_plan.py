@@ -103,6 +103,7 @@ class WholePlan:
             its elements, and of the elements.
         witnesses: rows of replicas that are not stored, and of stored ones: ``[2, replicas]``.
         names: of these replicas.
+        global_ranks: names of the ranks in errors; elsewhere they are known by their places in the group.
     """
 
     shares: tuple[RankItems, ...]
@@ -115,9 +116,10 @@ class WholePlan:
     size: Column
     witnesses: Column
     names: tuple[str, ...]
+    global_ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[RankState], digests: Sequence[Digests]) -> WholePlan:
+    def of(cls, ranks: Sequence[RankState], digests: Sequence[Digests], global_ranks: Sequence[int]) -> WholePlan:
         """Plan who saves what: of replicas one is stored, the others are witnesses.
 
         Objects that differ from rank to rank are stored for each rank, below `BY_RANK`, and the first one by its key.
@@ -126,7 +128,7 @@ class WholePlan:
             LayoutError: a tensor has a hole or an overlap, or ranks hold different values under a key that can have one
                 alone, such as an option of an optimizer.
         """
-        return _Planning(ranks, digests).plan()
+        return _Planning(ranks, digests, tuple(global_ranks)).plan()
 
     def manifest(self, receipts: Sequence[bytes], provenance: Mapping[str, Any]) -> Manifest:
         """Describe what ranks have written, after comparing replicas.
@@ -140,8 +142,8 @@ class WholePlan:
         for rank, receipt in enumerate(receipts):
             if len(receipt) != expected[rank] * _ROW.size:
                 raise DestinationError(
-                    f"rank {rank} planned to write or compare {expected[rank]} items and did so with "
-                    f"{len(receipt) / _ROW.size:g}"
+                    f"rank {self.global_ranks[rank]} planned to write or compare {expected[rank]} items and did so "
+                    f"with {len(receipt) / _ROW.size:g}"
                 )
         # Receipts become one table, and replicas are compared before anything is described.
         tables = [np.frombuffer(receipt, _ROWS) for receipt in receipts]
@@ -183,7 +185,8 @@ class WholePlan:
         """Check that replicas of tensors are equal, as only one of them is stored."""
         rows, stored_rows = self.witnesses
         for number in np.flatnonzero((digests[rows] != digests[stored_rows]).any(axis=1)):
-            raise _drifted(self.names[number], int(ranks[stored_rows[number]]), int(ranks[rows[number]]))
+            writer, witness = ranks[stored_rows[number]], ranks[rows[number]]
+            raise _drifted(self.names[number], self.global_ranks[writer], self.global_ranks[witness])
 
 
 _Placed = tuple[int, int]
@@ -193,8 +196,9 @@ _Placed = tuple[int, int]
 class _Planning:
     """The making of a plan: in the order of keys, every item is given to the rank with the least to write so far."""
 
-    def __init__(self, ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
-        refuse_other_groups(ranks, digests)
+    def __init__(self, ranks: Sequence[RankState], digests: Sequence[Digests], global_ranks: tuple[int, ...]) -> None:
+        refuse_other_groups(ranks, digests, global_ranks)
+        self._global_ranks = global_ranks
         self._ranks, self._digests = with_joint_groups(ranks), digests
         self._load = [0] * len(ranks)
         """Bytes that each rank writes; an object, whose size is not known, counts for one."""
@@ -238,6 +242,7 @@ class _Planning:
             sizes,
             np.stack([witness_rows, box_rows[np.array(self._witnessed, np.int64)]]),
             tuple(self._witness_names),
+            self._global_ranks,
         )
 
     def _store_all(self) -> tuple[tuple[_PlannedTensor, ...], Column, Column]:
@@ -253,7 +258,7 @@ class _Planning:
             path, name = described[key]
             identity = tuple([each.identity for each in holders])
             if identity not in geometries:
-                geometries[identity] = _geometry(key, holders, shared_boxes)
+                geometries[identity] = _geometry(key, holders, shared_boxes, self._global_ranks)
             geometry = geometries[identity]
             if geometry is None:
                 replicas = sorted((place, each.item) for each in holders for place in each.places.tolist())
@@ -340,7 +345,7 @@ class _Planning:
             (first, first_item), *other_items = replicas
             for rank, item in other_items:
                 if self._digests[rank][item] != self._digests[first][first_item]:
-                    raise other_options(repr(key), first, rank)
+                    raise other_options(repr(key), self._global_ranks[first], self._global_ranks[rank])
         self._write(key, path, replicas[0])  # what programs read that know no ranks
         for rank, item in replicas:
             self._write(*rank_key(key, path, rank, len(self._ranks)), (rank, item))
@@ -351,7 +356,9 @@ class _Planning:
         self._object_places.append(place)
 
 
-def _geometry(key: str, holders: Sequence[AlikeHolders], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
+def _geometry(
+    key: str, holders: Sequence[AlikeHolders], shared_boxes: dict[Boxes, Boxes], global_ranks: Sequence[int]
+) -> _Geometry | None:
     """Return how ranks hold a tensor, after proving it whole; None for an object."""
     # Ranks have to speak of one tensor before boxes can be laid side by side.
     kinds = [each.kind for each in holders if each.kind is not None]
@@ -362,7 +369,7 @@ def _geometry(key: str, holders: Sequence[AlikeHolders], shared_boxes: dict[Boxe
     first = kinds[0]
     for kind, each in zip(kinds, holders, strict=True):
         if (kind.dtype, kind.shape) != (first.dtype, first.shape):
-            first_rank, rank = int(holders[0].places[0]), int(each.places[0])
+            first_rank, rank = global_ranks[holders[0].places[0]], global_ranks[each.places[0]]
             for lo in {*map(tuple, each.lo[0].tolist())} & {*map(tuple, holders[0].lo[0].tolist())}:
                 raise _drifted(f"{key!r} at {lo}", first_rank, rank)
             raise LayoutError(
@@ -372,7 +379,7 @@ def _geometry(key: str, holders: Sequence[AlikeHolders], shared_boxes: dict[Boxe
     # The layout is the proof: no hole, no overlap in part.
     held = HeldBoxes.of(holders)
     with about(f"tensor {key!r}"):
-        layout = held.layout(first.shape, range(held.place.max(initial=-1) + 1))
+        layout = held.layout(first.shape, global_ranks)
     record_of(key, (), None, first)  # refuses more dims than a manifest can have, before work is spent
     # Boxes are stored by their first index; rows of equal boxes are replicas.
     ordered = np.lexsort(layout.starts.T[::-1])

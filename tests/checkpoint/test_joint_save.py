@@ -20,7 +20,7 @@ from muonckpt.algebra.box import Box
 from muonckpt.checkpoint import all_ranks
 from muonckpt.checkpoint.live_state import Annotation, LiveState, RankState, ShardSpec
 from muonckpt.checkpoint.saving import AgreedPlans, SaveProgress, run_save
-from muonckpt.checkpoint.whole_plan import WholePlan
+from muonckpt.checkpoint.whole_plan import WholePlan, receipt_row
 from muonckpt.store.io.location import location
 
 
@@ -158,9 +158,9 @@ def held(**kinds: ShardSpec | None) -> RankState:
     [
         ([part((4,), (0,), (2,)), part((4,), (3,), (4,))], "tensor 'w': no buffer holds box [2:3]"),
         ([part((4,), (0,), (3,)), part((4,), (2,), (4,))], "overlap in part"),
-        ([part((4,), (0,), (2,)), part((4,), (2,), (4,), "bfloat16")], "rank 1 bfloat16 of shape (4,)"),
-        ([part((4,), (0,), (2,)), part((8,), (2,), (4,))], "rank 0 says float32 of shape (4,), and rank 1 float32 of"),
-        ([part((4,), (0,), (4,)), part((4,), (0,), (4,), "int32")], "ranks 0 and 1 hold different data"),
+        ([part((4,), (0,), (2,)), part((4,), (2,), (4,), "bfloat16")], "rank 7 bfloat16 of shape (4,)"),
+        ([part((4,), (0,), (2,)), part((8,), (2,), (4,))], "rank 5 says float32 of shape (4,), and rank 7 float32 of"),
+        ([part((4,), (0,), (4,)), part((4,), (0,), (4,), "int32")], "ranks 5 and 7 hold different data"),
         ([part((4,), (0,), (4,)), OBJECT], "'w' is a tensor on some ranks and another object on others"),
         ([OBJECT, part((4,), (0,), (4,))], "'w' is a tensor on some ranks and another object on others"),
     ],
@@ -168,8 +168,15 @@ def held(**kinds: ShardSpec | None) -> RankState:
 def test_ranks_that_do_not_hold_one_tensor_are_told_which_and_where(ranks, message):
     like = [part((4,), (0,), (2,)), part((4,), (2,), (4,))]  # is fine, and comes first
     with pytest.raises(LayoutError) as refused:
-        WholePlan.of([held(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)], [{}, {}])
+        WholePlan.of([held(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)], [{}, {}], [5, 7])
     assert message in str(refused.value)
+
+
+def test_replicas_that_differ_are_told_by_the_global_ranks_of_a_group():
+    whole = held(w=part((4,), (0,), (4,)))
+    plan = WholePlan.of([whole, whole], [{}, {}], [5, 7])
+    with pytest.raises(LayoutError, match=r"'w' at \(0,\): ranks 5 and 7 hold different data"):
+        plan.manifest([receipt_row("0" * 32, length=64), receipt_row("1" * 32)], {})
 
 
 def test_ranks_that_hold_the_same_keys_send_one_form_and_boxes_of_their_own():
@@ -177,7 +184,7 @@ def test_ranks_that_hold_the_same_keys_send_one_form_and_boxes_of_their_own():
     arrived = [pickle.loads(pickle.dumps(state)) for state in sent]
     assert arrived == sent and len({id(state.form) for state in arrived}) == 1
     assert [state.kinds[0].boxes for state in arrived] == [(Box((rank, 0), (rank + 1, 2)),) for rank in range(4)]
-    plan = WholePlan.of(arrived, [{2: b""}] * 4)
+    plan = WholePlan.of(arrived, [{2: b""}] * 4, range(4))
     assert plan.shares == (([0, 1], []), ([2, 0], [1]), ([0], [1]), ([0], [1]))
     assert [tensor.boxes.lo.tolist() for tensor in plan.tensors] == [[[rank, 0] for rank in range(4)], [[]]]
 
@@ -185,6 +192,6 @@ def test_ranks_that_hold_the_same_keys_send_one_form_and_boxes_of_their_own():
 def test_replicas_are_written_by_the_rank_that_has_least_to_write():
     whole = {f"w{number}": part((4,), (0,), (4,)) for number in range(4)}
     mine = {"big": part((100,), (0,), (100,))}
-    plan = WholePlan.of([held(**mine, **whole), held(**whole, log=OBJECT), held(**whole)], [{}, {4: b""}, {}])
+    plan = WholePlan.of([held(**mine, **whole), held(**whole, log=OBJECT), held(**whole)], [{}, {4: b""}, {}], range(3))
     assert plan.shares == (([0], [1, 2, 3, 4]), ([4, 0, 2], [1, 3]), ([1, 3], [0, 2])), "objects come first"
     assert sorted(plan.rank.tolist()) == [0, 1, 1, 2, 2] and plan.witnesses.shape == (2, 8)
