@@ -32,7 +32,7 @@ R = TypeVar("R")
 class _Outcome:
     """The failures that all ranks receive, by global rank; -1 means all of them."""
 
-    failures: dict[int, MuonckptError]
+    failures: Mapping[int, MuonckptError]
 
     def raise_it(self, cause: Exception | None) -> NoReturn:
         """Raise the error of the first rank that failed; ``cause`` was raised on this rank."""
@@ -62,42 +62,36 @@ class JointWork:
         self._group, self._kind = process_group, kind
         self._awaited: Literal["gather", "broadcast", ""] = "gather"
         """The exchange that the other ranks wait in, if one rank fails now."""
+        self._cause: Exception | None = None
+        """The error of this rank."""
 
     def __enter__(self) -> JointWork:
         return self
 
     def gather(self, answer: T) -> list[T] | None:
         """Return the answers of all ranks, in the order of the group, on its first rank; None on others."""
-        return self._gather(answer, None)
-
-    def broadcast(self, decision: T | None) -> T:
-        """Return the first rank's decision on all ranks."""
-        message: T = self._broadcast(decision, None)
-        return message
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._awaited or not (error is None or isinstance(error, Exception)):
-            return
-        failure = None if error is None else _as_ours(error, self._kind)
-        if self._awaited == "gather":
-            self._gather(failure, error)
-        else:
-            self._broadcast(failure and _Outcome({-1: failure}), error)
-
-    def _gather(self, answer: Any, cause: Exception | None) -> list[Any] | None:
         self._awaited = ""
         answers, has_failed = gather_on_first(self._group, answer)
         if has_failed:  # nothing is decided on the answers of some ranks
             ranked = zip(group_ranks(self._group), answers or (), strict=False)
             failures = {rank: answer for rank, answer in ranked if isinstance(answer, MuonckptError)}
-            self._broadcast(_Outcome(failures), cause)
+            self.broadcast(_Outcome(failures))
         self._awaited = "broadcast"
         return answers
 
-    def _broadcast(self, message: Any, cause: Exception | None) -> Any:
-        # A failure travels in the place of the decision, so that no rank waits for one that has raised.
+    def broadcast(self, decision: T | _Outcome | None) -> T:
+        """Return the first rank's decision on all ranks, or raise the failure that travels in its place."""
         self._awaited = ""
-        return _unless_failed(_broadcast(self._group, message), cause)
+        return _unless_failed(_broadcast(self._group, decision), self._cause)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._awaited or not (error is None or isinstance(error, Exception)):
+            return
+        self._cause, failure = error, None if error is None else _as_ours(error, self._kind)
+        if self._awaited == "gather":
+            self.gather(failure)
+        else:
+            self.broadcast(failure and _Outcome({-1: failure}))
 
 
 def gather_on_all(
