@@ -36,7 +36,7 @@ from .all_ranks import (
     unusable,
     wire_device,
 )
-from .attestation import MOST_FAULTS, SharesOfRank, held_together, shares_of
+from .attestation import MOST_FAULTS, held_together, shares_of
 from .bits import share_of, unsigned
 from .joint_state import layout_on_ranks, other_options, refuse_other_groups, with_joint_groups
 from .live_state import Digests, LiveState, RankState
@@ -46,7 +46,7 @@ from .refusal import REDISTRIBUTE, Refusal
 from .shared_memory import check_apart, differing_ties, tied_origins
 from .stored import Matching, Stored
 from .transfer import Transfer, views
-from .transfer_plan import Move, RankSides, Stage, divide_in_stages, make_copies
+from .transfer_plan import Move, RankSides, divide_in_stages, make_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,20 @@ def redistribute(
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}
-        _refuse_overwriting(ranks, tied, gather_on_all(group, LayoutError, lambda: shares_of(source, keys)))
+        prints = held_together(ranks, gather_on_all(group, LayoutError, lambda: shares_of(source, keys))).tensors
+        for key, other_key in sorted(tied):
+            if prints.get(key) != prints.get(other_key):  # of what arrives in one memory, the last would be left
+                raise LayoutError(differing_ties(key, other_key, "the source"))
     with JointWork(group, TargetError):
-        plan = _plan(offers, requests, stored, ranks, group)
-    moves, transfer = plan.moves, plan.transfer
+        moves = _moves_of(ranks, offers, requests, stored)
+        stages = divide_in_stages(moves, len(ranks), min(offer.memory for offer in offers))
+        transfer = Transfer(moves, stages, group)
+        devices_of_ranks = [offer.devices | request.devices for offer, request in zip(offers, requests, strict=True)]
+        devices = frozenset[str]().union(*devices_of_ranks)
+        wire = torch.empty(transfer.wire_bytes, dtype=torch.uint8, device=wire_device(group, devices))
     box_shares = _prove_replicas(source, moves, ranks, group) if attest else {}
     # 3. Elements move; then everything else is set, and what has arrived is compared with what was sent.
-    failure = transfer.run({move.source: source.local(move.source) for move in moves}, target.local, plan.wire)
+    failure = transfer.run({move.source: source.local(move.source) for move in moves}, target.local, wire)
     own_matching = requests[place].matching
     with unusable(), JointWork(group, TargetError) as work:
         if failure is not None:
@@ -164,18 +171,8 @@ def redistribute(
         warn_on_rank(f"the source did not say options, which stay as the running optimizer's: {options}")
     num_tensors = len({move.target for move in moves})
     return Redistribution(
-        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(plan.stages), transfer.wire_bytes
+        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.wire_bytes
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The moves in stages, and the memory for their exchanges."""
-
-    moves: Sequence[Move]
-    stages: Sequence[Stage]
-    transfer: Transfer
-    wire: Tensor
 
 
 def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices) -> _Request:
@@ -185,30 +182,6 @@ def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices)
     tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
     return _Request(matching, target.described.boxes(keys), target.devices, tied)
-
-
-def _plan(
-    offers: Sequence[_Offer],
-    requests: Sequence[_Request],
-    stored: Stored,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup | None,
-) -> _Plan:
-    """Return what has to move, after proving that the source is whole, and take the memory for it."""
-    moves = _moves_of(ranks, offers, requests, stored)
-    stages = divide_in_stages(moves, len(ranks), min(offer.memory for offer in offers))
-    transfer = Transfer(moves, stages, group)
-    devices = frozenset[str]().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
-    wire = torch.empty(transfer.wire_bytes, dtype=torch.uint8, device=wire_device(group, devices))
-    return _Plan(moves, stages, transfer, wire)
-
-
-def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], shares: Sequence[SharesOfRank]) -> None:
-    """Refuse tensors that differ where the target has one memory for both: what arrives last would be left of them."""
-    prints = held_together(ranks, shares).tensors
-    for key, other_key in sorted(pairs):
-        if prints.get(key) != prints.get(other_key):
-            raise LayoutError(differing_ties(key, other_key, "the source"))
 
 
 def _moves_of(
