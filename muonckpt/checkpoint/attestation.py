@@ -229,13 +229,13 @@ def _attested(
         ranks = work.gather(shares_of(live, live.parts))
         if ranks is not None:
             # Replicas are compared even where nothing else is, as a checkpoint keeps one of them alone.
-            held = held_together(group_ranks(process_group), ranks)
-            subject, expected = compared(held.tensors)
-            if faults := [*held.faults, *differing(subject, expected)]:
+            joint = held_together(group_ranks(process_group), ranks)
+            subject, expected = compared(joint.tensors)
+            if faults := [*joint.faults, *differing(subject, expected)]:
                 reason = unequal or " differs from rank to rank"
                 raise AttestError(f"live state{reason}: {listed(faults, MOST_FAULTS, '; ')}")
             nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
-            attestation = Attestation(len(subject), nbytes, held.replicated, Fingerprints(held.tensors))
+            attestation = Attestation(len(subject), nbytes, joint.replicated, Fingerprints(joint.tensors))
         return work.broadcast(attestation)
 
 

@@ -89,9 +89,8 @@ class RankForm:
                 number = numbers[options][int(former)]
                 keys[place] = f"{options}{number}.{option}"
                 if path := self.paths and self.paths[place]:
-                    depth = options.count(".")
-                    while f"{key_of(path[:depth])}." != options:  # a part of a path may have dots
-                        depth -= 1
+                    # A part of a path may have dots.
+                    depth = next(depth for depth in range(len(path)) if f"{key_of(path[:depth])}." == options)
                     paths[place] = (*path[:depth], number, *path[depth + 1 :])
         return replace(self, keys=tuple(keys), paths=tuple(paths), optimizers=())
 

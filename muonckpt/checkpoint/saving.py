@@ -116,7 +116,7 @@ def run_save(
     refuse_lone_process(path)
     with ExitStack() as unpublished:  # a failed save leaves nothing behind, whatever ended it
         # 1. All ranks hear where they write, and which plan serves again: one exchange while the structure stays.
-        staging, found = None, None
+        staging, decision = None, None
         with JointWork(group, DestinationError) as work:
             live, destination, details = state(), location(path, DestinationError), as_json(provenance)
             refuse_unstorable(live.flat)
@@ -124,8 +124,8 @@ def run_save(
             if answers is not None:
                 refuse_differing(group, "save", [{"path": path} for path, _ in answers])
                 staging = unpublished.enter_context(publish.Staging(destination))
-                found = _common_plan([digests for _, digests in answers]), staging.place
-            name, place = work.broadcast(found)
+                decision = _common_plan([digests for _, digests in answers]), staging.place
+            name, place = work.broadcast(decision)
         # 2. Where no plan serves, the coordinator makes one, and each rank gets its share of it alone.
         plan = _agree(group, plans, live) if name is None else plans[name]
         # 3. Each rank writes its file.  The coordinator publishes only when the receipts of all are there.
