@@ -140,27 +140,31 @@ class StepFolder:
         fault = step.fault if step.state == "faulty" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
         return replace(step, state="incomplete", fault=fault, is_complete=False), None
 
-    def new_name(self, step: int, reason: Callable[[StepName], str | None]) -> tuple[StepName, dict[StepName, str]]:
+    def new_name(
+        self, step: int, replace: bool, damaged: Mapping[StepName, str]
+    ) -> tuple[StepName, dict[StepName, str]]:
         """Return a free name for a new checkpoint of a step, and those that it replaces, each with the reason.
 
         Args:
-            reason: returns why a checkpoint of the same step may be replaced though its files look whole, or None.
+            replace: whether it may replace a whole one.
+            damaged: as for `newest`.
 
         Raises:
             DestinationError: a whole one may not.
         """
         names = {name for name in self._names() if name.step == step}
         # A whole checkpoint is replaced only by those who say so.
-        reasons = {name: reason(name) or self.fault(name) for name in sorted(self._published(names))}
-        for name, why in reasons.items():
-            if why is None:
+        reasons: dict[StepName, str] = {}
+        for name in sorted(self._published(names)):
+            reason = "replace=True" if replace else damaged.get(name) or self.fault(name)
+            if reason is None:
                 raise DestinationError(
                     f"{self.path(name)} exists already, and is whole; a run that is resumed goes on behind it, "
                     "from the step that resume returns; if this run went back to an earlier step and the checkpoint is "
                     "to be superseded, save with replace=True"
                 )
-        new = StepName(step, max((name.attempt for name in names), default=0) + 1)
-        return new, {name: why for name, why in reasons.items() if why}
+            reasons[name] = reason
+        return StepName(step, max((name.attempt for name in names), default=0) + 1), reasons
 
     def prune(
         self, saved: StepName, keep_last: int | None, keep_every: int | None, is_whole: Callable[[StepName], bool]

@@ -115,8 +115,8 @@ def lock_left(real, staging, *args):
 
 
 @defect(StepFolder, "new_name", 10)
-def step_number_used_twice(real, folder, step, replaceable):
-    return StepName(step)
+def step_number_used_twice(real, folder, step, *args):
+    return StepName(step), {}
 
 
 @defect(step_folder, "superfluous", 3)

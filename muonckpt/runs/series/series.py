@@ -576,8 +576,7 @@ class Series:
                 refuse_differing(self._group, "save", [arguments for arguments, _ in ranks])
                 with going_on(f"cannot remove what killed runs have left in {self._folder.place}"):
                     self._folder.clean()
-                may_replace = (lambda name: "replace=True") if replace else self._damaged.get
-                name, replaced = self._folder.new_name(step, may_replace)
+                name, replaced = self._folder.new_name(step, replace, self._damaged)
                 place = self._folder.path(name)
                 for old, reason in replaced.items():
                     print(f"{place} replaces {old}, which is removed afterwards: {reason}", flush=True)
