@@ -30,7 +30,7 @@ class Newest:
     """The newest checkpoint without losses, or None, and the newer ones, each with its fault.
 
     Attributes:
-        doubt: what its last verification has found in it nevertheless; empty if nothing.
+        doubt: what is odd in it nevertheless: its last verification, or its name; empty if nothing.
     """
 
     name: StepName | None
@@ -75,7 +75,11 @@ class StepFolder:
                 except (SourceError, UnavailableError) as error:
                     raise error.with_text(error.fault, way_back_beside(self.path(name))) from error
                 if not step.has_loss:
-                    return Newest(name, faults, step.fault), checkpoint
+                    doubts = [step.fault] if step.fault else []
+                    recorded = checkpoint.outline.provenance.get("step") if checkpoint else None
+                    if isinstance(recorded, int) and recorded != name.step:
+                        doubts.append(f"it was saved as step {recorded}; the run takes {name.step}, from its name")
+                    return Newest(name, faults, "; ".join(doubts)), checkpoint
                 if not self.has(name):
                     break
                 faults[name] = step.fault

@@ -307,6 +307,16 @@ def test_a_save_says_on_one_line_which_step_it_replaces_and_why(how, tmp_path, c
     assert capsys.readouterr().out == ""
 
 
+def test_a_step_that_was_renamed_is_taken_by_its_name_with_a_warning(tmp_path):
+    for step in (1, 2):
+        path = Path(Series(tmp_path).save(step, state(step)).path)
+    renamed = path.rename(tmp_path / "step-00000900")
+    with pytest.warns(
+        RuntimeWarning, match=f"{renamed} is taken, .* it was saved as step 2; the run takes 900, from its"
+    ):
+        assert Series(tmp_path).restore(state(-1)).step == 900
+
+
 @pytest.mark.parametrize("record", ["written", "refused"])
 def test_all_hear_of_damage_that_a_restore_has_met_until_the_file_is_replaced(record, tmp_path):
     for step in (1, 2, 3):
