@@ -85,16 +85,14 @@ def _records(tensors: Sequence[OutputTensor]) -> list[StateRecord]:
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
-    # The widest elements come first, so that all are aligned.
-    outputs_by_key = by_key(tensors)
     # The largest elements come first, which aligns all tensors.
-    records = sorted(_records(tensors), key=lambda tensor: -itemsize(tensor.dtype))
+    outputs = sorted(tensors, key=lambda output: -itemsize(output.record.dtype))
+    records = _records(outputs)
 
     def header(chunk_sums: ChunkSums) -> bytes:
         sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
         return safetensors.encode_front(records, recorded, sums)
 
-    outputs = [outputs_by_key[record.key] for record in records]
     plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in outputs]
     start = len(header(np.empty(0, SUMS)))
     chunks = OutputChunks.end_to_end(name, outputs, plans, start)

@@ -296,9 +296,10 @@ def siblings_reader(path: Location) -> Reader:
     readers = {name: reader(path / name) for name in folders_with(path, METADATA_FILE)}
     outlines = {name: part.outline for name, part in readers.items()}
     if set(map(_has_optimizers_only, outlines.values())) != {True, False}:
+        newest = max(outlines, key=lambda name: [int(number) for number in re.findall("[0-9]{1,18}", name)])
         raise SourceError(
             f"expected a checkpoint in {path}, found several, in its folders {listed(outlines)}; give the path of "
-            f"one, such as {path / max(outlines, key=_step_numbers)}"
+            f"one, such as {path / newest}"
         )
 
     # Keys that several folders have are distinguished by the folders' names.
@@ -315,11 +316,6 @@ def siblings_reader(path: Location) -> Reader:
     payloads = Payloads(path)
     faults = tuple(chain.from_iterable(part.faults for part in readers.values()))
     return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
-
-
-def _step_numbers(name: str) -> list[int]:
-    """Return the numbers in a name, by which steps are sorted."""
-    return [int(number) for number in re.findall("[0-9]{1,18}", name)]
 
 
 def _has_optimizers_only(outline: Manifest) -> bool | None:

@@ -33,7 +33,7 @@ from ....names.keys import PARAM_GROUPS, is_optimizer, key_of
 from ....names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP, KeyPath
 from ....names.wording import counted, listed as listed_names
 from ....programs import signs
-from ....record.record import Extent, StateRecord
+from ....record.record import StateRecord
 from ...io.location import Location, is_folder, names_in
 from ...reading.payloads import Reader
 from .. import safetensors
@@ -42,7 +42,6 @@ from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.torch_file import (
     SavedTensor,
     TorchFile,
-    checksums_inside,
     is_mapping,
     is_tensor,
     mapping,
@@ -89,7 +88,7 @@ class _Parts:
     header_of: safetensors.HeaderOf
     tensors: list[StateRecord] = field(default_factory=list)
     items: ItemsInMemory = field(default_factory=ItemsInMemory)
-    checksums: dict[Extent, int] = field(default_factory=dict)
+    torch_files: list[TorchFile] = field(default_factory=list)
     numbered: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
@@ -104,7 +103,7 @@ class _Parts:
             self.tensors += tensors
             self.numbered += numbered
             self.not_read += undecoded
-            self.checksums |= checksums_inside([file], tensors)
+        self.torch_files.append(file)
         self.files.append(name)
 
     def add_shards(self, index: str | None, root: KeyPath, names: Collection[str]) -> None:
@@ -179,7 +178,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     # Names have to fit the optimizers, and their state the weights with their names.
     with about(path):
         state = state_by_optimizer(tensors)
-        parts.names.check_used([*(tensor.path for tensor in tensors), *(blob.path for blob in parts.items.blobs)])
+        parts.names.check_used(tensors, parts.items)
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
         for optimizer, slots in state.items():
             if optimizer not in parts.numbered:
@@ -190,7 +189,7 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
         signs.NOT_READ: [*(not_read if is_folder(path) else ()), *parts.not_read],
         signs.NUMBERED: parts.numbered,
     }
-    return trainer_reader(folder, tensors, parts.items, parts.checksums, provenance, parts.faults)
+    return trainer_reader(folder, tensors, parts.items, parts.torch_files, provenance, parts.faults)
 
 
 def _check_shapes(tensors: Sequence[StateRecord], weights: Mapping[str, Index]) -> None:
@@ -311,7 +310,7 @@ def universal_reader(path: Location) -> Reader:
     keys = list(chain.from_iterable(faults.values()))
     fault = [UnlistedError(listed_names([*faults], 3, "; "))] if faults else []
     provenance = {signs.NOT_READ: sorted(not_read)}
-    return trainer_reader(path, (t for t in tensors if t.key not in keys), items, {}, provenance, fault)
+    return trainer_reader(path, [t for t in tensors if t.key not in keys], items, (), provenance, fault)
 
 
 def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]]:

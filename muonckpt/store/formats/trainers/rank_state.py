@@ -38,7 +38,6 @@ from ..torch_save.tensor_item import is_row_major
 from ..torch_save.torch_file import (
     SavedTensor,
     TorchFile,
-    checksums_inside,
     is_mapping,
     mapping,
     read_torch_file,
@@ -119,16 +118,14 @@ def reader(path: Location, is_partial: bool = False) -> Reader:
             contents.add(values, [file.name for file in root_files])
             if root == "model" and root_files[0].world is not None:
                 order = _parameters(values[0])
-        paths = [*(tensor.path for tensor in contents.tensors), *(blob.path for blob in contents.items.blobs)]
-        names.check_used(paths)
+        names.check_used(contents.tensors, contents.items)
     known_names = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
     provenance = {
         "ranks": world,
         signs.NOT_READ: [*(name for name in listed if name not in known_names), *contents.undecoded],
         signs.NUMBERED: [*numbered],
     }
-    checksums = checksums_inside(torch_files, contents.tensors)
-    return trainer_reader(path, contents.tensors, contents.items, checksums, provenance, contents.faults)
+    return trainer_reader(path, contents.tensors, contents.items, torch_files, provenance, contents.faults)
 
 
 remains = partial(reader, is_partial=True)

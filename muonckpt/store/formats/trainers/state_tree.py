@@ -27,7 +27,7 @@ from ....names.keys import PARAM_GROUPS, STATE, is_optimizer, key_of
 from ....names.vocabulary import MASTER, PARAMS, SECOND_MOMENT, STEP, ZERO_SLOTS, KeyPath
 from ....names.wording import listed
 from ....programs.signs import NAMES_FILE
-from ....record.record import Chunk, Extent, Manifest, StateRecord
+from ....record.record import Chunk, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location, is_file
 from ...io.regular import read_text_file
@@ -38,6 +38,7 @@ from ..torch_save.torch_file import (
     WITH_TYPE,
     MemberPayloads,
     TorchFile,
+    checksums_inside,
     class_of,
     is_mapping,
     is_tensor,
@@ -200,16 +201,21 @@ def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
 
 def trainer_reader(
     folder: Location,
-    tensors: Iterable[StateRecord],
+    tensors: Sequence[StateRecord],
     items: ItemsInMemory,
-    checksums: Mapping[Extent, int],
+    files: Iterable[TorchFile],
     provenance: Mapping[str, object],
     faults: Iterable[SourceError] = (),
 ) -> Reader:
-    """Return the reader of state dicts in files of ``torch.save``; the provenance leaves out empty lists."""
+    """Return the reader of state dicts in files of ``torch.save``; the provenance leaves out empty lists.
+
+    Args:
+        files: those in which tensors may use a part of a storage.
+    """
     provenance = {key: value for key, value in provenance.items() if value != []}
     manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
-    return Reader(manifest, MemberPayloads(folder, items.in_memory, checksums), tuple(faults))
+    payloads = MemberPayloads(folder, items.in_memory, checksums_inside(files, tensors))
+    return Reader(manifest, payloads, tuple(faults))
 
 
 AS_PARAMETER = (ZERO_SLOTS | {MASTER}) - {STEP, SECOND_MOMENT}
@@ -252,15 +258,15 @@ class NamesFile:
         """Return the names of an optimizer, by its root."""
         return self.of_optimizers.get(optimizer, self.of_only)
 
-    def check_used(self, paths: Iterable[KeyPath]) -> None:
-        """Check that it names parameters only of optimizers that have state or groups at these paths.
+    def check_used(self, tensors: Sequence[StateRecord], items: ItemsInMemory) -> None:
+        """Check that it names parameters only of optimizers that have state or groups.
 
         Raises:
             SourceError: it has names for others.
         """
-        optimizers = {
-            key_of(path[:at]) for path in paths for at, part in enumerate(path) if part in (STATE, PARAM_GROUPS)
-        }
+        optimizers = set[str]()
+        for path in [*(tensor.path for tensor in tensors), *(blob.path for blob in items.blobs)]:
+            optimizers.update(key_of(path[:at]) for at, part in enumerate(path) if part in (STATE, PARAM_GROUPS))
         if not self.of_optimizers.keys() <= optimizers or (self.of_only and len(optimizers) > 1):
             raise SourceError(
                 f"{NAMES_FILE} has names for {', '.join(self.of_optimizers) or 'one optimizer'}; optimizers here are "
