@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from ...names.errors import DamageError, DiskError, LostFileError, SourceError, UnavailableError, about
+from ...names.errors import DamageError, DiskError, LostFileError, SourceError, about
 from ...record.record import Extent
 from .limits import bytes_on_disk, check_description, check_text
 from .location import Location, Remote, RemoteFile, is_there, kind_of, map_each, unavailable
@@ -63,7 +63,7 @@ class LocalFile:
         try:
             return os.fstat(self._handle)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unavailable(self._path, error) from error
 
     @property
     def size(self) -> int:
@@ -88,7 +88,7 @@ class LocalFile:
                 parts.append(part)
                 offset, length = offset + len(part), length - len(part)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unavailable(self._path, error) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def view(self, offset: int, length: int) -> memoryview:
@@ -106,15 +106,12 @@ class LocalFile:
             try:
                 count = os.preadv(self._handle, (buffer[filled:],), offset + filled)
             except OSError as error:
-                raise self._unreadable(error) from error
+                raise unavailable(self._path, error) from error
             if not count:
                 raise DamageError(
                     f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
                 )
             filled += count
-
-    def _unreadable(self, error: OSError) -> UnavailableError:
-        return unavailable(self._path, error)
 
 
 class BytesInMemory:
