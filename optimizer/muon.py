@@ -202,6 +202,8 @@ class Muon(ForModel, CollectiveOptimizer):
                 name = group.get("param_names", {index: f"parameter {index} of group {number}"})[index]
                 try:
                     fresh[param] = self._fresh_state(param, group)
+                except ArgumentError as error:
+                    raise error.with_text(f"{name}: {error.fault}", error.advice) from None
                 except LayoutError as error:
                     raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
         except Exception:

@@ -169,14 +169,19 @@ class Refusal:
     # Names and programs: each name by itself would be missing or extra.
 
     def _translation(self) -> str:
-        """Return how state of another program becomes that of our optimizer; empty where that is not what it needs."""
+        """Return how state of another optimizer becomes that of the one here; empty where that is not what it needs."""
         prefixes = tuple(prefix for each in self.live.optimizers for prefix in (each.state, each.options))
         is_extra = any(key.startswith(prefixes) for key in self.matching.extra_keys)
         if self.checkpoint is None or not (self.matching.differences or self.matching.missing_keys or is_extra):
             return ""
-        if self.stored.translated or not has_our_options(self.live.flat):
-            return ""
         place, manifest = self.checkpoint.path, self.checkpoint.outline
+        if not has_our_options(self.live.flat):
+            # Options of ours mean nothing to an optimizer of torch, and some have other values there.
+            is_of_torch = self.live.optimizers and has_our_options(self.stored.entries)
+            to_torch = command("convert", place, "NEW", "--to", "torch")
+            return f"State of our optimizer is translated first for one of torch: {to_torch}" if is_of_torch else ""
+        if self.stored.translated:
+            return ""
         program = "" if _is_known(self.checkpoint) else " --from PROGRAM"
         if not any(tensor.slot is not None for tensor in with_slots(manifest).tensors):
             return ""  # weights alone

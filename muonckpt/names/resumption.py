@@ -483,7 +483,7 @@ class ParameterMatcher:
             return f"with {', '.join(sorted(saved_slots))} in the checkpoint, expected {expected}"
         for slot in live_slots:
             if fault := self.slot_fault(live.slots[slot], saved.slots[slot]):
-                return f"whose {slot} {fault}"
+                return f"{slot} {fault}"
         return None
 
     def _option_differences(self, origin: int, number: int) -> str:

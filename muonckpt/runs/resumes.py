@@ -68,8 +68,10 @@ class Resume:
     @property
     def sentence(self) -> str:
         """The resume in one line."""
-        ranks = "an unknown number of ranks" if self.ranks_saved is None else counted(self.ranks_saved, "rank")
-        return f"from step {self.step}, {moment(self.timestamp)} UTC, {ranks} -> {self.ranks}: {self.verdict}"
+        ranks = f"on {counted(self.ranks, 'rank')}"
+        if self.ranks_saved is not None:
+            ranks = f"{counted(self.ranks_saved, 'rank')} -> {self.ranks}"
+        return f"from step {self.step}, {moment(self.timestamp)} UTC, {ranks}: {self.verdict}"
 
 
 class ResumeRecord(NamedTuple):

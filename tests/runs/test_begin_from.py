@@ -162,17 +162,29 @@ def test_a_plain_file_of_a_tutorial_says_the_names_to_write_beside_it(tmp_path, 
     assert torch.equal(again[1][0].weight, model[1][0].weight)
 
 
-def test_a_run_of_another_optimizer_in_the_same_folder_goes_on_in_another(tmp_path):
+def muon_and_adamw_of_torch(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(vectors)]
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "goes_on_with"), [(adamw, muon), (muon, adamw), (muon, muon_and_adamw_of_torch)]
+)
+def test_a_run_of_another_optimizer_in_the_same_folder_goes_on_in_another(saved_with, goes_on_with, tmp_path):
     model = net()
-    muonckpt.Series(tmp_path / "run", model, adamw(model)).save(STEPS)
+    muonckpt.Series(tmp_path / "run", model, saved_with(model)).save(STEPS)
     again = net()
-    optimizer = muon(again)
+    optimizer = goes_on_with(again)
     with pytest.raises(
         muonckpt.SourceError, match=r"was saved with another optimizer\. Begin a run in another"
     ) as refused:
         muonckpt.Series(tmp_path / "run", again, optimizer).resume()
     [call] = re.findall(r"whose method stays: (resume\(.*\))$", str(refused.value))
     assert eval(f"series.{call}", {"series": muonckpt.Series(tmp_path / "new", again, optimizer)}) == STEPS + 1
+    again(torch.arange(12)).square().mean().backward()
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        each.step()
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -209,7 +221,8 @@ def test_rates_are_those_of_a_run_without_an_interruption(schedule, tmp_path, ca
     [line] = capsys.readouterr().out.splitlines()
     assert line == (
         f"begun from {tmp_path / 'adamw'}: 9 weights loaded; the state of 7 parameters goes on, that of 2 begins at "
-        f"zero; schedules are at their step {STEPS}; next step: {STEPS}"
+        f"zero; schedules are at their step {STEPS}; next step: {STEPS}; "
+        "lr and other options are the code's"
     )
     train(model, optimizer, scheduler, first, STEPS + 3)
     assert [group["lr"] for group in optimizer.param_groups] == rates(SCHEDULES[schedule], optimizer, STEPS + 3)

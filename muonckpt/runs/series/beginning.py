@@ -95,12 +95,15 @@ class Beginning:
             parts.append(f"not loaded, as the model lacks them: {in_short(self.unused)}")
         if not self.is_known:
             parts.append("its optimizer is not known")
-        parts.append(f"the state of {counted(self.continued, 'parameter')} goes on, that of {self.new} begins at zero")
+        new = f", that of {self.new} begins at zero" if self.new else ""
+        parts.append(f"the state of {counted(self.continued, 'parameter')} goes on{new}")
         if self.extra:
             parts.append(f"as the code made it: {in_short(self.extra)}")
         if self.schedule_steps is not None:
             parts.append(f"schedules are at their step {self.schedule_steps}")
-        return f"begun from {self.path}: {'; '.join(parts)}; next step: {self.step}"
+        return (
+            f"begun from {self.path}: {'; '.join(parts)}; next step: {self.step}; lr and other options are the code's"
+        )
 
 
 @dataclass(frozen=True, slots=True)
