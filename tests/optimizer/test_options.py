@@ -260,8 +260,8 @@ def test_the_convention_is_ours():
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=label)
 def test_parameters_of_8_bits_are_refused(algorithm, dtype):
     p = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
-    with pytest.raises(ValueError, match=f"{dtype}.*16 bits"):
-        Muon([{"params": [p], "algorithm": algorithm}])
+    with pytest.raises(ValueError, match=rf"^layers\.3\.weight: .*{dtype}.*16 bits"):
+        Muon([{"params": [("layers.3.weight", p)], "algorithm": algorithm}])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
