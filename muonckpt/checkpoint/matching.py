@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from glob import escape
 from itertools import chain, repeat
-from typing import Any
 
 import torch
 
@@ -149,12 +148,11 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
         tied = tied_keys(live, sources)
         missing_keys = [key for key in missing_keys if key not in tied]
     # 3. Options that only the checkpoint has come into the groups whose other options are loaded.
-    added_keys, added_options = list[str](), dict[KeyPath, Any]()
+    added: dict[str, KeyPath] = {}
     groups = {live.paths[key][:-1] for key in sources}
     for key, entry in stored.entries.items():
         if entry.path[-1] in CODE_OPTIONS and key not in live.flat and entry.path[:-1] in groups:
-            added_keys.append(key)
-            added_options[entry.path] = stored.option(key)
+            added[key] = entry.path
     # 4. Parameters that have numbers instead of names, and slots of state that are loaded.
     loaded = set[OptimizerParameter]()
     for key in sources if live.numbered else ():
@@ -163,7 +161,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
                 loaded.add((optimizer, f"{optimizer}#{slot.name}"))
     # 5. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
     covered_keys = {key for key, origin in sources.items() if key != origin}
-    covered_keys.update(keys_of_other_ranks, added_keys)
+    covered_keys.update(keys_of_other_ranks, added)
     for key in keys_of_other_ranks:
         covered_keys |= {*stored.by_rank[key].values()}
     return Matching(
@@ -173,7 +171,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
         loaded=frozenset(loaded),
         kept_weights=kept_weights,
         optimizers=live.optimizers,
-        added=added_options,
+        added={path: stored.option(key) for key, path in added.items()},
         misfits=differing_values,
         missing_keys=tuple(missing_keys),
         faults=tuple(_describe_values_of_other_ranks(keys_of_other_ranks, live, stored)),
@@ -248,22 +246,17 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
             dropped_weights[key] = name
         elif not extra.match(key):
             extra_keys.append(key)
-    # 4. A glob that no rank had a use for is a mistake.
+    # 4. A glob that no rank had a use for is a mistake.  The script that has let a tensor grow is started again, from a
+    # checkpoint that has all of its rows.
+    names = {*joint.names, *dropped_names, *differences, *joint.kept_weights.values(), *dropped_weights.values()}
+    growing_names = set(joint.grown.values())
+    for key in taken_keys:
+        if (growing_name := _growing_name(stored.entries[key].path)) is not None:
+            growing_names.add(growing_name)
     faults = []
-    matched_names = (
-        *joint.names,
-        *dropped_names,
-        *differences,
-        *joint.kept_weights.values(),
-        *dropped_weights.values(),
-    )
-    for pattern in fresh.unmatched(matched_names):
+    for pattern in fresh.unmatched(names):
         faults.append(f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has")
-    grown_names = {*joint.grown.values()}
-    # The script that has let a tensor grow is started again, from a checkpoint that has all of its rows.
-    paths = (stored.entries[key].path for key in taken_keys)
-    loaded_names = {name for name in map(_growing_name, paths) if name is not None}
-    for pattern in choices.grow.unmatched(grown_names | loaded_names):
+    for pattern in choices.grow.unmatched(growing_names):
         faults.append(f"grow={pattern!r} matches no tensor that is loaded")
     for pattern in choices.ungrouped.unmatched(name for _, name in joint.ungrouped | joint.loaded):
         faults.append(f"ungrouped={pattern!r} matches no parameter that is in no group of the checkpoint")
@@ -274,7 +267,7 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
         tuple(sorted(joint.discarded)),
         tuple(sorted({*dropped_names, *dropped_weights})),
         tuple(sorted(joint.kept_weights)),
-        tuple(sorted(grown_names)),
+        tuple(sorted({*joint.grown.values()})),
         joint.own_options,
         weights=sum(isinstance(entry, StateRecord) and entry.slot is None for entry in entries),
     )
