@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError, TargetError
 from ...names.resumption import as_tuples
 from ...names.vocabulary import FLATTEN, FUSION, HISTORY_OPTIONS, PARAMS, PLAIN
-from ...names.wording import listed
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
 from ..engine.outputs import Action, Check, Findings, Topic
@@ -101,7 +100,7 @@ class WrittenOptions:
 
     Attributes:
         unsaid: those of them that the source does not say.
-        findings: every difference from the source, by option; `checks_of` says whose they are.
+        findings: every difference from the source, by option; the translator says whose they are.
     """
 
     options: Mapping[str, object]
@@ -244,21 +243,6 @@ class OptionWriter:
 
 def _check(action: Action, options: Mapping[str, object], reason: str) -> Check:
     return Check(action, " and ".join(options), tuple(map(repr, options.values())), reason)
-
-
-def checks_of(
-    findings: Mapping[tuple[str, Check], Collection[str]], num_parameters: Mapping[str, int]
-) -> Iterator[Check]:
-    """Yield the checklist of options, whose findings have the method and the parameters of their groups.
-
-    Parameters are named where others of the method have another value, or none to tell of.
-
-    Args:
-        num_parameters: by method.
-    """
-    for (method, check), names in findings.items():
-        owners = f"{method} groups" if len(names) == num_parameters[method] else listed(sorted(names), 3)
-        yield replace(check, subject=f"{check.subject} of {owners}")
 
 
 # Options that say which matrices are in a parameter.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from ...names.errors import SourceError
-from ...names.wording import counted
+from ...names.wording import counted, listed
 from ...programs.detection import confirm, detect, roots_of, target_of
 from ...programs.signs import GROUP_MEMBERS, SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest
@@ -20,7 +20,6 @@ from ...store.open_checkpoint import Values
 from ..engine.outputs import Action, OutputItem, Outputs, OutputTensor, Topic
 from .choices import TranslationChoices
 from .group_writer import GroupWriter
-from .groups import checks_of
 from .parameters import TranslatedModel, translate_model
 from .parse import parse, stored_groups
 from .state_writer import StateWriter, moved
@@ -74,8 +73,10 @@ def translate(manifest: Manifest, values: Values, choices: TranslationChoices) -
     group_writer = GroupWriter(model, state)
     tensors, items = _outputs(state, group_writer)
     num_parameters = Counter(state.method(parameter).name for parameter in model.listed.values())
-    for check in checks_of(group_writer.option_findings, num_parameters):
-        findings.checks.add((Topic.OPTIONS, check))
+    for (method, check), names in group_writer.option_findings.items():
+        # Parameters are named where others of the method have another value, or none to tell of.
+        owners = f"{method} groups" if len(names) == num_parameters[method] else listed(sorted(names), 3)
+        findings.checks.add((Topic.OPTIONS, replace(check, subject=f"{check.subject} of {owners}")))
     constants = tuple(state.constants.values())
     # Report how momentum was read, the omitted state, and options that the target cannot express.
     with_momentum = [parameter for parameter in model.stateful if "momentum" in parameter.slots]

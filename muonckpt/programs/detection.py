@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -258,25 +258,18 @@ def _unwrap(keys: Keys, optimizers: _WrappedOptimizers, weights: Iterable[KeyPat
     qualifiers: dict[str, str] = {}
     if sum(map(len, names_by_root.values())) > len(set[str]().union(*names_by_root.values())):
         qualifiers = {str(model): f"{key_of(model.root)}." for model in models}
-        for place, root in _chunks_of(optimizers, names_by_root):
-            qualifiers[str(place)] = f"{key_of(root)}."
+        # There is an optimizer of each class for each chunk, in their order.
+        for members in optimizers.values():
+            for (place, names_in_place), root in zip(members.items(), names_by_root, strict=False):
+                is_known = {*map(_without_wrappers, names_in_place)} <= names_by_root[root]
+                if len(members) != len(names_by_root) or not is_known:
+                    raise SourceError(
+                        f"{str(place)!r} has parameters of the same names as other chunks of the model, and nothing "
+                        "says whose it is; make a copy of each chunk with its optimizers, by `select=` of "
+                        "muonckpt.convert"
+                    )
+                qualifiers[str(place)] = f"{key_of(root)}."
     return replace(keys, models=models, wrappers=prefixes.most_common(1)[0][0], qualifiers=qualifiers)
-
-
-def _chunks_of(
-    optimizers: _WrappedOptimizers, names_by_root: Mapping[KeyPath, Collection[str]]
-) -> Iterator[tuple[KeyPlace, KeyPath]]:
-    """Yield the place of each optimizer with its chunk: there is one of each class for each chunk, in their order."""
-    for members in optimizers.values():
-        for (place, names), root in zip(members.items(), names_by_root, strict=False):
-            bare_names = set(map(_without_wrappers, names))
-            if len(members) != len(names_by_root) or not bare_names <= {*names_by_root[root]}:
-                raise SourceError(
-                    f"{str(place)!r} has parameters of the same names as other chunks of the model, and "
-                    "nothing says whose it is; make a copy of each chunk with its optimizers, by `select=` of "
-                    "muonckpt.convert"
-                )
-            yield place, root
 
 
 def _number_order(place: KeyPlace) -> tuple[object, ...]:
@@ -415,17 +408,14 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
     """
     # Numbers of several optimizers collide, so a recorded slot is read again with its optimizer.
     numbered = dialect.chained and dialect.numbered
-
-    def with_slot(tensor: StateRecord) -> StateRecord:
+    tensors: list[StateRecord] = []
+    for tensor in manifest.tensors:
         reading = dialect.keys.read_state(tensor.path) if tensor.slot is None or numbered else None
-        if reading is None or (tensor.slot is not None and tensor.name != reading.name.rpartition("#")[2]):
-            return tensor
-        return replace(tensor, name=reading.name, slot=reading.leaf)
-
-    tensors = tuple(map(with_slot, manifest.tensors))
-    for tensor in tensors:
+        if reading and (tensor.slot is None or tensor.name == reading.name.rpartition("#")[2]):
+            tensor = replace(tensor, name=reading.name, slot=reading.leaf)
         refuse_eight_bits(tensor.name or tensor.key, {tensor.slot})
-    return replace(manifest, tensors=tensors)
+        tensors.append(tensor)
+    return replace(manifest, tensors=tuple(tensors))
 
 
 def momentum_note(manifest: Manifest) -> tuple[str, ...]:
@@ -479,9 +469,7 @@ def _marks(
 def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
     """Return the detected program if the values of its groups' options are of its kinds; otherwise none."""
     dialect = detected.dialect
-    if dialect.beside is None:
-        return detected
-    for options in groups:
+    for options in groups if dialect.beside is not None else ():
         for option, expected in dialect.misfits(options).items():
             # A value that the program would never write voids the claim of a closed table.
             doubt = (

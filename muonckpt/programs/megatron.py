@@ -14,7 +14,7 @@ from ..names.keys import KeyPlace
 from ..names.vocabulary import MASTER, Convention, KeyPath
 from .codings import Coding, OptionValues, betas
 from .dialect import WRAPPERS, Dialect, KeyMeaning, Keys, OptionName, StoredMethod
-from .signs import COMMON_FILE, COMMON_STATE, item_key
+from .signs import COMMON_FILE, COMMON_STATE
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """Options by which groups are distinguished (`param_group_identifier_keys` of core 0.19.2)."""
@@ -168,7 +168,8 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
         hints=_HINTS,
         common=(COMMON_STATE,),
         chains=chains,
-        item=item_key,
+        # The key of an item ends with its shard's number and the number of shards.
+        item=lambda key: key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1",
         private=_ITEMS,
         arguments=_code_settings,
         opaque=_BUCKETS,

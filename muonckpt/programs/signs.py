@@ -82,11 +82,6 @@ UNREAD: Mapping[str, str] = MappingProxyType(
 """Formats that are not read, and what to do, by shell patterns of the names of their files."""
 
 
-def item_key(key: str) -> str:
-    """Return Megatron's key of an item, which ends with its shard's number and the number of shards."""
-    return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
-
-
 def unsaid_record(unsaid: Mapping[str, Collection[str]]) -> list[dict[str, list[str]]]:
     """Return what the provenance says of unsaid options, by the names of parameters."""
     names: dict[tuple[str, ...], list[str]] = {}
