@@ -62,7 +62,13 @@ def stats_command(
 def _print_stats(figures: CheckpointStats, every: bool) -> None:
     """Print the table of tensors, the updates, and then what looks odd."""
     if every:
-        _print_tensors(figures)
+        rows = []
+        for tensor in figures.tensors:
+            f = tensor.figures
+            zeros = f"{f.zeros / max(f.elements, 1):.1%}"
+            magnitudes = _short(f.norm), _short(f.rms), _short(f.largest)
+            rows.append((tensor.key, *magnitudes, zeros, f.nan + f.infinite, _short(tensor.stable_rank)))
+        print_table(("tensor", "norm", "RMS", "largest", "zeros", "NaN, inf", "stable rank"), rows)
     else:
         _print_folded(figures)
     updates = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in figures.updates]
@@ -75,16 +81,6 @@ def _print_stats(figures: CheckpointStats, every: bool) -> None:
         print_line(f"         usually {finding.means}")
     summary = counted(len(figures.health), "finding") if figures.health else "nothing odd"
     print_line(f"{figures.checkpoint}: {counted(len(figures.tensors), 'tensor')} measured, {summary}")
-
-
-def _print_tensors(figures: CheckpointStats) -> None:
-    rows = []
-    for tensor in figures.tensors:
-        f = tensor.figures
-        zeros = f"{f.zeros / max(f.elements, 1):.1%}"
-        magnitudes = _short(f.norm), _short(f.rms), _short(f.largest)
-        rows.append((tensor.key, *magnitudes, zeros, f.nan + f.infinite, _short(tensor.stable_rank)))
-    print_table(("tensor", "norm", "RMS", "largest", "zeros", "NaN, inf", "stable rank"), rows)
 
 
 def _print_folded(figures: CheckpointStats) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -116,7 +117,12 @@ def steps_of(view: ModelView, values: Values) -> StepCounts:
         slots = dialect.slots_called("step")
         for parameter in view.parameters.values():
             counters += [item for slot, item in parameter.items.items() if slot in slots]
-    steps = list(_numbers(_spread(counters, _MAX_COUNTERS), values))
+    steps: list[int | float] = []
+    for counter in _spread(counters, _MAX_COUNTERS):
+        with suppress(SourceError, LayoutError):  # it is damaged or lost, as `verify` says
+            value = values.read(counter)
+            if isinstance(value, int | float):
+                steps.append(int(value) if value == value // 1 else value)
     # Some programs count in an option of the group.
     if not counters and dialect is not None:
         options = {method.options["step"] for method in dialect.methods if "step" in method.options}
@@ -124,16 +130,6 @@ def steps_of(view: ModelView, values: Values) -> StepCounts:
             group_steps = (value for option, value in group.options.items() if option in options)
             steps += (value for value in group_steps if isinstance(value, int | float))
     return StepCounts(min(steps, default=None), max(steps, default=None), len(steps), len(counters) or len(steps))
-
-
-def _numbers(counters: Sequence[Entry], values: Values) -> Iterator[int | float]:
-    for counter in counters:
-        try:
-            value = values.read(counter)
-        except (SourceError, LayoutError):  # it is damaged or lost, as `verify` says
-            continue
-        if isinstance(value, int | float):
-            yield int(value) if value == value // 1 else value
 
 
 def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:

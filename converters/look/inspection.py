@@ -141,7 +141,14 @@ class Inspection:
         match = _SELECTION.fullmatch(words)
         if match is None or any(tensor.key == words for tensor in self.manifest.tensors):
             return self.tensor(words), ()
-        return self.tensor(match[1]), tuple(map(_index, match[2].split(",")))
+        tensor, indices = self.tensor(match[1]), list[int | slice | EllipsisType]()
+        for text in match[2].split(","):
+            if (index := _INDEX.fullmatch(text)) is None:
+                raise TargetError(f"expected indices such as [17] or [3, :, -64:], found {text.strip()!r} among them")
+            number, dots, start, stop = index.groups()
+            bounds = slice(int(start) if start else None, int(stop) if stop else None)
+            indices.append(int(number) if number is not None else ... if dots else bounds)
+        return tensor, tuple(indices)
 
     def shards(self, key: str, *index: int | slice | EllipsisType) -> tuple[StoredShard, ...]:
         """Return the shards of one tensor: which file and rank holds which box.
@@ -188,16 +195,6 @@ def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 
 _SELECTION = re.compile(r"(.+)\[([^\[\]]+)\]")
 _INDEX = re.compile(r"\s*(?:(-?[0-9]{1,18})|(\.\.\.)|(-?[0-9]{1,18})?\s*:\s*(-?[0-9]{1,18})?)\s*")
-
-
-def _index(text: str) -> int | slice | EllipsisType:
-    match = _INDEX.fullmatch(text)
-    if match is None:
-        raise TargetError(f"expected indices such as [17] or [3, :, -64:], found {text.strip()!r} among them")
-    number, dots, start, stop = match.groups()
-    if number is not None:
-        return int(number)
-    return ... if dots else slice(int(start) if start else None, int(stop) if stop else None)
 
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:

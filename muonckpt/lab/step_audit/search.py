@@ -195,24 +195,20 @@ def recorded_cut(options: Mapping[str, Any], shape: Index) -> Cut:
 
 def cuts_to_try(options: Mapping[str, Any], shape: Index) -> list[Cut]:
     """Return the cuts to try for a parameter of this shape, the recorded one first, each once with all its causes."""
+    recorded, cuts = recorded_cut(options, shape), list[Cut]()
+    if sum(recorded.pieces or ()) * recorded.interleaved in (0, shape[-2]):
+        cuts.append(recorded)
+    cuts.append(Cut(causes=("whole",)))
+    if len(shape) > 2:
+        cuts.append(Cut(flatten=True, causes=("flattened",)))
+    for flatten in (False, True) if len(shape) > 2 else (False,):
+        rows, columns = (shape[0], -1) if flatten else shape[-2:]
+        cuts += [replace(cut, flatten=flatten) for cut in (*_rows(rows, columns), *_columns(columns))]
     causes: dict[Cut, tuple[str, ...]] = {}
-    for cut in _cuts(options, shape):
+    for cut in cuts:
         key = replace(cut, causes=())
         causes[key] = (*causes.get(key, ()), *cut.causes)
     return [replace(cut, causes=tuple(dict.fromkeys(reasons))) for cut, reasons in causes.items()]
-
-
-def _cuts(options: Mapping[str, Any], shape: Index) -> Iterator[Cut]:
-    recorded = recorded_cut(options, shape)
-    if sum(recorded.pieces or ()) * recorded.interleaved in (0, shape[-2]):
-        yield recorded
-    yield Cut(causes=("whole",))
-    if len(shape) > 2:
-        yield Cut(flatten=True, causes=("flattened",))
-    for flatten in (False, True) if len(shape) > 2 else (False,):
-        rows, columns = (shape[0], -1) if flatten else shape[-2:]
-        yield from (replace(cut, flatten=flatten) for cut in _rows(rows, columns))
-        yield from (replace(cut, flatten=flatten) for cut in _columns(columns))
 
 
 def _rows(rows: int, columns: int) -> Iterator[Cut]:
