@@ -29,13 +29,13 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None: ...
 
-    def _exchange(self, kind: str, given: Sequence[torch.Tensor], places: dict[int, torch.Tensor]) -> Any:
+    def _exchange(self, kind: str, given: list[torch.Tensor], places: dict[int, torch.Tensor]) -> Any:
         """Give a tensor to each rank, unless there is none, and take those of some ranks to their places."""
         self.machine.step(kind, self.group_name)
         self.exchanges += 1
         box = self.mailbox.setdefault((self.group_name, self.exchanges), {})
         if given:
-            box[self.rank()] = [tensor.clone() for tensor in given]
+            box[self.rank()] = given
 
         def is_lost(process: Any) -> bool:
             return process.is_dead or all(task.process is not process for task in self.machine.tasks)
@@ -52,23 +52,23 @@ class Group(dist.ProcessGroup):
         return ret_work(list(places.values()))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._exchange("allgather", inputs * self.size(), dict(enumerate(outputs[0])))
+        return self._exchange("allgather", [inputs[0].clone()] * self.size(), dict(enumerate(outputs[0])))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         places = dict(enumerate(outputs[0])) if opts.rootRank == self.rank() else {}
-        return self._exchange("gather", inputs * self.size(), places)
+        return self._exchange("gather", [inputs[0].clone()] * self.size(), places)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        given = inputs[0] if opts.rootRank == self.rank() else ()
+        given = [tensor.clone() for tensor in inputs[0]] if opts.rootRank == self.rank() else []
         return self._exchange("scatter", given, {opts.rootRank: outputs[0]})
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        given = tensors * self.size() if opts.rootRank == self.rank() else ()
+        given = [tensors[0].clone()] * self.size() if opts.rootRank == self.rank() else []
         return self._exchange("broadcast", given, {opts.rootRank: tensors[0]})
 
     def alltoall_base(self, output: Any, sent: Any, taken_lengths: Any, sent_lengths: Any, opts: Any = None) -> Any:
         places = dict(enumerate(output.split(list(taken_lengths))))
-        return self._exchange("all_to_all", sent.split(list(sent_lengths)), places)
+        return self._exchange("all_to_all", [part.clone() for part in sent.split(list(sent_lengths))], places)
 
 
 def new_world(machine: Any, processes: Sequence[Any], rank: int, mailbox: dict[Any, Any]) -> WorldData:

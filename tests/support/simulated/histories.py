@@ -170,31 +170,35 @@ class Training:
         self.oracle, self.rank = oracle, rank
         length = -(-ROWS // ranks)
         self.rows = slice(rank * length, (rank + 1) * length)
-        cut = torch.zeros(ROWS, 3)[self.rows]
-        if ranks > 1:
-            mesh, shape = DeviceMesh("cpu", torch.arange(ranks)), torch.Size((ROWS, 3))
-            cut = DTensor.from_local(cut, mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1))
-        self.model = nn.Module()
-        self.model.cut, self.model.alike = nn.Parameter(cut), nn.Parameter(torch.zeros(4))
+        mesh = DeviceMesh("cpu", torch.arange(ranks)) if ranks > 1 else None
+        self.model, self.momenta = nn.Module(), dict[str, Tensor]()
+        self.elements: list[tuple[str, Tensor]] = []
+        for name in VALUES:
+            setattr(self.model, name, nn.Parameter(self._new(name, mesh)))
+            self.momenta[name] = self._new(name, mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
-        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             self.optimizer.state[parameter]["momentum_buffer"] = self.momenta[name]
         self.set(0)
         self.pending: tuple[Attempt, Any] | None = None
         self.is_saved = True
 
-    def _expected(self, counter: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's elements, and their values in a save."""
-        for name, parameter in self.model.named_parameters():
-            value = VALUES[name](counter)[self.rows if name == "cut" else ...]
-            for tensor in (parameter.detach(), self.momenta[name]):
-                yield tensor.to_local() if isinstance(tensor, DTensor) else tensor, value
+    def _new(self, name: str, mesh: DeviceMesh | None) -> Tensor:
+        """Make a tensor, and note its elements of this rank."""
+        elements = torch.zeros_like(self._value(name, 0))
+        self.elements.append((name, elements))
+        if mesh is None or name != "cut":
+            return elements
+        shape = torch.Size((ROWS, 3))
+        return DTensor.from_local(elements, mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1))
+
+    def _value(self, name: str, counter: int) -> Tensor:
+        return VALUES[name](counter)[self.rows if name == "cut" else ...]
 
     def set(self, counter: int) -> None:
         self.optimizer.param_groups[0]["lr"], self.counter = float(counter), counter
-        for tensor, value in self._expected(counter):
-            tensor.copy_(value)
+        for name, tensor in self.elements:
+            tensor.copy_(self._value(name, counter))
 
     @property
     def state(self) -> tuple[dict[str, Any], ...]:
@@ -217,8 +221,8 @@ class Training:
         else:
             restored = self.series.restore(state := self.state[0])
             self.step, self.counter = restored.step if restored else -1, state["count"]
-        if not all(torch.equal(*pair) for pair in self._expected(self.counter)):
-            raise Wrong(f"mixed: {self.counter}, {[tensor for tensor, _ in self._expected(0)]}")
+        if not all(torch.equal(tensor, self._value(name, self.counter)) for name, tensor in self.elements):
+            raise Wrong(f"mixed: {self.counter}, {self.elements}")
 
     def act(self, act: str, counter: int) -> None:
         """Save or export; a program whose calls fail goes on after an error, unless a rank was lost."""

@@ -218,7 +218,7 @@ class Machine:
         self.calls += 1
         process.calls += 1
         self.disk.now += 1000
-        self.note(f"{process.name} {process.rank} {kind} {place} ".encode())
+        self.trace.update(f"{process.name} {process.rank} {kind} {place.removeprefix(self.disk.root)} ".encode())
         if process.calls == process.kill_at:
             self._kill(process)
         if process.signal_at and process.calls >= process.signal_at and self.task.is_main:
