@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,12 +140,7 @@ def redistribute(
         refusal = Refusal(matching, choices, stored, target, None, REDISTRIBUTE)
         raise SourceError(broadcast_from_first(group, lambda: str(refusal)))
     # 2. All ranks derive the same moves; nothing has been overwritten yet.
-    if tied := frozenset().union(*(request.tied for request in requests)):
-        keys = {key for pair in tied for key in pair}
-        prints = held_together(ranks, gather_on_all(group, LayoutError, lambda: shares_of(source, keys))).tensors
-        for key, other_key in sorted(tied):
-            if prints.get(key) != prints.get(other_key):  # of what arrives in one memory, the last would be left
-                raise LayoutError(differing_ties(key, other_key, "the source"))
+    _refuse_overwriting(source, frozenset().union(*(request.tied for request in requests)), group)
     with JointWork(group, TargetError):
         moves = _moves_of(ranks, offers, requests, stored)
         stages = divide_in_stages(moves, len(ranks), min(offer.memory for offer in offers))
@@ -182,6 +177,18 @@ def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices)
     tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
     return _Request(matching, target.described.boxes(keys), target.devices, tied)
+
+
+def _refuse_overwriting(source: LiveState, pairs: Collection[tuple[str, str]], group: dist.ProcessGroup | None) -> None:
+    """Refuse tensors that differ where the target has one memory for both: what arrives last would be left of them."""
+    if not pairs:
+        return
+    keys = {key for pair in pairs for key in pair}
+    shares = gather_on_all(group, LayoutError, lambda: shares_of(source, keys))
+    prints = held_together(group_ranks(group), shares).tensors
+    for key, other_key in sorted(pairs):
+        if prints.get(key) != prints.get(other_key):
+            raise LayoutError(differing_ties(key, other_key, "the source"))
 
 
 def _moves_of(
