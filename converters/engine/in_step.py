@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from threading import Lock
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -37,10 +36,11 @@ class Draft(NamedTuple):
 
 
 class FilesInStep:
-    """Files whose chunks are written together, part by part, by any threads; an error closes them when its block ends.
+    """Files whose chunks are written together, part by part, by any threads.
 
     Attributes:
         parts: for each part, the numbers of the chunks of each file.
+        opened: closes the files, with an error if one has ended the work on them.
     """
 
     def __init__(self, files: Sequence[OutputFile], num_parts: int) -> None:
@@ -57,7 +57,7 @@ class FilesInStep:
         self._num_left = len(self.parts)
         self._is_begun = False
         self._drafts: list[Draft] = []
-        self._exits = ExitStack()
+        self.opened = ExitStack()
         self._lock = Lock()
 
     def begin_part(self, open_draft: Callable[[OutputFile], AbstractContextManager[Draft]]) -> list[Draft]:
@@ -65,7 +65,7 @@ class FilesInStep:
         with self._lock:
             if not self._is_begun:
                 self._is_begun = True
-                self._drafts = [self._exits.enter_context(open_draft(file)) for file in self.files]
+                self._drafts = [self.opened.enter_context(open_draft(file)) for file in self.files]
             return self._drafts
 
     def end_part(self) -> list[tuple[str, FinishedFile]]:
@@ -75,16 +75,8 @@ class FilesInStep:
             is_last = not self._num_left
         if not is_last:
             return []
-        self._exits.close()
+        self.opened.close()
         return [(draft.file.name, FinishedFile(tuple(draft.items), draft.sums)) for draft in self._drafts]
-
-    def __enter__(self) -> FilesInStep:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exits.__exit__(kind, error, trace)
 
 
 def files_in_step(files: Sequence[OutputFile], rows: SourceRows, threads: int, in_any_order: bool) -> list[FilesInStep]:

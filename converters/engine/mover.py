@@ -21,7 +21,7 @@ from ...algebra.fingerprint import box_shares
 from ...names.errors import DamageError, SourceError
 from ...record.record import Blob
 from ...store.io.checksums import Sums, xxh3_128
-from ...store.io.location import Location, Remote
+from ...store.io.location import Location
 from ...store.io.new_file import Writing, create_file
 from ...store.io.regular import READ_BYTES
 from ...store.open_checkpoint import check_blob
@@ -108,11 +108,6 @@ class Mover:
         payloads.window_bytes = min(band_bytes, payloads.window_bytes)
         self._band_bytes = min(band_bytes, _LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps hardly more
-
-    @property
-    def writes_in_any_order(self) -> bool:
-        """Whether several threads can write to a file: an object of a store is written front to back."""
-        return not isinstance(self._staged, Remote)
 
     def write(self, part: tuple[FilesInStep, Sequence[range]]) -> list[tuple[str, FinishedFile]]:
         """Write a part of some files; return them by name once they are finished and synced.

@@ -23,7 +23,7 @@ from ...names.collector import gc_paused
 from ...names.errors import DestinationError, Interrupted, SourceError, unwritable
 from ...record.record import Blob, Manifest
 from ...store.io import publish
-from ...store.io.location import Location, check_memory, items_beside, refuse_unseen
+from ...store.io.location import Location, Remote, check_memory, items_beside, refuse_unseen
 from ...store.io.regular import open_regular
 from .in_step import files_in_step
 from .job import Job, Share, check_destination, file_states
@@ -133,11 +133,12 @@ def _finished_files(
     payloads = job.source.payloads
     checks = SourceChecks(payloads, job.rows, share.checked, share.shared, advance)
     mover = Mover(payloads, staged, checks, band_bytes, advance)
-    groups = files_in_step(share.files, job.rows, threads, mover.writes_in_any_order)
+    # An object of a store is written front to back, so by one thread.
+    groups = files_in_step(share.files, job.rows, threads, in_any_order=not isinstance(staged, Remote))
     # Files that are not finished are closed when all threads have stopped.
     with ExitStack() as unfinished, ThreadPoolExecutor(threads) as pool:
         for group in groups:
-            unfinished.push(group)
+            unfinished.push(group.opened)
         try:
             parts = ((group, part) for group in groups for part in group.parts)
             for finished_files in _results(pool, workers, mover.write, parts):

@@ -136,7 +136,7 @@ def test_an_error_of_one_part_closes_the_files_with_it(layers):
         if part[0][1].start:
             raise ValueError("damaged")
 
-    with pytest.raises(ValueError, match="damaged"), group:
+    with pytest.raises(ValueError, match="damaged"), group.opened:
         for part in group.parts:
             assert write(group, part, opened, written) == [] and not ended
     assert sorted(ended) == sorted((file.name, "damaged") for file in files)
