@@ -295,7 +295,9 @@ def _new_group(me: Worker, limit: timedelta, ranks: Collection[int]) -> dist.Pro
         store = _new_store(shared, me, limit)
         dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world, timeout=limit)
         group = dist.distributed_c10d._get_default_group()
-    dist.distributed_c10d._set_pg_timeout(_LONGEST_WORK, group)
+    # torch 2.14 has it in public, and warns of the private one.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(_LONGEST_WORK, group)
     return group
 
 

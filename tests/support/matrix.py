@@ -31,6 +31,7 @@ CORE = (
     "tests/checkpoint/test_async_saving.py",
     "tests/checkpoint/test_redistribute.py",
     "tests/converters/test_reshard.py",
+    "tests/converters/test_several_workers.py",
     "tests/store/test_dcp_store.py",
     "tests/store/test_safetensors.py",
     "tests/store/test_torch_zip.py",
