@@ -156,7 +156,7 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
 
 def _newest_whole(run: Run) -> str:
     if newest := run.newest_whole:
-        return f"{newest.path}, which has lost nothing, but: {newest.fault}" if newest.fault else str(newest.path)
+        return f"{newest.path}, which has lost nothing" if newest.fault else str(newest.path)
     unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
     readable = f"; of those that can, {run.whole[-1].path}" if run.unread and run.whole else ""
     return f"{unknown}{readable}" or "none"

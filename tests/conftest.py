@@ -108,9 +108,15 @@ def object_store() -> Iterator[tuple[store_server.Server, str]]:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of this package, saved by one process: matrices, a fused one, vectors, counters.  Do not change."""
     import muonckpt
-    from muonckpt.optimizer import Muon
 
     path = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    muonckpt.save(tiny_state(), path, provenance={"step": 1})
+    return path
+
+
+def tiny_state() -> dict[str, object]:
+    from muonckpt.optimizer import Muon
+
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 13))
     opt = Muon(
@@ -123,13 +129,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     net(torch.randn(3, 16)).sum().backward()
     opt.step()
     model, state = get_state_dict(net, opt)
-    muonckpt.save({"model": model, "optimizer": state}, path, provenance={"step": 1})
-    return path
+    return {"model": model, "optimizer": state}
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, of three steps that are alike but for their numbers.  Do not change."""
+    import muonckpt
+
+    folder, state = tmp_path_factory.mktemp("tiny run"), tiny_state()
+    for step in (1, 2, 3):
+        muonckpt.save(state, folder / f"step-{step:08}", provenance={"step": step})
+    return folder
 
 
 @pytest.fixture
-def run(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """The folder of a run, of three steps that are alike; for damage."""
-    for step in (1, 2, 3):
-        shutil.copytree(tiny_checkpoint, tmp_path / "run" / f"step-{step:08}")
-    return tmp_path / "run"
+def run(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, for damage."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))

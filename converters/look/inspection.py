@@ -430,7 +430,8 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     nouns = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "perhaps in the files"}
     sums = ", ".join(f"{inspection.checks[kind]} {noun}" for kind, noun in nouns.items() if inspection.checks[kind])
     last = inspection.verified
-    faults = f": {last.sentence}" if last and last.sentence else ""
+    is_new = last and last.sentence not in inspection.diagnosis.sentence  # else it stands above
+    faults = f": {last.sentence}" if last and is_new else ""
     when = f"{moment(last.timestamp)} UTC, {last.verdict}{faults}" if last else "never since last written"
     yield "verified", f"{when}; checksums: {sums or 'none'}"
 

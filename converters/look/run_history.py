@@ -375,7 +375,7 @@ def verdict_of(step: RunStep) -> str:
     """Say how far a step without known losses has been checked."""
     last = step.verified
     if step.fault:
-        return f"{step.name}, which has lost nothing, but: {step.fault}"
+        return f"{step.name}, which has lost nothing"
     if last is None:
         return f"{step.name}, by names and sizes of files; not verified yet"
     return f"{step.name}, verified {moment(last.timestamp)} UTC ({last.verdict})"

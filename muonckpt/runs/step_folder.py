@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..names.collector import gc_paused
 from ..names.errors import DestinationError, SourceError, UnavailableError
+from ..names.wording import command
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
@@ -75,7 +76,8 @@ class StepFolder:
                 except (SourceError, UnavailableError) as error:
                     raise error.with_text(error.fault, way_back_beside(self.path(name))) from error
                 if not step.has_loss:
-                    doubts = [step.fault] if step.fault else []
+                    remedy = f"to write it again without that: {command('verify', step.path)}"
+                    doubts = [f"{step.fault}; {remedy}"] if step.fault else []
                     recorded = checkpoint.outline.provenance.get("step") if checkpoint else None
                     if isinstance(recorded, int) and recorded != name.step:
                         doubts.append(f"it was saved as step {recorded}; the run takes {name.step}, from its name")

@@ -620,9 +620,7 @@ class Series:
             )
             warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:
-            path = self._folder.path(newest.name)
-            step = f"To write it again without that: {command('verify', path)}"
-            message = f"{path} is taken, as nothing of it is lost, but: {newest.doubt}. {step}"
+            message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
             warn_on_rank(message, RuntimeWarning)
 
 

@@ -343,7 +343,7 @@ def _check_chunk(
         if chunk.crc32 not in (None, checksum):
             faults.append(("crc32", f"CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"))
         if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
-            faults.append(("metadata", "expected its elements in an item of torch.save, found other bytes around them"))
+            faults.append(("metadata", "the item of torch.save around its elements is damaged"))
         if num_nonfinite:
             faults.append(("nonfinite", f"{counted(num_nonfinite, 'element')} infinite or NaN"))
         return _ChunkResult(sums.share, faults)
