@@ -184,10 +184,18 @@ def timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-BESIDE = tuple(
+FEW_ROUNDS = 200
+"""A step of few matrices takes some milliseconds."""
+
+FEW = tuple(
+    Case(f"{count} of {rows} x {columns}", 1, ((rows, columns),) * count, 4, {})
+    for count, rows, columns in ((1, 512, 512), (3, 512, 512), (8, 512, 512), (1, 128, 128), (3, 128, 128),
+                                 (24, 128, 128), (4, 256, 1024))
+)  # fmt: skip
+
+BESIDE = FEW + tuple(
     Case(name, layers, shapes, world, {})
     for name, layers, shapes in (
-        ("3 matrices, 512 x 512", 1, ((512, 512),) * 3),
         ("42 matrices, d=256", 6, TRANSFORMER),
         ("1000 matrices, 64 x 64", 10, ((64, 64),) * 100),
     )
@@ -197,7 +205,7 @@ BESIDE = tuple(
 
 def beside(case: Case) -> step_beside.Rounds:
     """Our step among those of all others that are at hand."""
-    return step_beside.alternating(lambda: sharded(case), ROUNDS)
+    return step_beside.alternating(lambda: sharded(case), FEW_ROUNDS if case in FEW else ROUNDS)
 
 
 def on_ranks(case: Case, backend: str, job: Callable[[Case], Answer]) -> Answer:
