@@ -80,7 +80,10 @@ class StepFolder:
                     doubts = [f"{step.fault}; {remedy}"] if step.fault else []
                     recorded = checkpoint.outline.provenance.get("step") if checkpoint else None
                     if isinstance(recorded, int) and recorded != name.step:
-                        doubts.append(f"it was saved as step {recorded}; the run takes {name.step}, from its name")
+                        doubts.append(
+                            f"it was saved as step {recorded}; the run takes {name.step}, from its name; if that is "
+                            f"wrong, name it {StepName(recorded)} again"
+                        )
                     return Newest(name, faults, "; ".join(doubts)), checkpoint
                 if not self.has(name):
                     break
