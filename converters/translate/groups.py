@@ -137,7 +137,22 @@ class OptionWriter:
         lent: dict[str, dict[str, object]] = {name: {} for name in losses}
         for name, coding in ((name, coding) for name in losses for coding in method.codings if name in coding.common):
             lent[name] |= {o: method.default_options[o] for o in coding.options if o in method.default_options}
-        findings = [*self._lost(losses, lent), *self._unsaid_constants(), *self._private_options()]
+        findings = [*self._lost(losses, lent)]
+        # Constants of the target's program, with which it computes whatever the source did and left out.
+        constants = target.constant_options.get(method.name, {})
+        for name in constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys():
+            hint = self.source.hints.get(name, "unknown")
+            reason = f"always so in {target.name}; {self.source.name} does not say it: {hint}"
+            findings.append(_check(Action.SET, {name: constants[name]}, reason))
+        # Options without a common name stay behind, as the target may mean something else by them.
+        target_names = set[str]().union(*(target_method.all_options for target_method in target.methods))
+        for option, expected in self.stored.private.items():
+            reason = f"no counterpart in {target.name}"
+            if expected:
+                reason = f"expected {expected}, so what it means is unknown"
+            elif option in target_names:
+                reason = f"nothing says that it means what {target.name}'s option of this name does"
+            findings.append(_check(Action.LEFT, {option: self.options[option]}, reason))
         # The template's options that the source does not say; those that change no update are not reported.
         additions = {o: v for o, v in template_options.items() if o not in {*options, target.method_option}}
         reason = f"{self.source.name} does not say it; taken from the template"
@@ -211,25 +226,6 @@ class OptionWriter:
             if name == "adjust_lr_fn" and self.method.derived:
                 action, reason = Action.CARRIED, f"by {', '.join(self.method.derived)} of each parameter"
             yield _check(action, words or {name: value}, reason)
-
-    def _unsaid_constants(self) -> Iterator[Check]:
-        """Report the constants of the target's program, with which it computes whatever the source did and left out."""
-        constants = self.target.constant_options.get(self.method.name, {})
-        for name in constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys():
-            hint = self.source.hints.get(name, "unknown")
-            reason = f"always so in {self.target.name}; {self.source.name} does not say it: {hint}"
-            yield _check(Action.SET, {name: constants[name]}, reason)
-
-    def _private_options(self) -> Iterator[Check]:
-        """Report options without a common name, which stay behind, as the target may mean something else by them."""
-        target_names = set[str]().union(*(method.all_options for method in self.target.methods))
-        for option, expected in self.stored.private.items():
-            reason = f"no counterpart in {self.target.name}"
-            if expected:
-                reason = f"expected {expected}, so what it means is unknown"
-            elif option in target_names:
-                reason = f"nothing says that it means what {self.target.name}'s option of this name does"
-            yield _check(Action.LEFT, {option: self.options[option]}, reason)
 
     def _silence(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
