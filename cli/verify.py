@@ -73,7 +73,7 @@ def verify_command(
     # The diagnosis says the damage in one sentence, so of the findings behind it one is enough.
     for number, line in enumerate(report.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
-    # What the sentence says already is no finding more.
+    # Findings that the sentence already says are not printed again.
     said = "" if verbose else report.diagnosis.sentence
     unsaid = [finding for finding in report.findings if finding.message not in said]
     _print_findings(unsaid, verbose, 1 if report.diagnosis else None)
@@ -158,7 +158,7 @@ def _newest_whole(run: Run) -> str:
     if newest := run.newest_whole:
         return f"{newest.path}, which has lost nothing" if newest.fault else str(newest.path)
     unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
-    readable = f"; of those that can, {run.whole[-1].path}" if run.unread and run.whole else ""
+    readable = f"; the newest that can be read is {run.whole[-1].path}" if run.unread and run.whole else ""
     return f"{unknown}{readable}" or "none"
 
 

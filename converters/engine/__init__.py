@@ -2,7 +2,7 @@
 
 ``outputs`` says what a destination holds; ``container`` is the protocol of formats, which decide what goes into which
 file (``rank_files``, ``buffer_files``, ``whole_files``, ``universal_files``); ``output_files`` and ``job`` hold what
-they decided.  ``in_step`` groups files, ``mover`` copies their bytes, ``source_rows`` checks what is read.  ``workers``
-are the processes that share a job.
+they decided.  ``in_step`` groups files, ``mover`` copies their bytes, ``source_rows`` checks the bytes read.
+``workers`` are the processes that share a job.
 Open ``run`` first.
 """

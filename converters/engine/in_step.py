@@ -45,7 +45,7 @@ class FilesInStep:
 
     def __init__(self, files: Sequence[OutputFile], num_parts: int) -> None:
         self.files = files
-        # Ranges of about as many bytes, of which some may be empty.  Each ends before the first chunk that begins after
+        # Ranges of about as many bytes; some may be empty.  Each ends before the first chunk that begins after
         # its share; the first always has the first chunk.
         ranges: list[list[range]] = []
         for file in files:

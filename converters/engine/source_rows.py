@@ -1,4 +1,4 @@
-"""The chunks of a source as numbered rows, and the checks of what is read of them.
+"""The chunks of a source as numbered rows, and the checks of the bytes read.
 
 A chunk with a CRC-32 is checked by the bytes read for its copies: each is read once, and the checked bytes are those
 that are copied.  Its CRC-32 follows from those of the runs that tile it, whichever thread reads them, in any order.
@@ -102,7 +102,7 @@ class SourceChecks:
                 self._progress(payload_of(tensor, chunk).length)
 
     def check_ahead(self, output: OutputTensor, buffers: Iterable[Buffer]) -> None:
-        """Check the chunks of these buffers that are not checked by what is read of them."""
+        """Check the chunks of these buffers that reading them for copies does not check."""
         columns, rows = self._rows.columns, {int(self._rows.rows([output], buffer)[0]) for buffer in buffers}
         # In the order of files, which are read from front to back.
         ahead = [row for row in rows if self._is_checked_ahead[row]]

@@ -43,7 +43,7 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 """The variables in which torchrun, srun, Open MPI and MPICH store the rank and the number of processes; the first pair
-that is set counts.  ``SLURM_NTASKS`` is not used, because batch scripts have it although they run once."""
+that is set counts.  ``SLURM_NTASKS`` is not used, because it is also set in batch scripts, which run once."""
 
 _SET_WITHOUT_A_LAUNCHER = {"SLURM_PROCID"}
 """Slurm sets it in a batch script, too."""
@@ -295,7 +295,7 @@ def _new_group(me: Worker, limit: timedelta, ranks: Collection[int]) -> dist.Pro
         store = _new_store(shared, me, limit)
         dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world, timeout=limit)
         group = dist.distributed_c10d._get_default_group()
-    # torch 2.14 has it in public, and warns of the private one.
+    # torch 2.14 has a public function, and warns of the private one.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(_LONGEST_WORK, group)
     return group

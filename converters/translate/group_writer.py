@@ -86,7 +86,7 @@ class GroupWriter:
             )
             self._report_matrices()
             return []
-        # A group is split by what is written for each of its parameters.
+        # A group is split where its parameters get different options.
         derived, groups = list[OutputTensor | OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
             groups += self._renamed(group, members) if self.is_copied else self._translated(group, members, derived)
@@ -98,12 +98,12 @@ class GroupWriter:
         if target.common is not None:
             return [written_at(target.common, [self._common_state(groups, common_items)])]
         self._number(groups)
-        # What schedulers have put into groups, torch drops when it loads a flat state dict.
+        # torch drops the options that schedulers put into groups when it loads a flat state dict.
         for option in sorted(HISTORY_OPTIONS) if any(place.flat for place in target.keys.optimizers) else ():
             if stored := sorted({repr(group.options[option]) for group in groups if option in group.options}):
                 reason = (
-                    "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or "
-                    "set any value, before loading"
+                    "torch loads it from a flattened state dict only where a group already has this option: make the "
+                    "scheduler, or set any value, before loading"
                 )
                 subject = f"{option} of groups"
                 source.findings.check(Action.SET, subject, *stored, reason=reason, topic=Topic.OPTIONS)
@@ -346,7 +346,7 @@ class GroupWriter:
         names_by_values: defaultdict[str, list[str]] = defaultdict(list)
         for group in () if self.is_copied else groups:
             names_by_values[repr(sorted(group.options.items()))] += group.parameters
-        # The target may look up the options of stored names under others, each of all of these; it reads them all.
+        # The target may look up the options of a stored name under several other names; it reads them all.
         names_in_groups = (parameter.listed for parameter in self.source.parameters.values())
         other_names: defaultdict[str, list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
         for name, parts in self.target.listed_names((*self.source.parameters, *names_in_groups)).items():

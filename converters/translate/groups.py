@@ -34,8 +34,8 @@ class GroupOptions:
 
     Attributes:
         common: by their common names.
-        private: the source's names of those that have none, each with what was expected where its value is of another
-            kind.
+        private: options without a common name, by the source's names, each with what was expected where
+            its value is of another kind.
     """
 
     common: Mapping[str, Any]
@@ -133,7 +133,7 @@ class OptionWriter:
         """
         target, method = self.target, self.method
         options, losses = self._translated()
-        # A new optimizer's options stand in for those with which the target would express what is lost.
+        # Defaults of a new optimizer replace the options that the target cannot express.
         lent: dict[str, dict[str, object]] = {name: {} for name in losses}
         for name, coding in ((name, coding) for name in losses for coding in method.codings if name in coding.common):
             lent[name] |= {o: method.default_options[o] for o in coding.options if o in method.default_options}
@@ -170,7 +170,7 @@ class OptionWriter:
                 reason = f"{self._silence(option)}; the value is a new optimizer's, recorded as unsaid"
                 findings.append(_check(Action.SET, {option: value}, reason))
         options = {**options, **{o: v for o, v in method.inert_options.items() if o not in options}}
-        # What no source gives, the running optimizer decides.
+        # The running optimizer decides options that no source gives.
         required = {o for coding in method.encodings if not coding.optional for o in coding.options}
         for option in required - options.keys() - target.unwritten_options - {method.options.get("step")}:
             findings.append(Check(Action.SET, option, (), f"{self._silence(option)}; the running optimizer's stays"))
@@ -200,7 +200,7 @@ class OptionWriter:
         return {o: v for o, v in target_options.items() if o not in self.target.unwritten_options}, losses
 
     def _lost(self, losses: Mapping[str, object], lent: Mapping[str, Mapping[str, object]]) -> Iterator[Check]:
-        """Report values that the target cannot store, in the source's words, and those that stand in their place."""
+        """Report values that the target cannot store, in the source's words, and the values that replace them."""
         for name, value in sorted(losses.items()):
             if name in _REFUSED:
                 raise SourceError(

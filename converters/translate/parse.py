@@ -37,7 +37,7 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[Pa
     if dialect.numbered:
         groups, names = name_numbers(groups, values)
         for tensor, (number, *_) in dialect.state_in(manifest.tensors):
-            # The number is with its optimizer; manifests may have it alone.
+            # The number includes that of its optimizer; in manifests it may stand alone.
             if tensor.name not in (None, number, number.rpartition("#")[2]):
                 names[number] = str(tensor.name)
         groups = tuple(_renamed(group, names) for group in groups)

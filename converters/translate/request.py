@@ -15,7 +15,7 @@ from .choices import TranslationChoices
 
 @dataclass(frozen=True, slots=True)
 class Request(TranslationChoices):
-    """A request for outputs: a translation, of which ``tensors_only`` leaves out items that are not tensors.
+    """A request for outputs: a translation, where ``tensors_only`` leaves out items that are not tensors.
 
     ``model_only`` leaves out all but the model's weights and buffers.
     """

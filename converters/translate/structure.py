@@ -85,7 +85,7 @@ class TranslatedParameter:
 
     @property
     def shape(self) -> Index:
-        """That of the weight, or else of the largest tensor of its state."""
+        """The shape of the weight, or else of the largest tensor of its state."""
         tensors = [self.weight] if self.weight else self.tensors.values()
         return max((tensor.record.shape for tensor in tensors), key=math.prod, default=())
 
@@ -98,7 +98,7 @@ def unflattened(tensor: OutputTensor, shape: Index) -> OutputTensor:
 
 
 def _rearranged(tensor: OutputTensor, layout: TensorLayout) -> OutputTensor:
-    """Return a tensor of these elements of another; nothing recorded of that, but its dtype, holds of it."""
+    """Return a tensor of these elements of another one; of that one's record only the dtype stays."""
     key, path, dtype = tensor.key, tensor.record.path, tensor.record.dtype
     return OutputTensor(
         StateRecord(key, path, layout.shape, dtype, no_chunks(len(layout.shape))), layout, tensor.sources
