@@ -373,6 +373,16 @@ def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
     assert [one.command for one in page.diagnosis.remedies[1:]] == commands
 
 
+def test_a_run_goes_on_from_a_faulty_step_of_which_nothing_is_lost(run, tmp_path):
+    for step in (10, 20, 30):
+        shutil.copytree(run / "10", tmp_path / "run" / f"step-000000{step}")
+    (tmp_path / "run" / "step-00000020" / ".metadata").unlink()
+    (tmp_path / "run" / "step-00000030" / "__0_0.distcp").unlink()
+    first, *others = muonckpt.report_run(tmp_path / "run", stats="none").diagnosis.remedies
+    assert "step-00000020" in f"{first.command} {first.gives}"
+    assert not any("fresh" in remedy.command for remedy in (first, *others))
+
+
 def test_a_step_that_cannot_be_read_is_not_called_damaged(run, tmp_path, monkeypatch):
     """Neither the newest, nor an older one."""
     for step in (10, 20, 30):

@@ -227,7 +227,7 @@ def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnos
         remedies.append(Remedy(command("verify", unread[-1].path), gives))
     elif damaged and damaged[0] in newer:
         # By what was read of it, or else by its files.
-        step, bad_names = damaged.pop(0), [step.name for step in bad]
+        step, bad_names = damaged.pop(0), [step.name for step in bad if step.has_loss]
         damage = numbers.get(step.name, _NO_NUMBERS).damage
         is_read = damage is not NOTHING_LOST
         known = diagnosis_of(step.path, damage, bad_names) if is_read else diagnosis_at(step.path, bad_names)
