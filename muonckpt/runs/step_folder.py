@@ -1,4 +1,4 @@
-"""A folder of checkpoints by step: which are whole, which may go, and what killed runs have left.
+"""A folder of checkpoints by step: which are whole, which may be removed, and what killed runs have left.
 
 There is no record besides its files, so any process may look at any time.
 """
