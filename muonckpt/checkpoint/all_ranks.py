@@ -51,7 +51,7 @@ class _Outcome:
 class JointWork:
     """A block of work that ends alike on all ranks: each gives an answer, and the first one decides for all.
 
-    Each rank calls `gather` once.  Behind that the first rank alone works, until all call `broadcast`.  The end of the
+    Each rank calls `gather` once.  After that only the first rank works, until all call `broadcast`.  The end of the
     block waits for all ranks, if they have not met in either.  An error on any rank before is raised on all of them.
 
     Args:

@@ -418,7 +418,7 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     matching, report = judge([question.matching for question in ranks], stored, call.checked_choices)
     if not matching.fits:
         raise SourceError(asked.refusal(matching))
-    # 1. What nothing takes; and what tensors take, by keys that ranks have in common, unlike numbers of groups.
+    # 1. Keys that nothing takes; and the sources of tensors, by keys that ranks have in common, unlike group numbers.
     claimed = matching.covered_keys.union(*(question.matching.sources.values() for question in ranks))
     unloaded_keys = []
     for key, entry in stored.entries.items():

@@ -19,6 +19,7 @@ from support.golden import golden
 
 import muonckpt
 from muonckpt import Series, SourceError
+from muonckpt.names.errors import UnavailableError
 
 
 def printed(code: int, *arguments: object) -> str:
@@ -195,6 +196,25 @@ def record_as_not_finite(step: Path) -> None:
     shutil.rmtree(step)
     Series(step.parent, keep_last=9).save(3, {"w": torch.full((4,), math.nan)})
     printed(1, "verify", step)
+
+
+def test_advice_passes_over_a_step_that_cannot_be_read_and_is_followed_to_an_older_one(tmp_path):
+    for step in (1, 2, 3):
+        Series(tmp_path, keep_last=9).save(step, {"w": torch.full((4,), float(step))})
+    os.truncate(tmp_path / "step-00000003" / "__0_0.distcp", 100)
+    shutil.rmtree(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002").symlink_to("step-00000002")
+    shown = printed(1, "verify", tmp_path / "step-00000003")
+    assert f"(a) muonckpt verify {tmp_path / 'step-00000001'}\n" in shown and "fresh" not in shown
+    state = {"w": torch.zeros(4)}
+    with pytest.raises(UnavailableError) as caught:
+        Series(tmp_path).restore(state)
+    _, cure = str(caught.value).split("To go on from step-00000001 instead: ")
+    _, source, _ = shlex.split(cure)
+    Path(source).rename(tmp_path / "elsewhere")
+    with pytest.warns(RuntimeWarning, match="step-00000003 is not whole"):
+        assert Series(tmp_path).restore(state).step == 1
+    assert torch.equal(state["w"], torch.ones(4))
 
 
 @pytest.mark.parametrize("harm", [lose_metadata, cut_metadata, record_as_not_finite])

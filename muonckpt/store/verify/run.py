@@ -351,11 +351,12 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         name, step = sibling
         return numbered is not None and step.step > numbered.step.step, -step.step, -step.attempt, name
 
+    siblings: list[tuple[str, StepName]] = []
     with suppress(OSError, SourceError, UnavailableError):  # of no use as advice
-        if _is_checkpoint(run):
-            return None
-        # Look at the best ones first, and no further than to one that is whole.
-        for name, step in sorted(_siblings(checkpoint), key=preference):
+        siblings = [] if _is_checkpoint(run) else sorted(_siblings(checkpoint), key=preference)
+    # Look at the best ones first, and no further than to one that is whole; pass over those that cannot be read.
+    for name, step in siblings:
+        with suppress(OSError, SourceError, UnavailableError):
             if name not in (checkpoint.name, *besides):
                 candidate, _ = look_at_step(run / name, step, lambda opened: None)
                 if not candidate.has_loss:
