@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import update_wrapper
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -30,8 +31,15 @@ if TYPE_CHECKING:
 
 _ONE_RANK = MappingProxyType({"dp": 1})
 
+_FIELD_LINES = {
+    field.name: f"{option}=muonckpt.{kind.__name__}({field.name}=...)"
+    for option, kind in (("translation", Translation), ("execution", Execution))
+    for field in fields(kind)
+}
+"""Where the options go that errors name alone, such as `from_dialect=`."""
 
-@called_like("muonckpt.reshard(source, destination, mesh={'dp': 8})")
+
+@called_like("muonckpt.reshard(source, destination, mesh={'dp': 8})", **_FIELD_LINES)
 def reshard(
     source: str | os.PathLike[str] | Remote,
     destination: str | os.PathLike[str] | Remote,

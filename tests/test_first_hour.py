@@ -317,6 +317,8 @@ SAVED = {
     "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",
     "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",
     "muonckpt.save(state, series.latest())": "exists already, and nothing is overwritten; choose another destination",
+    "muonckpt.convert(series.latest(), 'there', from_dialect='dcp')": "Write translation=muonckpt.Translation("
+    "from_dialect=...)",
     "series.save(3, state)": "goes on behind it, from the step that resume returns",
     "series.restore(state)['model']": "Series.restore returns the step, 3, the path and a report; ",
     "step, state = series.restore(state)": "Write first = restored.step + 1",

@@ -252,7 +252,7 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                     arguments = signature.bind(*args, **kwargs).arguments
                 except TypeError as misfit:
                     name = str(misfit).rpartition("argument ")[2].strip("'")
-                    hint = did_you_mean(name, [*signature.parameters]) or "."
+                    hint = "." if name in elsewhere else did_you_mean(name, [*signature.parameters]) or "."
                     if name == str(misfit):  # too many: some are given by name only
                         by_name = [key for key, each in signature.parameters.items() if each.kind == each.KEYWORD_ONLY]
                         hint = f"; by name only: {', '.join(by_name)}." if by_name else "."

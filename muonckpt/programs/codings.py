@@ -14,6 +14,7 @@ from typing import Any
 
 from ..algebra.box import Index
 from ..names.coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set, plain_coefficients
+from ..names.errors import SourceError
 from ..names.vocabulary import MAX_STEPS_ON_ONE_GRAM
 
 OptionValues = Mapping[str, Any]
@@ -143,9 +144,15 @@ def coefficients(of_steps: bool) -> Coding:
 
 
 def _equal_parts(count: object, shape: Index) -> OptionValues:
-    """Return the pieces of a parameter of ``count`` equal matrices, one below the other."""
+    """Return the pieces of a parameter of ``count`` equal matrices, one below the other.
+
+    Raises:
+        SourceError: the count is less than 1.
+    """
     if not isinstance(count, int) or count == 1 or len(shape) < 2:
         return {"pieces": None}
+    if count < 1:
+        raise SourceError(f"a parameter has {count} equal matrices by the options of its group; expected 1 or more")
     return {"pieces": (shape[-2] // count,) * count}
 
 
@@ -158,13 +165,13 @@ def _count(common: OptionValues, shape: Index) -> int | None:
 
 
 def equal_parts(option: str, always: bool) -> Coding:
-    """Return the coding of a number of matrices, which a group has ``always``, or if it is not 1."""
+    """Return the coding of a number of equal matrices; groups have it ``always``, or only if it is more than 1."""
 
     def read(options: OptionValues, shape: Index) -> OptionValues:
         return _equal_parts(options.get(option, 1), shape)
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
-        # Pieces of unequal heights have no count.
+        # A group without pieces has one matrix; pieces of unequal heights have no count.
         count = _count(common, shape) if common else 1
         if count is None:
             return None

@@ -18,6 +18,7 @@ import muonckpt
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.optimizer.planning.matrices import Fused, matrices_of
+from muonckpt.programs.codings import SPLITS
 
 OURS = {"algorithm": "muon", "lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "convention": "ema"}
 TORCH = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5,
@@ -178,6 +179,11 @@ def test_dions_blocks_of_rows_go_with_their_parts(to, tmp_path):
     found, _, _ = converted(tmp_path / "joined", "dion", heads, NameRules((ONE_ABOVE,)), to)
     assert (found["ab"]["split_sizes"], found["ab"]["num_heads"]) == ((4, 4, 4), None)
     check_matrices(tmp_path / "joined" / "made")
+
+
+def test_no_heads_are_refused():
+    with pytest.raises(muonckpt.SourceError, match="a parameter has 0 equal matrices"):
+        SPLITS.read({"num_heads": 0, "split_sizes": None}, (8, 12))
 
 
 @pytest.mark.parametrize("to", [None, "xtuner"])

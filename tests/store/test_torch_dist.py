@@ -296,9 +296,10 @@ def test_megatrons_sums_of_whole_files_are_compared(tmp_path):
     assert (
         "run_config.yaml: SHA-256" in told and "'metadata.json'" in told and "integrity.json" in str(report.diagnosis)
     )
-    (path / "integrity.json").write_text("[]")
-    (finding,) = muonckpt.verify(path).findings
-    assert "expected JSON with algorithm and files" in finding.message
+    for strange in ([], {"algorithm": "sha256", "files": [[1, "x"]]}, {"algorithm": "sha256", "files": None}):
+        (path / "integrity.json").write_text(json.dumps(strange))
+        (finding,) = muonckpt.verify(path).findings
+        assert "expected JSON with algorithm and files" in finding.message
 
 
 def test_chunks_whose_offset_and_size_have_other_dims_are_refused(tmp_path):
