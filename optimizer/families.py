@@ -118,7 +118,7 @@ LORA = _ready(
     Rule("other", ("*.lora_embedding_A.*", "*.lora_embedding_B.*")),
 )
 """Adapters of peft: each half, ``[r, in]`` and ``[out, r]``, is a matrix of its own; those of embeddings are AdamW's.
-Everything else that is trained needs a layer behind it, as in ``[LORA, LLAMA]``."""
+Everything else that is trained needs a layer after it, as in ``[LORA, LLAMA]``."""
 
 
 FUSED: Mapping[str, str] = {

@@ -120,10 +120,10 @@ def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, s
     parts = FUSED.get(name) or FUSED.get(name.removesuffix("_weight"))
     parts = parts or next((parts for part, parts in FUSED_PARTS.items() if part in name.lower()), None)
     if name in GATED:
-        # It holds a gate as well if it has twice the rows that the projection behind it takes.
+        # It holds a gate as well if it has twice the rows that the next projection takes.
         partners, parts_with_gate = GATED[name]
-        behind = [shapes_of[-1] for other, shapes_of in shapes.items() if _is_partner(other, before, partners)]
-        parts = parts_with_gate if shape[-2:-1] and shape[-2] in [2 * columns for columns in behind] else None
+        taken = [shapes_of[-1] for other, shapes_of in shapes.items() if _is_partner(other, before, partners)]
+        parts = parts_with_gate if shape[-2:-1] and shape[-2] in [2 * columns for columns in taken] else None
     if parts is None or len(shape) < 2:
         return None
     tail = use.name.removesuffix(".weight").split(".")[len(before) :]

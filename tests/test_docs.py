@@ -1,6 +1,6 @@
-"""What README.md and the guides show is run: Python blocks in order, console blocks with their output compared.
+"""What README.md and the guides show is run, in order, and all that it prints is shown.
 
-In expected output a line of `…` stands for any number of lines.
+In expected output a line of `…` stands for any number of lines, and `…` in a line for any characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.commands import called
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs" / "guide").rglob("*.md"))]
-BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$(?:\n*^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 IN_ORDER = "*Paste the examples in order, in one new folder and one session.*"
 
@@ -33,7 +33,8 @@ def commands(block: str) -> list[tuple[str, str]]:
 
 def matches(expected: str, found: str) -> bool:
     pattern = "".join(
-        r"(?:.*\n)*?" if line.strip() == "…" else re.escape(line) + r"\n" for line in expected.strip().splitlines()
+        r"(?:.*\n)*?" if line.strip() == "…" else re.escape(line).replace("…", ".*") + r"\n"
+        for line in expected.strip().splitlines()
     )
     return re.fullmatch(pattern, found.strip() + "\n") is not None
 
@@ -46,13 +47,15 @@ def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node", "ignore:hyper-parameters are those of the saved run")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
+def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}
     ran = 0
-    for language, block in BLOCK.findall(page.read_text()):
+    for language, block, shown in BLOCK.findall(page.read_text()):
         if language == "python":
             exec(compile(block, page.name, "exec"), names)
+            printed = capsys.readouterr().out
+            assert page == README or not printed or matches(shown, printed), f"{page.name} shows {shown}of {printed}"
             ran += 1
             continue
         for command, expected in commands(block):
@@ -71,7 +74,7 @@ def test_the_first_example_is_short_and_resumes_with_the_line_that_is_shown(tmp_
     [shown, *_] = re.findall(r"^```text\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert len(code.splitlines()) <= 16 and "get_state_dict" not in code
     assert code.count("run.resume(), 10)") == 1
-    exec(code.replace("run.resume(), 10)", "run.resume(), 7)"), {})  # interrupted behind its first checkpoint
+    exec(code.replace("run.resume(), 10)", "run.resume(), 7)"), {})  # interrupted after its first checkpoint
     assert (
         capsys.readouterr().out
         == f"no checkpoint in {tmp_path}/run: starting at step 0 (to make this an error: resume(required=True))\n"
@@ -111,7 +114,8 @@ def needs_order(text: str) -> bool:
     """Whether an example of a page does not run when it is pasted alone."""
     blocks = BLOCK.findall(text)
     return any(
-        number > 0 if language == "console" else unexplained(block) for number, (language, block) in enumerate(blocks)
+        number > 0 if language == "console" else unexplained(block)
+        for number, (language, block, _) in enumerate(blocks)
     )
 
 

@@ -319,7 +319,7 @@ SAVED = {
     "muonckpt.save(state, series.latest())": "exists already, and nothing is overwritten; choose another destination",
     "muonckpt.convert(series.latest(), 'there', from_dialect='dcp')": "Write translation=muonckpt.Translation("
     "from_dialect=...)",
-    "series.save(3, state)": "goes on behind it, from the step that resume returns",
+    "series.save(3, state)": "goes on after it, from the step that resume returns",
     "series.restore(state)['model']": "Series.restore returns the step, 3, the path and a report; ",
     "step, state = series.restore(state)": "Write first = restored.step + 1",
     "first = series.restore(state) + 1": "Write first = restored.step + 1",

@@ -34,7 +34,7 @@ class BufferFiles(RankFiles):
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
     ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
-        # The file of a rank has its boxes in the order of its buffers, which the format places one behind the other.
+        # The file of a rank has its boxes in the order of its buffers, which the format places one after the other.
         stored = flat_buffers.place(buffers or tuple(_end_to_end(boxes)))
         ends = flat_buffers.ends(stored)
         offsets: dict[tuple[int, str, Box], int] = {}

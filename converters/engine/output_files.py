@@ -174,7 +174,7 @@ class OutputChunks:
 
     @property
     def end(self) -> int:
-        """The offset behind the last chunk, in bytes; 0 if there is none."""
+        """The offset after the last chunk, in bytes; 0 if there is none."""
         return int(self.offsets[-1]) + self.plans[-1].frame.length if self.plans else 0
 
     def by_plan(self, numbers: Iterable[int] | None = None) -> dict[ChunkPlan, list[int]]:
@@ -225,7 +225,7 @@ class OutputFile:
 
 
 def place_items(name: str, items: Sequence[OutputItem]) -> tuple[list[tuple[OutputItem, Blob]], int]:
-    """Place items one after the other, each aligned, and return the offset behind the last."""
+    """Place items one after the other, each aligned, and return the offset after the last."""
     end = 0
     placed_items = []
     for item in items:

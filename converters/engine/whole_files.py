@@ -116,7 +116,7 @@ class ZarrFiles(WholeFiles):
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
-    """Yield the files of an array: its chunks, padded to one size, and behind the last of a file their index."""
+    """Yield the files of an array: its chunks, padded to one size, and after the last of a file their index."""
     files = [(name, list(array.chunks(box))) for name, box in array.files()]
     boxes: list[Box] = []
     for _, numbered_boxes in files:

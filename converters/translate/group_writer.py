@@ -358,7 +358,7 @@ class GroupWriter:
                 same_names = names_by_values[repr(sorted(group.options.items()))]
                 options[self.target.names_option] = list(names) if is_listed else same_names
             if is_listed:
-                # A list keeps its numbers, but for groups that are added and move those behind them.
+                # A list keeps its numbers, but a group that is added moves those after it.
                 chain_name = group.chain if keys.chained else ""
                 number = max((counts[chain_name], *(group.positions if self.is_copied else ())))
                 counts[chain_name] = number + 1

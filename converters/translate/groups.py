@@ -144,7 +144,7 @@ class OptionWriter:
             hint = self.source.hints.get(name, "unknown")
             reason = f"always so in {target.name}; {self.source.name} does not say it: {hint}"
             findings.append(_check(Action.SET, {name: constants[name]}, reason))
-        # Options without a common name stay behind, as the target may mean something else by them.
+        # Options without a common name are left out, as the target may mean something else by them.
         target_names = set[str]().union(*(target_method.all_options for target_method in target.methods))
         for option, expected in self.stored.private.items():
             reason = f"no counterpart in {target.name}"

@@ -96,7 +96,7 @@ class Matrices:
     # The effect of rules.
 
     def part(self, ranges: Sequence[tuple[int, int]], dim: int) -> Matrices:
-        """Return the matrices in these ranges of a dim, one behind the other."""
+        """Return the matrices in these ranges of a dim, one after the other."""
         if not self.is_known:
             return self
         runs = _merged(chain.from_iterable(_sliced(self.runs[dim], lo, hi) for lo, hi in ranges))

@@ -169,7 +169,7 @@ _TABLES: Mapping[str, tuple[NameRule, ...]] = {
     "megatron-experts": (
         _written("{p*}.experts.linear_{f}.weight{e} -> {p*}.experts.linear_{f}.weight", each="e", stacked=True),
     ),
-    # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate
+    # Experts that are one matrix each, as torch_dist has them: one tensor for all, below one more `experts`; gate
     # and up are one after the other in it.  Source: `sharded_state_dict` of Megatron's `TEGroupedMLP`.
     "torch-dist-experts": (
         _written("{p*}.experts.linear_{f}.weight{e} -> {p*}.experts.experts.linear_{f}.weight", each="e", stacked=True),

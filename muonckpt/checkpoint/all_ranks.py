@@ -265,7 +265,7 @@ def warned_when_waiting(process_group: dist.ProcessGroup | None, call: str) -> I
     def tell() -> None:
         print(
             f"muonckpt: rank {dist.get_rank()} has waited {LONG_SECONDS:g} s in {call} for other ranks of the process "
-            "group: all of them have to call it, so do not call it behind `if rank == 0`",
+            "group: all of them have to call it, so do not call it inside `if rank == 0`",
             file=sys.stderr,
             flush=True,
         )

@@ -112,7 +112,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _blocks(shape: Index, max_elements: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices of blocks of at most ``max_elements`` elements: ranges of one dim, and all of the dims behind it."""
+    """Yield slices of blocks of at most ``max_elements`` elements: ranges of one dim, and all of the dims after it."""
     if 0 in shape:
         return
     if not shape:

@@ -463,7 +463,7 @@ def _places(read: _Read, targets: Sequence[_Target]) -> tuple[list[_Place], list
 
 
 def _flat_range(box: Box, shape: Index) -> tuple[int, int]:
-    """Return the numbers of the first element of a box, and behind its last one, in row-major order of the shape."""
+    """Return the numbers of the first element of a box, and after its last one, in row-major order of the shape."""
     first = last = 0
     for low, high, length in zip(box.lo, box.hi, shape, strict=True):
         first, last = first * length + low, last * length + high - 1

@@ -84,7 +84,7 @@ class RankForm:
         keys, paths = list(self.keys), list(self.paths)
         for place, key in enumerate(self.keys):
             for options in filter(key.startswith, numbers):
-                # The number stands behind the beginning in the key, and at that depth in the path.
+                # The number follows this prefix in the key, and at that depth in the path.
                 former, _, option = key.removeprefix(options).partition(".")
                 number = numbers[options][int(former)]
                 keys[place] = f"{options}{number}.{option}"

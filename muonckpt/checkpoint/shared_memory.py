@@ -248,7 +248,7 @@ def _clusters(places: Sequence[Elements]) -> Iterator[list[int]]:
     for number, place in enumerate(places):
         if place.start and 0 not in place.form.shape:
             spans[place.device].append((place.start, place.stop, number))
-    # In the order of their beginnings, a span that begins behind all before it begins a cluster.
+    # In the order of their beginnings, a span that begins where all before it have ended begins a cluster.
     for of_device in spans.values():
         cluster, reach = list[int](), 0
         for start, stop, number in sorted(of_device):

@@ -137,7 +137,7 @@ class WholePlan:
             LayoutError: replicas of a tensor differ.
             DestinationError: a rank has not done what it planned.
         """
-        # A short receipt would shift the rows of all ranks behind it.
+        # A short receipt would shift the rows of all ranks after it.
         expected = [len(stored) + len(witnessed) for stored, witnessed in self.shares]
         for rank, receipt in enumerate(receipts):
             if len(receipt) != expected[rank] * _ROW.size:

@@ -59,7 +59,7 @@ class ShardedModel(Protocol):
 
 
 def open_model(model: Any) -> ShardedModel:
-    """Return the model's parameters behind the door."""
+    """Return the model's parameters, whichever version has sharded it."""
     return IndexedModel(model) if hasattr(model, "param_and_grad_buffer") else PackedModel(model)
 
 

@@ -215,7 +215,7 @@ def order_of_cuts(cuts: DimCuts) -> list[tuple[int, int]]:
     A strided shard has two meanings.  FSDP2 cuts what earlier cuts have left into contiguous parts, and writes by its
     split how many parts those have made; torch writes any other order of contiguous cuts in the same way.  In the
     terms of XTuner's Expert-TP, or of ``distribute_tensor``, the split is a number of stripes, and each stripe is cut.
-    Both are the same behind contiguous cuts into just so many equal parts; behind stripes they are not, and
+    Both are the same after contiguous cuts into just so many equal parts; after stripes they are not, and
     ``fully_shard`` over stripes writes what ``distribute_tensor`` would for other elements.
 
     Raises:

@@ -132,7 +132,7 @@ class Columns:
         return self._frame_field(0, rows)
 
     def item_end(self) -> Column:
-        """Return the offsets behind items, in bytes."""
+        """Return the offsets after items, in bytes."""
         return self.item + self.item_length()
 
     def payload(self, rows: Rows = _ALL) -> Column:

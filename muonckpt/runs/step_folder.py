@@ -168,7 +168,7 @@ class StepFolder:
             reason = "replace=True" if replace else damaged.get(name) or self.fault(name)
             if reason is None:
                 raise DestinationError(
-                    f"{self.path(name)} exists already, and is whole; a run that is resumed goes on behind it, "
+                    f"{self.path(name)} exists already, and is whole; a run that is resumed goes on after it, "
                     "from the step that resume returns; if this run went back to an earlier step and the checkpoint is "
                     "to be superseded, save with replace=True"
                 )

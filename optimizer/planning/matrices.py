@@ -49,7 +49,7 @@ class Fused:
         return ", ".join(texts)
 
     def row_dim(self, shape: Index) -> int:
-        """Return the dim of a parameter that is the rows; dims before it are stacks, those behind it columns."""
+        """Return the dim of a parameter that is the rows; dims before it are stacks, those after it columns."""
         return 0 if self.flatten else len(shape) - 2
 
     def rows_of(self, rows: int) -> Iterator[list[tuple[int, int]]]:
@@ -68,7 +68,7 @@ class Fused:
             yield [(start + lo, start + hi) for start in range(0, rows, block_rows)]
 
     def columns_of(self, sizes: Index) -> Iterator[Box]:
-        """Yield the columns of each column piece, as a box of the dims behind the rows.
+        """Yield the columns of each column piece, as a box of the dims after the rows.
 
         Raises:
             LayoutError: they do not add up to the columns, or the columns are of several dims.

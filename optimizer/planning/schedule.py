@@ -121,7 +121,7 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     kinds = _matrices(specs, ranks)
     work = [matrix for matrix, _ in chain.from_iterable(kinds)]
 
-    # Who orthogonalises which, and when: in so many stages that the exchange hides behind the work.
+    # Who orthogonalises which, and when: in so many stages that the exchange overlaps with the work.
     owners = assign_owners(work, ranks)
     max_stages = stages or worthwhile_stages(specs, len(ranks))
     turns = cut_stages([matrix.cost for matrix in work], owners, len(ranks), max_stages)

@@ -24,7 +24,7 @@ MAX_BLOCK_ELEMENTS = 1 << 16
 """Elements of the largest block of several boxes: 256 KiB in float32; a few exist at a time."""
 
 Sizes = Mapping[int, int]
-"""Elements of matrices end to end in one memory, by number; with the empty space behind each."""
+"""Elements of matrices end to end in one memory, by number; with the empty space after each."""
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor]
 """Local tensors by the number of their parameter."""

@@ -246,7 +246,7 @@ class Step:
                     exchange.attempt(self._apply, local, number - 1, results(False))
                 results = next_results
 
-            # The last results have nothing to hide behind.
+            # The last results have no work left to overlap with.
             assert local is not None and results is not None, "all ranks stop at the first notes if one has failed"
             exchange.attempt(self._apply, local, last, results(False))
             exchange.attempt(local.end)

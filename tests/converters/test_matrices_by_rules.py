@@ -259,7 +259,7 @@ def test_a_matrix_that_rules_cut_is_told(tmp_path):
 
 
 def test_groups_list_the_new_parameters_and_those_that_they_list_once_more(tmp_path):
-    """A group is cut in two where its members differ, and the numbers of those behind it move."""
+    """A group is cut in two where its members differ, and the numbers of those after it move."""
     groups = [{"params": {**QKV, "o": (12, 16)}, "param_names": [*QKV, "o"]}, {"params": {"up": (24, 12)}}]
     saved(tmp_path / "source", "ours", groups)
     rules = grouped(rules=NameRules((SPLIT_QKV.inverse(),)))

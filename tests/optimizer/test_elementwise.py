@@ -263,7 +263,7 @@ def test_each_kernel_can_be_launched_and_compiles_for_hopper(tmp_path: Path) -> 
     ],
 )
 def test_without_memory_the_average_is_the_gradient_with_the_signs_of_its_zeros(options, slot, dtype):
-    """A vector loop and the loop behind it give zeros other signs, and a shard begins anywhere."""
+    """A vector loop and the loop after it give zeros other signs, and a shard begins anywhere."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(6, 7, dtype=dtype))
     optimizer = Muon([{"params": [param], "lr": 0.1, **options}])

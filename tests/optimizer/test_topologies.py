@@ -26,7 +26,7 @@ from muonckpt.algebra.layout import TensorLayout
 from muonckpt.optimizer import Muon, StepExecution
 from muonckpt.optimizer.step.exchange import LINKS
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "options.md"
 
 
 def differing(rank: int, world: int, homes: tuple[Home | None, ...], expected: list[torch.Tensor]) -> list[str]:

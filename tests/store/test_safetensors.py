@@ -195,7 +195,7 @@ DAMAGED = {
     "negative": file_of(header_of(w=entry(offsets=(-8, 0)))),
     "a gap": file_of(header_of(w=entry(offsets=(4, 12))), bytes(12)),
     "an overlap": file_of(header_of(v=entry(), w=entry(offsets=(4, 12))), bytes(12)),
-    "data behind": file_of(header_of(w=entry()), bytes(9)),
+    "data after the end": file_of(header_of(w=entry()), bytes(9)),
     "data cut": file_of(header_of(w=entry()), bytes(7)),
     "metadata of numbers": file_of(header_of(w=entry(), __metadata__={"a": 1})),
     "metadata that is none": file_of(header_of(w=entry(), __metadata__=[])),
@@ -210,14 +210,14 @@ def test_a_damaged_file_is_refused(kind, tmp_path):
         read(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize("behind", [bytes(9), b"its own trailer " * 9])
-def test_the_error_about_bytes_behind_the_data_prints_the_command_that_cuts_them(behind, tmp_path):
+@pytest.mark.parametrize("extra", [bytes(9), b"its own trailer " * 9])
+def test_the_error_about_bytes_after_the_data_prints_the_command_that_cuts_them(extra, tmp_path):
     whole = file_of(header_of(w=entry()), bytes(range(8)))
     path = tmp_path / "a b.safetensors"
-    path.write_bytes(whole + behind)
-    with pytest.raises(SourceError, match=f"{len(behind)} bytes lie behind the data") as raised:
+    path.write_bytes(whole + extra)
+    with pytest.raises(SourceError, match=f"{len(extra)} bytes lie after the data") as raised:
         muonckpt.open(path)
-    assert repr(behind[:16]) in str(raised.value)
+    assert repr(extra[:16]) in str(raised.value)
     found = called("inspect", path).stdout
     command = re.search(r"truncate -s [0-9]+ '.*a b\.safetensors'", found.replace("\n", " "))
     assert command, found

@@ -89,7 +89,7 @@ def test_megatron_loads_it(source, tmp_path):
 
 
 def test_megatron_loads_two_optimizers(tmp_path):
-    """Muon and AdamW, behind its prefixes, from the files of three ranks; with the step."""
+    """Muon and AdamW, after its prefixes, from the files of three ranks; with the step."""
     checkpoint = resharded(written(tmp_path, "legacy-pingpong", 3), tmp_path / "out", "--to", "torch_dist_chained")
     memory = loaded_by_megatron(checkpoint)
     stored = memory["tensors"]
@@ -103,7 +103,7 @@ def test_megatron_loads_two_optimizers(tmp_path):
 
 
 def test_megatron_loads_lion_and_steps_as_ours(tmp_path):
-    """Muon and Lion of ours, behind its prefixes; Emerging-Optimizers' Lion rounds the decay once more."""
+    """Muon and Lion of ours, after its prefixes; Emerging-Optimizers' Lion rounds the decay once more."""
     matrix, vector = torch.rand(8, 4), torch.rand(8)
     state = {
         "w": {"momentum_buffer": torch.rand(8, 4), "fp32_param": matrix},

@@ -58,7 +58,7 @@ TOPOLOGIES: dict[str, tuple[Home | None, ...]] = {
     "FSDP2 × TP on 6 ranks": (Home((3, 2), (STRIDED, S(0))), Home((3, 2), (S(0), S(1)))),
     "HSDP × TP": (Home((2, 2, 2), (R, STRIDED, S(0))),),
     "EP, and dense parameters in replicas": (Home((4,), (S(0),)), Home((4,), (R,))),
-    "EP × FSDP2, experts again": (Home((2, 2), (S(0), S(0))),),
+    "EP × FSDP2, both cut experts": (Home((2, 2), (S(0), S(0))),),
     "EP × FSDP2, rows": (Home((2, 2), (S(0), S(1))),),
     "EP × FSDP2, columns, 6 ranks": (Home((3, 2), (S(0), S(2))),),
     "EP × HSDP": (Home((2, 2, 2), (S(0), R, S(1))),),

@@ -99,7 +99,7 @@ class Kill:
 
 
 def kill_drawn(dice: random.Random, world: int, step: int) -> Kill:
-    """Any kill that comes behind a step."""
+    """Any kill that comes after a step."""
     return Kill(dice.randrange(world), dice.randint(step + 1, STEPS), dice.randint(0, 25))
 
 

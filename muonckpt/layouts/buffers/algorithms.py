@@ -402,7 +402,7 @@ def partitioned_group(
 
     Args:
         size: elements of each partition; None: as few as fit.
-        paddings: elements behind each parameter, if any.
+        paddings: elements after each parameter, if any.
 
     Raises:
         LayoutError: the partitions are too small.

@@ -139,7 +139,7 @@ def begin(
         source: its path or URL.
         folder: of the run that begins.
         choices: which parameters start fresh, and which have grown.
-        step: the one to go on with; None means the one behind the checkpoint's.
+        step: the one to go on with; None means the one after the checkpoint's.
 
     Raises:
         ArgumentError: a scheduler needs metrics, or has been stepped; or the checkpoint does not say its step, or
@@ -244,7 +244,7 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tu
     """Write a checkpoint with our keys, all ranks together.
 
     Returns:
-        The step behind that which it records, and whether its optimizer is known; if not, weights alone are written.
+        The step after the one that it records, and whether its optimizer is known; if not, weights alone are written.
     """
     broadcast_from_first(group, lambda: _remove(copy))
     with joined_ranks(group) as workers, open(location(source, SourceError)) as opened:

@@ -27,7 +27,7 @@ class Restored:
     """The result of `Series.restore`.
 
     Attributes:
-        step, path: those of the checkpoint that was loaded; training goes on behind it.
+        step, path: those of the checkpoint that was loaded; training goes on after it.
         report: what was done with which parameters; ``print`` shows all of this in one line.
     """
 

@@ -306,7 +306,7 @@ class Series:
             begin_from: where the run has no step of its own, the checkpoint of another run, of any program that
                 `convert` reads: weights go on, and the state of parameters whose method stays.  Other state begins at
                 zero.  Options are the code's, and schedulers go on at the step of that run.
-            begin_step: the step to go on with then; None means the one behind that of the checkpoint.
+            begin_step: the step to go on with then; None means the one after that of the checkpoint.
 
         Returns:
             The step to go on with; 0 if no checkpoint has been saved yet.

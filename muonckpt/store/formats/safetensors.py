@@ -157,7 +157,7 @@ def read_header(file: File) -> tuple[Header, int, str]:
 
 
 def read_cut_header(file: File) -> tuple[Header, int, str]:
-    """Do the same as `read_header` for a file that may be cut behind its header."""
+    """Do the same as `read_header` for a file that may be cut after its header."""
     size = file.size
     head = file.read(0, 8)
     length = int.from_bytes(head, "little")
@@ -178,7 +178,7 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
         data_bytes = max(file.on_disk - 8 - length, 0)
         noun = f"bytes of a header before {data_bytes} bytes on the disk"
         limits.check_limit(length, limits.SMALL_DESCRIPTION + data_bytes, noun)
-    # Bytes behind the data are damage as well.
+    # Bytes after the data are damage as well.
     text = file.read(8, length)
     header, start = parse_header(text), 8 + length
     end = start + header.data_length
@@ -186,7 +186,7 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
         head = file.read(end, min(size - end, 16))
         command = shell_line("truncate", "-s", end, file.place)
         raise DamageError(
-            f"expected {end} bytes, found {size}: {size - end} bytes lie behind the data, which begin with "
+            f"expected {end} bytes, found {size}: {size - end} bytes lie after the data, which begin with "
             f"{head!r}; if they are none of yours, cut them with: {command}"
         )
     return header, start, xxh3_128([text])

@@ -80,7 +80,7 @@ class ZarrArray:
     """Describes one array, with zarr's ``dtype``.
 
     ``file_shape`` and ``chunk_shape`` are the shapes of one file and of one chunk in it (the same without shards), with
-    the dims of ``shape``.  ``trailer`` counts the bytes behind each chunk's elements (its CRC-32C); None where elements
+    the dims of ``shape``.  ``trailer`` counts the bytes after each chunk's elements (its CRC-32C); None where elements
     are encoded.  ``sharded`` files end (``index_first``: begin) with an index.
 
     Raises:
@@ -317,7 +317,7 @@ class ZarrPayloads(Payloads):
         return chunk.item.file in self._with_checksums
 
     def check_item(self, item: Extent, parts: Iterable[memoryview] | None = None) -> None:
-        """Check the CRC-32C behind an unencoded chunk; decoding checks that of an encoded one."""
+        """Check the CRC-32C after an unencoded chunk; decoding checks that of an encoded one."""
         from google_crc32c import value as crc32c
 
         if item.file in self._with_checksums and item.file not in self._encoded:

@@ -43,9 +43,9 @@ SHARD_BYTES = 1 << 30
 
 
 def chunk_frame(payload_length: int, chunk_bytes: int, index: bytes) -> Frame:
-    """Return the bytes behind a chunk's elements.
+    """Return the bytes after a chunk's elements.
 
-    They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
+    They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and after a shard's last chunk
     its ``index``.
     """
 

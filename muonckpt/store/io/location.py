@@ -129,7 +129,7 @@ class Remote:
             try:
                 return question(*arguments, **options)
             except Exception as error:
-                failure = _failure_behind(error)
+                failure = _cause_of(error)
                 if isinstance(failure, FileNotFoundError):
                     raise FileNotFoundError(f"{self}: {error}") from error
                 if pause is None or not _may_pass(failure) or time.monotonic() > deadline:
@@ -566,7 +566,7 @@ def _missing_as_damage() -> Iterator[None]:
         raise DamageError(f"cannot read {error}") from error
 
 
-def _failure_behind(error: Exception) -> Exception:
+def _cause_of(error: Exception) -> Exception:
     """Return the failure for which a library says that nothing is there, as fsspec's of the web does for any."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):

@@ -87,15 +87,15 @@ class _Window:
         return self._file is file and self._start <= start <= self._stop
 
     def read(self, file: FileBytes, start: int, stop: int, reads: Reads) -> None:
-        # Bytes from ``start`` on that it has already move to the front; the others are read behind them.
+        # Bytes from ``start`` on that it has already move to the front; the others are read after them.
         overlap = self._memory[start - self._start : self._stop - self._start] if self.reaches(file, start) else b""
         self._file = None  # until it has been read
         if len(self._memory) < stop - start:
             self._memory = np.empty(stop - start, np.uint8).data
         self._memory[: len(overlap)] = overlap
-        behind, raw = start + len(overlap), self._memory[len(overlap) : stop - start]
-        file.fill(raw, behind)
-        reads(behind, raw)
+        rest, raw = start + len(overlap), self._memory[len(overlap) : stop - start]
+        file.fill(raw, rest)
+        reads(rest, raw)
         self._file, self._start, self._stop = file, start, stop
 
     def view(self, offset: int, length: int) -> memoryview:

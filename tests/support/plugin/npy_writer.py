@@ -1,4 +1,4 @@
-"""The half of the plug-in that writes: a file for each tensor, whose elements lie whole behind a header."""
+"""The half of the plug-in that writes: a file for each tensor, whose elements lie whole after a header."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class _Machine:
         raise ValueError(f"no end within {len(data)} bytes")
 
     def _run_rare(self, opcode: bytes, position: int, stack: list[object]) -> int:
-        """Run one of the rarer opcodes, whose argument starts at byte ``position``; return the position behind it."""
+        """Run one of the rarer opcodes, whose argument starts at byte ``position``; return the position after it."""
         data, memo = self._data, self._memo
         if opcode in _CONSTANTS:
             stack.append(_CONSTANTS[opcode])
@@ -397,7 +397,7 @@ class _Recurrence:
         self._end = self._one_by_one = 0
 
     def after(self, position: int, stack: list[object], target: object) -> tuple[int, int]:
-        """Push the objects that recur after one that was just made; return the position behind them, and their parts.
+        """Push the objects that recur after one that was just made; return the position after them, and their parts.
 
         Args:
             stack: the objects to be added to ``target``.

@@ -77,7 +77,7 @@ class ZipMember:
 
 
 def store(contents: Iterable[tuple[str, bytes]], start: int) -> tuple[bytes, tuple[ZipEntry, ...]]:
-    """Lay out small members, one behind another from byte ``start`` of the item."""
+    """Lay out small members, one after another from byte ``start`` of the item."""
     out, entries = b"", []
     for name, data in contents:
         entry = ZipEntry(name, start + len(out), len(data), zlib.crc32(data))

@@ -173,9 +173,9 @@ def tail(dtype: str, shape: Index, crc32: int, serialization_id: bytes) -> bytes
 
 def _tail(head: bytes, members: tuple[ZipEntry, ...], crc32: int, serialization_id: bytes) -> bytes:
     payload = replace(members[-1], crc32=crc32)
-    behind = descriptor(payload)
-    start = len(head) + payload.size + len(behind)
-    return behind + store_end(start, (*members[:-1], payload), serialization_id)
+    trailer = descriptor(payload)
+    start = len(head) + payload.size + len(trailer)
+    return trailer + store_end(start, (*members[:-1], payload), serialization_id)
 
 
 def tensor_pickle(dtype: str, shape: Index) -> bytes:
