@@ -214,7 +214,7 @@ def _difference(
             value_a, value_b = value_of(bytes_a), value_of(bytes_b)
             if OPAQUE in (value_a, value_b) or repr(value_a) != repr(value_b):
                 changed_items.append(ItemDifference(key, value_a, value_b))
-    # Training changes weights and their state in every step.
+    # Training changes weights and their state in every step, so a tensor that is equal in two may be stale.
     steps, unmoved = (a.step, b.step), list[str]()
     if None not in steps and steps[0] != steps[1]:
         view = a.look().view

@@ -186,7 +186,7 @@ def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values
 
 
 def _figures_of_each(stack: Values64) -> list[ElementFigures]:
-    """Measure each of the equal shapes along the first dim."""
+    """Return the figures of each `stack[i]`."""
     flat = stack.reshape(len(stack), -1)
     finite = np.isfinite(flat)
     counts, nan = np.count_nonzero(finite, axis=1), np.count_nonzero(np.isnan(flat), axis=1)
@@ -194,6 +194,7 @@ def _figures_of_each(stack: Values64) -> list[ElementFigures]:
     values = flat if finite.all() else np.where(finite, flat, 0.0)
     largest = np.abs(values).max(axis=1, initial=0.0)
     scaled = values / np.where(largest == 0, 1.0, largest)[:, np.newaxis]
+    # Each row times itself is its sum of squares.
     norms = np.sqrt(scaled[:, np.newaxis, :] @ scaled[:, :, np.newaxis])[:, 0, 0] * largest
     zeros = counts - np.count_nonzero(values, axis=1)
     columns = (counts, norms, largest, zeros, nan, flat.shape[1] - counts - nan)

@@ -122,8 +122,9 @@ class Mover:
             return []
         # A band of each file in turn, so that one read serves them all.
         writings = [self._write(draft, numbers) for draft, numbers in zip(drafts, ranges, strict=True)]
-        while writings:  # a generator that has ended returns the default
-            writings = [writing for writing in writings if next(writing, writing) is None]
+        ended = object()
+        while writings:
+            writings = [writing for writing in writings if next(writing, ended) is not ended]
         return files.end_part()
 
     @contextmanager

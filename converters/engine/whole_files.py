@@ -66,10 +66,10 @@ class SafetensorsFiles(WholeFiles):
         records, outputs = _records(tensors), by_key(tensors)
         safetensors.check_storable(records)
         if self.shard_bytes is None:
-            return [_file(safetensors.FILE, tensors, recorded)]
+            return [_safetensors_file(safetensors.FILE, tensors, recorded)]
         files = []
         for name, shard in safetensors.shards(records, self.shard_bytes, recorded):
-            files.append(_file(name, [outputs[record.key] for record in shard], recorded))
+            files.append(_safetensors_file(name, [outputs[record.key] for record in shard], recorded))
         return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -84,7 +84,8 @@ def _records(tensors: Sequence[OutputTensor]) -> list[StateRecord]:
     return [output.record for output in tensors]
 
 
-def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
+def _safetensors_file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
+    """Return a file of whole tensors, with a header that holds the digests, shares and provenance."""
     # The largest elements come first, which aligns all tensors.
     outputs = sorted(tensors, key=lambda output: -itemsize(output.record.dtype))
     records = _records(outputs)
@@ -94,7 +95,7 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
         return safetensors.encode_front(records, recorded, sums)
 
     plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in outputs]
-    start = len(header(np.empty(0, SUMS)))
+    start = len(header(np.empty(0, SUMS)))  # a header is as long without sums
     chunks = OutputChunks.end_to_end(name, outputs, plans, start)
     return OutputFile(name, (), chunks, chunks.end if outputs else start, header)
 

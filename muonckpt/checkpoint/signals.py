@@ -72,9 +72,9 @@ class Signals:
         """The requests that all ranks know of, and that are not met."""
         self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
         """Ours and the former ones; none after `close`."""
-        self._listens = bool(sequels)
-        self._hears = True
-        """Whether a rank may listen; the same on all ranks."""
+        self._this_rank_listens = bool(sequels)
+        self._any_rank_listens = True
+        """Whether a rank may listen; the same on all ranks.  Once none does, `due` asks no more."""
         if sequels and threading.current_thread() is not threading.main_thread():
             raise ArgumentError("on=: Python handles signals in the main thread only, so make this there")
         formers = {number: signal.getsignal(number) for number in sequels}
@@ -96,10 +96,10 @@ class Signals:
         Args:
             call: has to be the same on all ranks.
         """
-        if self._hears:
-            bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._listens else 0))
-            self._hears = bool(bits & _LISTENS)
-            self._requests |= bits & ~_LISTENS if self._hears else 0
+        if self._any_rank_listens:
+            bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._this_rank_listens else 0))
+            self._any_rank_listens = bool(bits & _LISTENS)
+            self._requests |= bits & ~_LISTENS if self._any_rank_listens else 0
         return self.then
 
     def ask(self, call: str) -> None:
@@ -109,7 +109,7 @@ class Signals:
         """
         # Ranks without signals answer as well: the gather takes all of them.
         with warned_when_waiting(self._group, call):
-            bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._listens else 0))
+            bits = bits_of_all(self._group, call, sum(_pending) | (_LISTENS if self._this_rank_listens else 0))
         if bits & _LISTENS or self._requests:
             self._requests |= bits & ~_LISTENS
             _pending.difference_update(bit for bit in BITS.values() if bit & self._requests)

@@ -152,8 +152,10 @@ def one_number(shape: Index, fused: Fused) -> Reduced:
     return one_row(column.shape, column.fused)
 
 
-def one_line(shape: Index, fused: Fused) -> Reduced:
+def one_per_longer_side(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each row of tall and square matrices, for each column of wide ones.
+
+    Statistics of a normalisation are kept so, with most numbers for each matrix.
 
     Raises:
         LayoutError: the parameter has matrices of both kinds.
@@ -172,7 +174,7 @@ SHAPES: Mapping[str, Callable[[Index, Fused], Reduced]] = {
     "[m, 1]": one_column,
     "[1, n]": one_row,
     "[1, 1]": one_number,
-    "longer": one_line,
+    "longer": one_per_longer_side,
 }
 """Shapes of the state of a matrix ``[m, n]``; "longer" is a number for each row of tall matrices, each column of wide
 ones."""

@@ -60,7 +60,7 @@ class MatrixState:
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
         if units not in self._stacked_slots:
-            self._stacked_slots[units] = list(self._slots_of(local, stage, units))
+            self._stacked_slots[units] = list(self._stacked(local, stage, units))
         state = {}
         for slot in self._stacked_slots[units]:
             state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
@@ -105,23 +105,22 @@ class MatrixState:
             self._blocks[key] = equal_boxes(copies, self._params, local.is_active, kind_of, shape_of)
         return self._blocks[key]
 
-    def _slots_of(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
+    def _stacked(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
+        """Yield the slots of equal matrices as stacks, all but the first: the element-wise backend moves the update."""
         unit = self._units[units[0]]
-        for number, slot in enumerate(self._specs[unit.param].slots):
-            if number:  # the update comes from the element-wise backend
-                rows, columns = slot.sides[unit.index]
-                sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), self._copies[number]
-                yield StackedSlot(
-                    slot.name,
-                    slot.sent_dtype,
-                    (len(units), rows, columns),
-                    self._local_blocks(
-                        local, slot.name, copies.local(stage, sizes, slot.sent_dtype.itemsize), slot.sent_dtype
-                    ),
-                    view_pairs(copies.update_receives(stage, sizes), slot.sent_dtype.itemsize),
-                    view_pairs(copies.result_sends(stage, sizes), slot.returned_dtype.itemsize),
-                    slot.returns,
-                )
+        for number, slot in enumerate(self._specs[unit.param].slots[1:], start=1):
+            rows, columns = slot.sides[unit.index]
+            sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), self._copies[number]
+            local_copies = copies.local(stage, sizes, slot.sent_dtype.itemsize)
+            yield StackedSlot(
+                name=slot.name,
+                dtype=slot.sent_dtype,
+                shape=(len(units), rows, columns),
+                local=self._local_blocks(local, slot.name, local_copies, slot.sent_dtype),
+                receives=view_pairs(copies.update_receives(stage, sizes), slot.sent_dtype.itemsize),
+                sends=view_pairs(copies.result_sends(stage, sizes), slot.returned_dtype.itemsize),
+                returns=slot.returns,
+            )
 
     def _local_blocks(self, local: LocalTensors, name: str, copies: Copies, dtype: torch.dtype) -> list[EqualBoxes]:
         tensors = _tensors(local, name)
