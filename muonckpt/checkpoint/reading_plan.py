@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -219,7 +219,7 @@ def plan_reading(
     """
     rounds = list[list[tuple[StateRecord, TensorReading]]]()
     filled = np.zeros(len(machines), np.int64)
-    for tensor, reading in _Planner(machines, memory, units).readings(outline.tensors, request):
+    for tensor, reading in _readings(outline.tensors, request, machines, memory, units):
         is_full = filled.any() and int((filled + reading.kept_bytes).max()) > memory
         # Chunks of one item are read at once.
         is_bound = is_full and bool(units.shared_items(tensor)) and rounds[-1][-1][0] is not tensor
@@ -230,195 +230,184 @@ def plan_reading(
         filled = filled + reading.kept_bytes
     planned = []
     for readings in rounds:
-        moves = [*_moves_of(readings, request)]
+        moves = list[Move]()
+        for tensor, reading in readings:
+            for asked, tables in zip(request.tensors[tensor.key], reading.copies, strict=False):
+                facts = tensor.key, asked.target, itemsize(tensor.dtype), tensor.shape
+                moves += [Move(*facts, copies) for copies in tables if copies.num_sent]
         planned.append(ReadingRound(readings, moves, divide_in_stages(moves, len(machines), memory)))
     return planned
 
 
-def _moves_of(readings: Sequence[tuple[StateRecord, TensorReading]], request: JointRequest) -> Iterator[Move]:
-    for tensor, reading in readings:
-        for asked, tables in zip(request.tensors[tensor.key], reading.copies, strict=False):
-            for copies in tables:
-                if copies.num_sent:
-                    yield Move(tensor.key, asked.target, itemsize(tensor.dtype), tensor.shape, copies)
+def _readings(
+    tensors: Sequence[StateRecord], request: JointRequest, machines: Sequence[int], memory: int, units: ChunkUnits
+) -> Iterator[tuple[StateRecord, TensorReading]]:
+    """Yield how ranks read the requested tensors: one reading each, or several where memory is short."""
+    turns = [number * -(-len(machines) // MAX_TURNS) for number in range(MAX_TURNS)]
+    num_turns = bytes_in_turn = 0
+    geometries: dict[object, dict[int, Sequence[TensorReading]]] = {}
+    homes_of_items = dict[Extent, tuple[Sequence[int], int]]()
+    for tensor in tensors:
+        requests = request.tensors.get(tensor.key, ())
+        if not requests or 0 in tensor.shape:
+            continue
+        # Small tensors that follow one another have one reader of what is sent, which then reads them at once.
+        boxes, size = tensor.boxes, itemsize(tensor.dtype)
+        turn = turns[num_turns % MAX_TURNS]
+        bytes_in_turn += boxes.elements * size
+        if bytes_in_turn >= MIN_SHARED_BYTES:
+            num_turns, bytes_in_turn = num_turns + 1, 0
+        # Tensors of one geometry are planned once for each turn, or once if nothing is sent.
+        divisible, shared_items = units.divisible(tensor), units.shared_items(tensor)
+        request_ids = tuple(id(asked.ranks) for asked in requests)
+        geometry = tensor.shape, tensor.dtype, boxes, divisible, tuple(shared_items.items()), request_ids
+        by_turn = geometries.setdefault(geometry, {})
+        if turn not in by_turn:
+            ranges = list[ChunkRange]()
+            for chunk in _needed_chunks(tensor, requests, divisible, shared_items):
+                ranges += _ranges(chunk, size, machines, memory, turn + chunk.number, homes_of_items)
+            readings = [*_cut_to_memory(tensor, requests, ranges, len(machines), memory)]
+            is_any_sent = any(part.boxes for part in ranges)
+            by_turn |= dict.fromkeys([turn] if is_any_sent else turns, readings)
+        for reading in by_turn[turn]:
+            yield tensor, reading
 
 
-def _by_home(places: Sequence[int], homes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
-    """Return the places of ranks by their homes, ascending."""
-    by_home: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-    for place in sorted(places, key=lambda place: (homes[place], place)):
-        by_home[homes[place]] += (place,)
-    return by_home
+class _NeededChunk(NamedTuple):
+    """A chunk, and the needs of all ranks.
+
+    Attributes:
+        item: the one that it shares with other chunks.
+        needs: each rank's place, and how many elements it needs within ``start:stop``: whole rows of the first dim cut.
+    """
+
+    number: int
+    box: Box
+    is_divisible: bool
+    item: Extent | None
+    needs: Sequence[tuple[int, int, int, int]]
 
 
-class _Need(NamedTuple):
-    """A rank's need of ``numel`` elements of a chunk: within ``start:stop``, in whole rows of the first dim cut."""
+def _needed_chunks(
+    tensor: StateRecord, requests: Sequence[AskedTensor], divisible: Sequence[bool], shared_items: Mapping[int, Extent]
+) -> Iterator[_NeededChunk]:
+    """Yield the chunks of a tensor that ranks need elements of, in order."""
+    asked, places = list[Box](), list[int]()
+    for of_rank in chain.from_iterable(request.ranks for request in requests):
+        asked += of_rank.boxes
+        places += [of_rank.rank] * len(of_rank.boxes)
+    boxes = [*tensor.boxes]
+    (lo, hi), (asked_lo, asked_hi) = corners_of(tensor.shape, boxes), corners_of(tensor.shape, asked)
+    chunk, number = overlaps(lo, hi, asked_lo, asked_hi)
+    # The common elements by their places in the chunk.
+    sizes, begin = (hi - lo)[chunk], np.maximum(lo[chunk], asked_lo[number]) - lo[chunk]
+    lengths = np.minimum(hi[chunk], asked_hi[number]) - lo[chunk] - begin
+    # Rows of the first dim that is cut reach around them; these are the common elements themselves if they are a run.
+    strides = np.ones_like(sizes)
+    strides[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    dims = np.arange(sizes.shape[1])
+    cut = np.where(lengths > 1, dims, dims[-1]).min(axis=1)[:, None]
+    start = (begin * strides * (dims <= cut)).sum(axis=1)
+    stop = start + (lengths * strides * (dims == cut)).sum(axis=1)
+    needs = list(
+        zip(*(column.tolist() for column in (np.array(places)[number], start, stop, lengths.prod(axis=1))), strict=True)
+    )
+    heads = np.flatnonzero(np.diff(chunk, prepend=-1, append=-1)).tolist()
+    for low, high in pairwise(heads):
+        head = int(chunk[low])
+        yield _NeededChunk(head, boxes[head], divisible[head], shared_items.get(head), needs[low:high])
 
-    start: int
-    stop: int
-    place: int
-    numel: int
 
-
-_Needs = Mapping[int, Sequence[_Need]]
-"""The needs of all ranks, by the numbers of chunks."""
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """The choice of readers, among the ranks that ask for something, so that little is sent, and little is read twice.
+def _ranges(
+    chunk: _NeededChunk,
+    size: int,
+    machines: Sequence[int],
+    memory: int,
+    turn: int,
+    homes_of_items: dict[Extent, tuple[Sequence[int], int]],
+) -> Iterator[ChunkRange]:
+    """Yield who reads which ranges of a chunk, so that little is sent, and little is read twice.
 
     Elements have a *home* where they are read: a machine, of which each rank reads what it needs itself; or one rank,
     where the ranks of a machine would read much more than they need.
 
-    Attributes:
-        max_bytes: the most bytes of one range that is sent, where a chunk can be read in parts.
+    Args:
+        size: bytes of an element.
+        homes_of_items: the homes of an item's chunks, and the one that is chosen with the first of them.
     """
-
-    machines: Sequence[int]
-    max_bytes: int
-    units: ChunkUnits
-    _home_of_item: dict[Extent, int] = field(default_factory=dict)
-
-    def readings(
-        self, tensors: Sequence[StateRecord], request: JointRequest
-    ) -> Iterator[tuple[StateRecord, TensorReading]]:
-        """Yield how ranks read the requested tensors: one reading each, or several where memory is short."""
-        turns = [number * -(-len(self.machines) // MAX_TURNS) for number in range(MAX_TURNS)]
-        num_turns = bytes_in_turn = 0
-        geometries: dict[object, dict[int, Sequence[TensorReading]]] = {}
-        for tensor in tensors:
-            requests = request.tensors.get(tensor.key, ())
-            if not requests or 0 in tensor.shape:
-                continue
-            # Small tensors that follow one another have one reader of what is sent, which then reads them at once.
-            turn = turns[num_turns % MAX_TURNS]
-            bytes_in_turn += tensor.boxes.elements * itemsize(tensor.dtype)
-            if bytes_in_turn >= MIN_SHARED_BYTES:
-                num_turns, bytes_in_turn = num_turns + 1, 0
-            divisible, shared_items = self.units.divisible(tensor), self.units.shared_items(tensor)
-            request_ids = tuple(id(asked.ranks) for asked in requests)
-            geometry = tensor.shape, tensor.dtype, tensor.boxes, divisible, tuple(shared_items.items()), request_ids
-            by_turn = geometries.setdefault(geometry, {})
-            if turn not in by_turn:
-                ranges = [*self._ranges(tensor, _needs_by_chunk(tensor, requests), divisible, shared_items, turn)]
-                readings = [*self._readings_of(tensor, requests, ranges)]
-                is_any_sent = any(part.boxes for part in ranges)
-                by_turn |= dict.fromkeys([turn] if is_any_sent else turns, readings)
-            for reading in by_turn[turn]:
-                yield tensor, reading
-
-    def _ranges(
-        self,
-        tensor: StateRecord,
-        needs_by_chunk: _Needs,
-        divisible: Sequence[bool],
-        shared_items: Mapping[int, Extent],
-        turn: int,
-    ) -> Iterator[ChunkRange]:
-        """Yield who reads which ranges of the tensors of one geometry."""
-        boxes, size = [*tensor.boxes], itemsize(tensor.dtype)
-        for chunk, needs in sorted(needs_by_chunk.items()):
-            numel = boxes[chunk].numel
-            # The ranks of one home read what they need of a chunk each for itself, where that is not much more.
-            num_read = sum(need.stop - need.start if divisible[chunk] else numel for need in needs)
-            is_shared_at_home = num_read <= MAX_AMPLIFICATION * sum(need.numel for need in needs)
-            homes = self.machines if is_shared_at_home else range(len(self.machines))
-            if divisible[chunk]:
-                yield from self._divide(chunk, boxes[chunk], needs, homes, size, turn + chunk)
-                continue
-            by_home = _by_home([*{need.place for need in needs}], homes)
-            home = [*by_home][(turn + chunk) % len(by_home)]
-            # An item with several chunks has one home, which is chosen with the first of them.
-            if chunk in shared_items:
-                home = self._home_of_item.setdefault(shared_items[chunk], home)
-            readers = by_home.get(home) or (homes.index(home),)
-            is_sent = any(need.place not in readers for need in needs)
-            yield ChunkRange(chunk, 0, numel, readers, (boxes[chunk],) if is_sent else (), True)
-
-    def _divide(
-        self, chunk: int, box: Box, needs: Sequence[_Need], homes: Sequence[int], size: int, turn: int
-    ) -> Iterator[ChunkRange]:
-        """Yield ranges that tile a chunk: unneeded ranges are read as well, for the checksum of the chunk."""
-        changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        for need in needs:
-            changes[need.start][need.place] += 1
-            changes[need.stop][need.place] -= 1
-        # Go along the chunk from edge to edge, with the ranks that need what lies between two of them.
-        needing: Counter[int] = Counter()
-        readers: tuple[int, ...] = (needs[0].place,)
-        for start, stop in pairwise(sorted({0, box.numel, *changes})):
-            needing.update(changes[start])
-            by_home = _by_home([place for place, count in needing.items() if count], homes)
-            if not by_home:
-                yield ChunkRange(chunk, start, stop, readers[:1], (), False)
-                continue
-            # Homes take equal pieces of whole rows, unless rows are longer; sent bytes must fit into memory.
-            count, is_sent = 1, len(by_home) > 1
-            if is_sent:
-                length = (stop - start) * size
-                shared = min(len(by_home), MAX_SHARED_PIECES, length // MIN_SHARED_BYTES)
-                count = max(shared, -(-length // self.max_bytes), 1)
-            row = math.prod(box.shape[1:])
-            if row > (stop - start) // count:
-                row = 1
-            inner = [(start + (stop - start) * number // count) // row * row for number in range(1, count)]
-            for number, (low, high) in enumerate(pairwise([start, *inner, stop])):
-                if low < high:
-                    readers = by_home[[*by_home][(turn + number) % len(by_home)]]
-                    boxes = (part.shift(box.lo) for part in flat_boxes(box.shape, low, high)) if is_sent else ()
-                    yield ChunkRange(chunk, low, high, readers, tuple(boxes), high - low == box.numel)
-
-    def _readings_of(
-        self, tensor: StateRecord, requests: Sequence[AskedTensor], ranges: Sequence[ChunkRange]
-    ) -> Iterator[TensorReading]:
-        """Yield the readings of a tensor, each small enough for every rank, with the copies of the sent parts."""
-        num_ranks, size = len(self.machines), itemsize(tensor.dtype)
-        parts, filled = [list[ChunkRange]()], [np.zeros(num_ranks, np.int64)]
-        for part in ranges:
-            kept_bytes = (part.stop - part.start) * size * bool(part.boxes)
-            readers = [*part.readers]
-            most_filled = int(filled[-1][readers].max())
-            if kept_bytes and most_filled and most_filled + kept_bytes > self.max_bytes:
-                parts.append([])
-                filled.append(np.zeros(num_ranks, np.int64))
-            parts[-1].append(part)
-            filled[-1][readers] += kept_bytes
-        for part_ranges, kept in zip(parts, filled, strict=True):
-            copies = list[list[CopyTable]]()
-            if kept.any():
-                # The boxes that a rank sends lie end to end; all other elements are nowhere.
-                boxes_by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
-                for part in part_ranges:
-                    for reader in part.readers if part.boxes else ():
-                        boxes_by_reader[reader] += part.boxes
-                layout = filled_layout(tensor.shape, map(RankBoxes._make, sorted(boxes_by_reader.items())))
-                for asked in requests:
-                    copies.append([table.between_ranks() for table in make_copies(layout, asked.ranks)])
-            yield TensorReading(part_ranges, copies, kept)
-
-
-def _needs_by_chunk(tensor: StateRecord, requests: Sequence[AskedTensor]) -> _Needs:
-    boxes, boxes_asked = [*tensor.boxes], list[tuple[Box, int]]()
-    for of_rank in chain.from_iterable(request.ranks for request in requests):
-        boxes_asked += [(box, of_rank.rank) for box in of_rank.boxes]
-    corners = (*corners_of(tensor.shape, boxes), *corners_of(tensor.shape, [box for box, _ in boxes_asked]))
-    needs: defaultdict[int, list[_Need]] = defaultdict(list)
-    for chunk, number in zip(*overlaps(*corners), strict=True):
-        box, place = boxes_asked[int(number)]
-        common = box & boxes[int(chunk)]
-        if common is None or not common.numel:  # of a chunk without elements
+    numel = chunk.box.numel
+    num_read = sum(stop - start if chunk.is_divisible else numel for _, start, stop, _ in chunk.needs)
+    is_shared_at_home = num_read <= MAX_AMPLIFICATION * sum(num_needed for *_, num_needed in chunk.needs)
+    homes = machines if is_shared_at_home else range(len(machines))
+    if not chunk.is_divisible:
+        places = {place for place, *_ in chunk.needs}
+        present_homes = [*_by_home(places, homes)]
+        home = present_homes[turn % len(present_homes)]
+        if chunk.item is not None:
+            homes, home = homes_of_items.setdefault(chunk.item, (homes, home))
+        readers = _by_home(places, homes).get(home) or (homes.index(home),)
+        yield ChunkRange(chunk.number, 0, numel, readers, (chunk.box,) if places.difference(readers) else (), True)
+        return
+    # Ranges tile the chunk: unneeded ones are read as well, for its checksum.  Go along it from edge to edge, with the
+    # ranks that need what lies between two of them.
+    changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for place, start, stop, _ in chunk.needs:
+        changes[start][place] += 1
+        changes[stop][place] -= 1
+    needing: Counter[int] = Counter()
+    readers = (chunk.needs[0][0],)
+    for start, stop in pairwise(sorted({0, numel, *changes})):
+        needing.update(changes[start])
+        by_home = _by_home([place for place, count in needing.items() if count], homes)
+        if len(by_home) < 2:
+            readers = next(iter(by_home.values()), readers[:1])
+            yield ChunkRange(chunk.number, start, stop, readers, (), stop - start == numel)
             continue
-        needs[int(chunk)].append(_Need(*_rows_around(common, boxes[int(chunk)]), place, common.numel))
-    return needs
+        # Homes take equal pieces of whole rows, unless rows are longer; sent bytes must fit into memory.
+        length = (stop - start) * size
+        count = max(min(len(by_home), MAX_SHARED_PIECES, length // MIN_SHARED_BYTES), -(-length // memory), 1)
+        row = math.prod(chunk.box.shape[1:])
+        if row > (stop - start) // count:
+            row = 1
+        inner = [(start + (stop - start) * number // count) // row * row for number in range(1, count)]
+        for number, (low, high) in enumerate(pairwise([start, *inner, stop])):
+            if low < high:
+                readers = by_home[[*by_home][(turn + number) % len(by_home)]]
+                boxes = (part.shift(chunk.box.lo) for part in flat_boxes(chunk.box.shape, low, high))
+                yield ChunkRange(chunk.number, low, high, readers, tuple(boxes), high - low == numel)
 
 
-def _rows_around(box: Box, chunk: Box) -> tuple[int, int]:
-    """Return the elements ``start:stop`` of a chunk that reach around a box in it: the box's own if they are a run."""
-    start, row = 0, chunk.numel
-    for low, length, chunk_low, chunk_length in zip(box.lo, box.shape, chunk.lo, chunk.shape, strict=True):
-        row //= chunk_length
-        start += (low - chunk_low) * row
-        if length > 1:
-            return start, start + length * row
-    return start, start + row
+def _by_home(places: Iterable[int], homes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+    """Return the places of ranks by their homes, ascending."""
+    by_home: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for home, place in sorted((homes[place], place) for place in places):
+        by_home[home] += (place,)
+    return by_home
+
+
+def _cut_to_memory(
+    tensor: StateRecord, requests: Sequence[AskedTensor], ranges: Sequence[ChunkRange], num_ranks: int, memory: int
+) -> Iterator[TensorReading]:
+    """Yield the readings of a tensor, each small enough for every rank, with the copies of the sent parts."""
+    parts, filled, size = [list[ChunkRange]()], [np.zeros(num_ranks, np.int64)], itemsize(tensor.dtype)
+    for part in ranges:
+        kept_bytes = (part.stop - part.start) * size * bool(part.boxes)
+        readers = [*part.readers]
+        most_filled = int(filled[-1][readers].max())
+        if kept_bytes and most_filled and most_filled + kept_bytes > memory:
+            parts.append([])
+            filled.append(np.zeros(num_ranks, np.int64))
+        parts[-1].append(part)
+        filled[-1][readers] += kept_bytes
+    for part_ranges, kept in zip(parts, filled, strict=True):
+        copies = list[list[CopyTable]]()
+        if kept.any():
+            # The boxes that a rank sends lie end to end; all other elements are nowhere.
+            boxes_by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
+            for part in part_ranges:
+                for reader in part.readers if part.boxes else ():
+                    boxes_by_reader[reader] += part.boxes
+            layout = filled_layout(tensor.shape, map(RankBoxes._make, sorted(boxes_by_reader.items())))
+            for asked in requests:
+                copies.append([table.between_ranks() for table in make_copies(layout, asked.ranks)])
+        yield TensorReading(part_ranges, copies, kept)

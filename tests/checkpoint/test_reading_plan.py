@@ -55,7 +55,7 @@ class Units:
 MACHINES = (range(8), (0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 0, 1, 2, 0, 1))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(40), 161, 282])
 def test_each_element_is_read_or_received_once_by_all_who_ask_for_it(seed, monkeypatch):
     monkeypatch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 16)
     # Draw tensors in chunks, of which some are not to be divided, and one or two layouts requested of each tensor.
