@@ -19,7 +19,7 @@ from ....names.vocabulary import KeyPath
 from ....record.record import Blob, Extent
 from ...io import limits
 from .inert_pickle import Global, Record, unpickle
-from .stored_zip import member_data, read_members, store_end, store_front
+from .stored_zip import data_pickle, store_end, store_front
 
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
 """The functions of numpy 2 and 1 that make a scalar: learning rates computed by schedules may be such scalars."""
@@ -42,18 +42,9 @@ def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
     Raises:
         SourceError: it is something else, or not an item at all.
     """
-
-    def read(offset: int, length: int) -> bytes:
-        return raw[offset : offset + length]
-
-    # The data are in the pickle; an item of a tensor has other members beside it.
-    members = {member.name: member for member in read_members(read, len(raw))}
-    pickled = members.get("data.pkl")
-    if pickled is None:
-        raise SourceError(f"expected a data.pkl, found a zip archive of {', '.join(members):.200}")
-    limits.check_limit(pickled.length, limits.ITEM_BYTES, "bytes in the data.pkl of an item")
-    content = unpickle(member_data(read, pickled, pickled.length), names or _PLAIN_NAMES, limits.ITEM_CONTAINERS)
-    return PlainParts(pickled.length, strict=not names).part(content)
+    pickled = data_pickle(raw)
+    content = unpickle(pickled, names or _PLAIN_NAMES, limits.ITEM_CONTAINERS)
+    return PlainParts(len(pickled), strict=not names).part(content)
 
 
 class PlainParts:

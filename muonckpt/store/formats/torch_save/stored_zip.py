@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from ....names.errors import DamageError, SourceError
 from ...io import limits
@@ -145,6 +146,24 @@ def read_members(read: Read, length: int) -> tuple[ZipMember, ...]:
     return members_in(window(read, 0, length), 0, length)
 
 
+def data_pickle(raw: bytes) -> bytes:
+    """Return the pickle in an item in memory, compared with its checksum; an item of a tensor has members beside it.
+
+    Raises:
+        SourceError: it has none, or is no such archive.
+    """
+
+    def read(offset: int, length: int) -> bytes:
+        return raw[offset : offset + length]
+
+    members = {member.name: member for member in read_members(read, len(raw))}
+    pickled = members.get("data.pkl")
+    if pickled is None:
+        raise SourceError(f"expected a data.pkl, found a zip archive of {', '.join(members):.200}")
+    limits.check_limit(pickled.length, limits.ITEM_BYTES, "bytes in the data.pkl of an item")
+    return member_data(read, pickled, pickled.length)
+
+
 def member_data(read: Read, member: ZipMember, max_bytes: int) -> bytes:
     """Read a small member, compared with its checksum.  ``read`` takes offsets in the file.
 
@@ -189,31 +208,31 @@ def _read_exactly(read: Read, offset: int, length: int) -> bytes:
 def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     """Return the members of the item of ``length`` bytes at byte ``offset`` of a file, read with ``part``."""
     directory_offset, count, listing = _directory(part, length)
-    entries = sorted(_entries(listing), key=lambda entry: entry.header_offset)
+    entries = sorted(_entries(listing), key=itemgetter(0))
     if len(entries) != count:
         raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
-    folders, _, names = zip(*(entry.name.partition("/") for entry in entries), strict=True) if entries else ((), (), ())
+    folders, _, names = zip(*(name.partition("/") for _, name, *_ in entries), strict=True) if entries else ((), (), ())
     if len({*folders}) != 1 or len({*names}) != len(entries):
-        first_names = ", ".join(entry.name for entry in entries[:9])
+        first_names = ", ".join(name for _, name, *_ in entries[:9])
         raise SourceError(f"expected members of one folder with different names, found {first_names:.200}")
 
     # Each local header says the same name, and its data end before the next one: no two readers see different bytes.
-    has_checksums = any(entry.crc32 for entry in entries)
-    ends = [*(entry.header_offset for entry in entries[1:]), directory_offset]
+    has_checksums = any(crc32 for *_, crc32 in entries)
+    ends = [*(header_offset for header_offset, *_ in entries[1:]), directory_offset]
     members = []
-    for entry, end, name in zip(entries, ends, names, strict=True):
-        expected_name = entry.name.encode()
-        header = part(entry.header_offset, _LOCAL.size + len(expected_name))
+    for (header_offset, entry_name, size, crc32), end, name in zip(entries, ends, names, strict=True):
+        expected_name = entry_name.encode()
+        header = part(header_offset, _LOCAL.size + len(expected_name))
         signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
         local_name = header[_LOCAL.size :]
         if signature != b"PK\3\4" or name_length != len(expected_name) or local_name != expected_name:
             raise SourceError(
-                f"expected the header of {entry.name!r} at byte {entry.header_offset} of the item, found {local_name!r}"
+                f"expected the header of {entry_name!r} at byte {header_offset} of the item, found {local_name!r}"
             )
-        start = entry.header_offset + len(header) + int(extra_length)
-        if start + entry.size > end:
-            raise SourceError(f"expected {name} to end by byte {end} of the item, found {start + entry.size}")
-        members.append(ZipMember(name, offset + start, entry.size, entry.crc32 if has_checksums else None))
+        start = header_offset + len(header) + int(extra_length)
+        if start + size > end:
+            raise SourceError(f"expected {name} to end by byte {end} of the item, found {start + size}")
+        members.append(ZipMember(name, offset + start, size, crc32 if has_checksums else None))
     return tuple(members)
 
 
@@ -263,7 +282,8 @@ def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
     return count_on_disk, count, size, start
 
 
-def _entries(directory: bytes) -> Iterator[ZipEntry]:
+def _entries(directory: bytes) -> Iterator[tuple[int, str, int, int]]:
+    """Yield for each member the offset of its local header, its name, its size and its CRC-32."""
     position = 0
     while position < len(directory):
         if len(directory) - position < _CENTRAL.size or directory[position : position + 4] != b"PK\1\2":
@@ -290,7 +310,7 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
         # Neither compressed nor encrypted, and no folder.
         if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
             raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
-        yield ZipEntry(name, header, size, crc32)
+        yield header, name, size, crc32
 
 
 def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
