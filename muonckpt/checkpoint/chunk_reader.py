@@ -28,7 +28,6 @@ from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32, xxh3_128
 from ..store.io.location import unavailable
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import BAND_BYTES, about_chunk, check_joined, compare_checksums, payload_of
 from .live_state import LocalParts
 from .reading_plan import ChunkRange, ReadingRound, TensorReading
@@ -61,7 +60,7 @@ class _Read(NamedTuple):
     """A range of a chunk that this rank reads.
 
     Attributes:
-        tensor: with located chunks; this one is ``chunks[number]``.
+        tensor: with located chunks; this one is ``chunks[number]``, of this box.
         file, offset, length: its bytes.
         digest, crc32: the xxh3-128 of the bytes, and the CRC-32 of all of the chunk, where they are recorded.
         item: all bytes under the one checksum of a chunk that has none of its own, or shares it.
@@ -69,6 +68,8 @@ class _Read(NamedTuple):
 
     tensor: StateRecord
     number: int
+    box: Box
+    dtype: torch.dtype
     range: ChunkRange
     file: str
     offset: int
@@ -96,17 +97,13 @@ class _Read(NamedTuple):
         strides = self.tensor.chunks.strides and self.tensor.chunks.strides[self.number]
         if not strides:
             return None
-        shape = self.tensor.boxes[self.number].shape
+        shape = self.box.shape
         return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim])))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return _torch_dtype(self.tensor)
 
     @property
     def stored_shape(self) -> Index:
         """The shape of the chunk, of dims in the order of the file."""
-        shape, order = self.tensor.boxes[self.number].shape, self.order
+        shape, order = self.box.shape, self.order
         return shape if order is None else tuple(shape[dim] for dim in order)
 
 
@@ -210,15 +207,17 @@ class ChunkReader:
         files, sums, digests = columns.file.tolist(), columns.crc32.tolist(), columns.digests(slice(None))
         reads = list[_Read]()
         for row, (tensor, number, part) in enumerate(located):
-            size = itemsize(tensor.dtype)
-            if lengths[row] != tensor.boxes.numel[number] * size:
+            box, dtype = tensor.boxes[number], _torch_dtype(tensor)
+            size = dtype.itemsize
+            if lengths[row] != box.numel * size:
                 payload_of(tensor, tensor.chunks[number])  # raises
             digest, item = digests[row] if part.is_whole else None, None
             if digest is None and part.is_whole:
                 item = self._item_to_check(tensor.chunks[number])
             offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
             crc, file = None if sums[row] == UNKNOWN else sums[row], columns.names[files[row]]
-            reads.append(_Read(tensor, number, part, file, offset, length, digest, crc, item))
+            place = file, offset, length
+            reads.append(_Read(tensor, number, box, dtype, part, *place, digest, crc, item))
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
 
     def _item_to_check(self, chunk: Chunk) -> Extent | None:
@@ -264,7 +263,7 @@ class ChunkReader:
             is_ours, first = isinstance(error, MuonckptError), span.reads[0]
             if is_ours and str(error).startswith("tensor "):
                 raise
-            with about(f"tensor {first.tensor.key!r} box {first.tensor.boxes[first.number]}"):
+            with about(f"tensor {first.tensor.key!r} box {first.box}"):
                 if is_ours:
                     raise
                 raise unavailable(self._payloads.place(span.extent.file), error) from error
@@ -360,14 +359,15 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum], ranks: Se
     for part in sums:
         by_chunk[part.key, part.chunk].append(part)
     for (key, number), parts in by_chunk.items():
-        tensor, total = checkpoint.tensors[key].record, JoinedCrc()
-        chunk, ranges = tensor.chunks[number], {(part.start, part.stop, part.crc32) for part in parts}
-        for of_range in sorted(ranges):
-            total.add(*of_range)
+        tensor, joined = checkpoint.tensors[key].record, JoinedCrc()
+        ranges = {(part.start, part.stop, part.crc32) for part in parts}
         # Several ranks may have read a part; where they differ, no CRC-32 is that of all.
-        is_one = len(ranges) == len({part.start for part in parts})
+        for of_range in sorted(ranges) if len(ranges) == len({part.start for part in parts}) else ():
+            joined.add(*of_range)
+        if (joined.reached, joined.crc32) == tensor.chunks.length_and_crc32(number):
+            continue
         try:
-            check_joined(checkpoint.payloads, tensor, chunk, total if is_one else JoinedCrc())
+            check_joined(checkpoint.payloads, tensor, tensor.chunks[number], joined)
         except DamageError as error:
             readers = listed(sorted({ranks[part.place] for part in parts}), 8)
             raise DamageError(f"{error}; read by rank {readers}", keys=error.keys) from error
@@ -418,7 +418,7 @@ class _Place(NamedTuple):
 
 def _targets_in(read: _Read, targets: Targets) -> list[_Target]:
     """Return the targets of this rank in a chunk."""
-    chunk, order, found = read.tensor.boxes[read.number], read.order, list[_Target]()
+    chunk, order, found = read.box, read.order, list[_Target]()
     for local in targets.get(read.tensor.key, ()):
         for number, common in _common_boxes(chunk, local.boxes):
             elements = _part(local.parts[number], local.boxes[number], common)

@@ -350,14 +350,15 @@ def _ranges(
         return
     # Ranges tile the chunk: unneeded ones are read as well, for its checksum.  Go along it from edge to edge, with the
     # ranks that need what lies between two of them.
-    changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for place, start, stop, _ in chunk.needs:
-        changes[start][place] += 1
-        changes[stop][place] -= 1
-    needing: Counter[int] = Counter()
+        changes[start].append((place, 1))
+        changes[stop].append((place, -1))
+    needing = Counter[int]()
     readers = (chunk.needs[0][0],)
     for start, stop in pairwise(sorted({0, numel, *changes})):
-        needing.update(changes[start])
+        for place, change in changes[start]:
+            needing[place] += change
         by_home = _by_home([place for place, count in needing.items() if count], homes)
         if len(by_home) < 2:
             readers = next(iter(by_home.values()), readers[:1])

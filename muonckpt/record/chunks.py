@@ -188,6 +188,11 @@ class Chunks(Sequence[Chunk]):
         place = columns.payload_at(row)
         return None if place is None else Extent(columns.names[columns.file[row]], *place)
 
+    def length_and_crc32(self, number: int) -> tuple[int, int]:
+        """Return the bytes of the payload of one chunk, and its CRC-32; `UNKNOWN` for what is not recorded."""
+        row = self.start + number
+        return int(self.columns.payload_length(row)), int(self.columns.crc32[row])
+
     @property
     def items(self) -> tuple[list[str], list[int], list[int]]:
         """The items of the chunks: their files, and their offsets and lengths in bytes."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -196,7 +196,7 @@ def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """The contents of one checkpoint.
 
@@ -211,7 +211,7 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def columns(self) -> Columns:
         """The chunks of all tensors, one after the other."""
         return columns_of(tensor.chunks for tensor in self.tensors)

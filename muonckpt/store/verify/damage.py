@@ -6,6 +6,7 @@ files alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -252,9 +253,8 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
     # Elements that no file has.
     holes = {}
     for tensor in manifest.tensors:
-        box = Box.of(tensor.shape)
-        if tensor.boxes.elements < box.numel:
-            boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
+        if tensor.boxes.elements < math.prod(tensor.shape):
+            boxes = holes_in(Box.of(tensor.shape), tensor.boxes, _MAX_HOLES)
             holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
     reasons = {name: file.reason for name, file in files.items()}
     findings = tuple(Finding("disk", str(file.disk_error)) for file in files.values() if file.disk_error)
