@@ -35,7 +35,7 @@ from ..names.vocabulary import (
     STATE_DTYPES,
     ParamGroup,
 )
-from ..names.wording import listed
+from ..names.wording import fitted
 from .methods.form import MatrixMethod
 from .methods.matrix import is_matrix_method
 from .newton_schulz.recipe import spans
@@ -44,9 +44,6 @@ from .step.agreement import NAMES
 
 FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
 """Options of torch's optimizers that no algorithm here has; a group may have them if they are off."""
-
-SHOWN_GROUPS = 4
-"""Groups whose differences are printed; others are counted."""
 
 CYCLED_OPTIONS = ("momentum", "betas")
 """Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
@@ -298,9 +295,9 @@ def adopt_saved_options(
             lines.append(f"optimizer.param_groups[{number}][{option!r}] = {live[option]!r}")
         options.update(saved)
     if overridden and not (dist.is_initialized() and dist.get_rank()):
-        warn_on_rank(
-            "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
-            f"gives now: {listed(overridden, SHOWN_GROUPS, '; ')}. To train with the code's, write after loading "
-            f"{lines[0]}, and so on; for other rates of a scheduler begin a run in another folder: "
-            "run.resume(begin_from=...)",
+        subject = "hyper-parameters are those of the saved run, not of the code"
+        step = (
+            f"To train with the code's, write after loading {lines[0]}, and so on; for other rates of a scheduler "
+            "begin a run in another folder: run.resume(begin_from=...)"
         )
+        warn_on_rank(f"{subject}: {fitted(overridden, '; ', subject, step)}. {step}")

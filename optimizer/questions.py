@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..names.errors import ArgumentError
 from ..names.resumption import in_globs
-from ..names.wording import find_heads, folded, unnumbered
+from ..names.wording import find_heads, fitted, folded, unnumbered
 from .decisions import Decision
 from .families import FUSED, FUSED_PARTS, GATED
 from .rules import Rule, Use
@@ -58,13 +58,14 @@ class UnsortedError(ArgumentError):
     """Parameters of a model are unclear; ``arguments`` would decide them: code, by the argument's name."""
 
     def __init__(self, questions: Sequence[Question], uses_of: Uses, results: Results, given_rules: str) -> None:
-        lines = ["the parameters cannot be sorted:"]
+        lines = []
         # One line for parameters that are alike in all layers.
         for name, count, text in folded((" = ".join(question.names), question.text) for question in questions):
             lines.append(f"{name}{f' ({count} alike)' if count > 1 else ''} {text}".strip())
         self.arguments, notes = _arguments(questions, uses_of, results, given_rules)
         code = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
-        super().__init__("\n".join(["\n- ".join(lines), *([f"Write {code}"] if code else []), *notes]))
+        failure, answers = "the parameters cannot be sorted:\n- ", [*([f"Write {code}"] if code else []), *notes]
+        super().__init__("\n".join([failure + fitted(lines, "\n- ", failure, *answers), *answers]))
 
 
 def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Rule]]) -> Iterator[Question]:
@@ -82,11 +83,11 @@ def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Ru
         # A rule that spells the name out knows what it is.
         is_known = rule is None or _knows_fused(rule, fused[0]) if fused else True
         if fused and (isinstance(result, UnselectedError) or (isinstance(result, Decision) and not is_known)):
-            yield Question(names, f"{place} holds {fused[2]} by its name: in which order?", fused=fused[1:])
+            yield Question(names, f"{list(shape)} holds {fused[2]} by its name", fused=fused[1:])
         elif isinstance(result, ValueError):
             yield Question(names, f"{place}: {result}", rule, is_tall and rule is not None and rule.kind == "matrix")
         elif is_tall and is_typed_matrix(rule):
-            yield Question(names, f"{place} has as many rows as an embedding: is it the output head?", may_be_head=True)
+            yield Question(names, f"{list(shape)} has as many rows as an embedding", may_be_head=True)
 
 
 def is_typed_matrix(rule: Rule | None) -> bool:
@@ -155,7 +156,7 @@ def _arguments(
     heads = find_heads(may_be_heads, matrices)
     if may_be_heads:
         arguments["head"] = head_as_code([name for name in may_be_heads if name in heads])
-        notes.append("head: AdamW trains it; None if the model has no output head")
+        notes.append("head: None if there is none")
     # A short pattern where all projections of a name are alike.
     texts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for question in questions:
@@ -169,12 +170,10 @@ def _arguments(
             splits[pattern if is_short else unnumbered(question.names[0].removesuffix(".weight"))] = parts
     if splits:
         arguments["split"] = f"{{{', '.join(f'{pattern!r}: ({parts})' for pattern, parts in splits.items())}}}"
-        notes.append("split: how many rows each matrix has, N for N equal matrices, a Split, or None for one matrix")
+        notes.append("split: the rows of each matrix, or None for one matrix")
     if code := _as_code([q.rule for q in questions if q.rule and q.names[0] not in heads], uses_of):
         arguments["rules"] = f"[[{', '.join(code)}], {given_rules}]"
-        notes.append(
-            "rules: check the kinds: Muon steps 'matrix', 'convolution', 'experts', 'router', AdamW the others"
-        )
+        notes.append("rules: check these kinds")
     return arguments, notes
 
 

@@ -26,6 +26,7 @@ from ..names.resumption import (
     with_flatten,
 )
 from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, begins_as_zeros
+from ..names.wording import fitted
 from .collective import CollectiveOptimizer
 from .methods.matrix import UNNAMED
 from .options import adopt_saved_options, as_numbers, options_in_code, options_of, params_of, parse_coefficients
@@ -41,8 +42,8 @@ Misfit = Callable[[Tensor, Any], str | None]
 _CALL = "Muon.load_state_dict(..., {}), or to muon(...) in a Trainer"
 
 _BY_NUMBER = (
-    "parameters without names of their own are matched by their numbers: build the groups of the saved run, or make "
-    "both optimizers of named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
+    "parameters without names are matched by number: build the groups of the saved run, or make both optimizers "
+    "of named_parameters()"
 )
 
 
@@ -115,12 +116,14 @@ def fit_state_dict(
             step = f"Here {_BY_NUMBER}"
         else:
             step = advise_on_state(differences, all_names, _CALL)
-        differing = describe_differences(differences, all_names)
-        raise ArgumentError(f"the state does not fit, training would go on wrongly: {differing}. {step}")
+        failure = "the state does not fit, training would go on wrongly"
+        raise ArgumentError(
+            f"{failure}: {fitted(describe_differences(differences, all_names), '; ', failure, step)}. {step}"
+        )
     if unmatched := globs.unmatched(all_names):
         raise ArgumentError(f"fresh={unmatched!r} match no parameter of the optimizer or of the state")
     if faults:
-        raise ArgumentError("; ".join(faults))
+        raise ArgumentError(fitted(faults, "; "))
     # Leave out dropped state, and put zeros in place of fresh state.
     keys: dict[str, Any] = {name: ("fresh", name) for name in live} | {name: key for name, (key, _) in sources.items()}
     for name in report.dropped:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import random
 import re
 import shlex
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import muonckpt
 from muonckpt.cli.main import cli
 from muonckpt.names.renaming import WRAPPERS
+from muonckpt.names.resumption import in_globs
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.optimizer.groups import MODULE_TYPES, Rule
 
@@ -104,6 +109,84 @@ def test_a_message_has_at_most_60_words(texts):
     """Without what it is filled with: each is at least one word."""
     counts = {f"{place}: {text}": len(text.split()) for place, text in texts}
     assert 50 < max(counts.values()) <= 60, max(counts, key=counts.__getitem__)
+
+
+class Deep(nn.Module):
+    """Blocks, each with ``extra`` more layers, and an output head of so many ``words``."""
+
+    def __init__(self, depth: int, *extra: str, words: int = 12) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, 4)
+        layers = {"norm": nn.LayerNorm(4), "qkv": nn.Linear(4, 12), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+        layers |= {name: nn.Linear(4, 4) for name in extra}
+        self.blocks = nn.ModuleList(deepcopy(nn.ModuleDict(layers)) for _ in range(depth))
+        self.head = nn.Linear(4, words)
+
+
+def deep_run(folder: str, model: nn.Module, head: str = "head", **options) -> muonckpt.Series:
+    optimizer = Muon.for_model(model, lr=0.02, adamw_lr=1e-3, head=head, split={"*.qkv": 3}, **options)
+    return muonckpt.Series(folder, model, optimizer)
+
+
+def each_of_its_own(model: nn.Module) -> Muon:
+    """Return an optimizer that gives parameters that follow one another different algorithms."""
+    matrices = cycle(["adamw", "lion", "normuon", "adamuon", "muon"])
+    groups = [
+        {"params": [named], "algorithm": next(matrices) if named[1].ndim == 2 else "lion", "lr": 1e-3}
+        for named in model.named_parameters()
+    ]
+    return Muon(groups)
+
+
+MISFITS: dict[str, Callable[[], object]] = {
+    "40 more layers": lambda: deep_run("deep", Deep(52)).resume(),
+    "fewer layers": lambda: deep_run("deep", Deep(3)).resume(),
+    "more layers, with others in all": lambda: deep_run("deep", Deep(52, "a", "b", "c", "d")).resume(),
+    "fewer words, more layers": lambda: deep_run("deep", Deep(14, words=8)).resume(),
+    "float64": lambda: deep_run("deep", Deep(12).double()).resume(),
+    "other names": lambda: deep_run("deep", nn.Sequential(Deep(12)), head="0.head").resume(),
+    "other algorithms, more layers": lambda: muonckpt.Series(
+        "deep", model := Deep(14), each_of_its_own(model)
+    ).resume(),
+    "many extra keys": lambda: muonckpt.load({}, "keys"),
+    "many missing keys": lambda: muonckpt.load(dict.fromkeys((f"b{n}" for n in range(99)), 1.0), "keys"),
+    "open questions": lambda: Muon.for_model(Deep(12, "in_proj", "gate_up_proj"), lr=0.02, adamw_lr=1e-3),
+    "changed tensors": lambda: muonckpt.attest(dict.fromkeys((f"w{n}" for n in range(99)), torch.zeros(1)), "ones"),
+}
+
+
+def test_an_error_about_very_many_things_has_at_most_60_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    deep_run("deep", Deep(12)).save(0)
+    muonckpt.save(dict.fromkeys((f"a{n}" for n in range(99)), 1.0), "keys")
+    muonckpt.save({f"w{n}": torch.ones(1) for n in range(99)}, "ones")
+    for name, call in MISFITS.items():
+        with pytest.raises(muonckpt.MuonckptError) as refused:
+            call()
+        told = str(refused.value).partition(", with FILE:")[0]
+        assert 20 < len(told.split()) <= 60, f"{name}: {told}"
+
+
+def test_a_warning_about_many_options_has_at_most_60_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    deep_run("deep", Deep(12)).save(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rates = {"vector": {"lr": 0.3}, "head": {"lr": 0.4}, "matrix": {"momentum": 0.5, "ns_steps": 3}}
+        deep_run("deep", Deep(12), weight_decay=0.3, cautious=True, kinds=rates).resume()
+    told = [str(each.message) for each in caught if "as it was saved" not in str(each.message)]
+    assert len(told) > 2 and max(len(text.split()) for text in told) <= 60, told
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_globs_of_many_numbers_match_exactly_their_names(seed):
+    dice = random.Random(seed)
+    every = [f"blocks.{n}.{part}" for n in range(dice.choice([12, 130])) for part in ("norm", "moe.7.up", "moe.12.up")]
+    new = [name for name in every if dice.random() < 0.8]
+    globs = in_globs(new, {*every} - {*new})
+    assert {name for name in every if any(fnmatchcase(name, glob) for glob in globs)} == {*new}
+    layers = [f"blocks.{n}.norm" for n in range(30, 64)]
+    assert in_globs(layers, ["blocks.0.norm"]) == ["blocks.[3-5][0-9].norm", "blocks.6[0-3].norm"]
 
 
 @pytest.mark.parametrize("command", [("diff", "--to", "muonckpt"), ("inspect",)])

@@ -85,7 +85,7 @@ MADE = {
     "Muon.for_model(model, rules=RULES, lr=0.02, adam_lr=3e-4)": "argument 'adam_lr'; did you mean 'adamw_lr'?",
     "Muon.for_model(model, rules=RULES, **RATES, betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas'",
     "Muon.for_model(model, rules=RULES, **RATES, algorithm='normuon')": "kinds={'matrix': {'algorithm'",
-    "Muon.for_model(model, rules=MODULE_TYPES, **RATES)": "head.weight [50, 16] in Linear has as many rows",
+    "Muon.for_model(model, rules=MODULE_TYPES, **RATES)": "head.weight [50, 16] has as many rows",
     "Muon.for_model(model, rules=[*RULES[0], *MODULE_TYPES], **RATES)": "Rule('head', 'head.weight') and ",
     "Muon.for_model(model, rules=['head.weight'], lr=0.02)": "ArgumentError: rules: expected rules in lists, as in ",
     "Muon.for_model(model, rules={'head.weight': 'adamw'}, lr=0.02)": "ArgumentError: rules: expected rules in lists",

@@ -204,10 +204,7 @@ def unusable(advice: str = "") -> Iterator[None]:
     except LostRankError:  # says it
         raise
     except MuonckptError as error:
-        loss = (
-            "THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
-            f"checkpoint into it, or make it again{advice}"
-        )
+        loss = f"THE STATE DICT IS UNUSABLE NOW, overwritten in part: load another checkpoint into it{advice}"
         raise error.with_text(
             error.fault, ". ".join(filter(None, (error.advice, loss))), has_overwritten=True
         ) from error

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..algebra.box import Index
 from ..algebra.fingerprint import as_hex, combine
 from ..names.errors import AttestError, SourceError, about
-from ..names.wording import listed
+from ..names.wording import fitted
 from ..store.io.location import location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
@@ -97,9 +97,6 @@ class Fingerprints:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SourceError(f"damaged fingerprints: {type(error).__name__}: {error}") from error
 
-
-MOST_FAULTS = 12
-"""Differences that an error lists; it counts the others."""
 
 Prints = Mapping[str, TensorPrint]
 
@@ -232,8 +229,8 @@ def _attested(
             joint = held_together(group_ranks(process_group), ranks)
             subject, expected = compared(joint.tensors)
             if faults := [*joint.faults, *differing(subject, expected)]:
-                reason = unequal or " differs from rank to rank"
-                raise AttestError(f"live state{reason}: {listed(faults, MOST_FAULTS, '; ')}")
+                failure = f"live state{unequal or ' differs from rank to rank'}"
+                raise AttestError(f"{failure}: {fitted(faults, '; ', failure)}")
             nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
             attestation = Attestation(len(subject), nbytes, joint.replicated, Fingerprints(joint.tensors))
         return work.broadcast(attestation)

@@ -29,6 +29,7 @@ from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, Unse
 from ..names.keys import key_of
 from ..names.resumption import LOAD_LINES, NAMES_OF_GROUPS, Choices, LoadReport, LoadTraffic
 from ..names.vocabulary import HISTORY_OPTIONS
+from ..names.wording import listed
 from ..record.columns import UNKNOWN
 from ..record.record import Manifest, StateRecord
 from ..store.io.location import Location, Remote, location, refuse_unseen
@@ -316,7 +317,7 @@ def load_sent(call: LoadCall, sent: SentCheckpoint) -> Loaded:
         raise DamageError(error.fault, advice, keys=error.keys, has_overwritten=error.has_overwritten) from error
     matching = loaded.asked.matching
     if matching.own_options:
-        kept_options = "; ".join(matching.own_options)
+        kept_options = listed(matching.own_options, 3, "; ")
         warn_on_rank(
             f"{call.path}: the source did not say options, which stay as the running optimizer's: {kept_options}"
         )
@@ -352,7 +353,7 @@ def _load(call: LoadCall, sent: SentCheckpoint) -> Loaded:
             reader.check()
             work.broadcast(_judge(asked, work.gather((reader.sums, reader.bytes_read))))
     # 3. Elements are read to where they belong, and sent to the other ranks that ask for them.
-    with unusable('; check="before" finds damage before any tensor is touched'):
+    with unusable('; check="before" finds damage first'):
         failure = _fill(asked, prepared)
         with JointWork(call.group, SourceError) as work, _naming_unseen(call.group):
             if failure is not None:

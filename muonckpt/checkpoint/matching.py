@@ -107,7 +107,7 @@ def _find_moved_subtrees(live: LiveState, stored: Stored) -> list[str]:
         sentences.append(f"the checkpoint has at {_label(stored_place)} what the state dict has at {_label(place)}")
         moved_paths |= {path for path in template_paths if path[: len(place)] == place}
     if missing_roots := dict.fromkeys(repr(path[0]) for path in sorted(template_paths - moved_paths, key=str)):
-        sentences.append(f"it has no {', '.join(missing_roots)}")
+        sentences.append(f"it has no {listed(missing_roots)}")
     return [f"{'; '.join(sentences)}. Give each in the state dict at its place in the checkpoint"]
 
 

@@ -21,7 +21,7 @@ from ..names.errors import AttestError, LayoutError, SourceError, TargetError, a
 from ..names.keys import is_of_optimizer, optimizers_of, rank_key
 from ..names.resumption import Choices, LoadReport
 from ..names.vocabulary import KeyPath
-from ..names.wording import listed
+from ..names.wording import fitted
 from ..record.record import Blob, Extent, StateRecord
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
@@ -36,7 +36,7 @@ from .all_ranks import (
     unusable,
     wire_device,
 )
-from .attestation import MOST_FAULTS, held_together, shares_of
+from .attestation import held_together, shares_of
 from .bits import share_of, unsigned
 from .joint_state import layout_on_ranks, other_options, refuse_other_groups, with_joint_groups
 from .live_state import Digests, LiveState, RankState
@@ -329,7 +329,8 @@ def _prove_replicas(
     keys = {move.source for move in moves}
     shares = gather_on_all(group, AttestError, lambda: shares_of(source, keys))
     if faults := held_together(ranks, shares).faults:
-        raise AttestError(f"the source differs from rank to rank: {listed(faults, MOST_FAULTS, '; ')}")
+        failure = "the source differs from rank to rank"
+        raise AttestError(f"{failure}: {fitted(faults, '; ', failure)}")
     place, _ = place_in(group)
     state, numbers = shares[place]
     boxes = [(key, box) for key, kind in state.tensors.items() for box in kind.boxes]

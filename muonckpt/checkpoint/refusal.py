@@ -24,7 +24,7 @@ from ..names.resumption import (
     two_lists,
 )
 from ..names.vocabulary import has_our_options
-from ..names.wording import command, counted, enumerated, listed
+from ..names.wording import command, counted, enumerated, fitted, listed
 from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
@@ -38,7 +38,11 @@ from .training import MODEL, OPTIMIZER, SCHEDULER
 _MAX_KEYS = 2
 """Keys of one kind that the error lists."""
 
-_MAX_PHRASES = 4
+MOST_GLOBS = 12
+"""Patterns of keys that the error lists to be pasted."""
+
+TABLE = ", with FILE:\n"
+"""Stands between a command and the lines of the file that it needs."""
 
 LOAD, RESTORE, RESUME = "muonckpt.load", "Series.restore", "Series.resume"
 """The calls that take all of `Choices`; trainers take ``fresh`` alone."""
@@ -87,8 +91,10 @@ class Refusal:
             )
         step = step or self._dequantisation()
         renaming = "" if step else self._renaming()
-        facts = f"{self._source} does not fit {target}: {listed(self._phrases(bool(renaming)), _MAX_PHRASES, '; ')}"
-        return ". ".join(filter(None, (facts, step or renaming or self._cure())))
+        step = step or renaming or self._cure()
+        subject = f"{self._source} does not fit {target}"
+        facts = fitted(self._phrases(bool(renaming)), "; ", subject, step.partition(TABLE)[0])
+        return ". ".join(filter(None, (f"{subject}: {facts}", step)))
 
     @property
     def _source(self) -> str:
@@ -116,7 +122,7 @@ class Refusal:
             name: reason for name, reason in matching.differences.items() if name not in here and name not in there
         }
         if differences:
-            yield describe_differences(differences, matching.names)
+            yield from describe_differences(differences, matching.names)
 
     def _cure(self) -> str:
         """Return the next step where names are those of the checkpoint; empty if the phrases contain it."""
@@ -146,11 +152,11 @@ class Refusal:
         # 4. Keys that only the checkpoint has.
         if call not in (LOAD, RESTORE, RESUME, REDISTRIBUTE):
             return ""
-        globs = in_modules(matching.extra_keys, matching.sources)
+        extra = in_modules(matching.extra_keys, matching.sources)
         line = "To load it, give it in the state dict"
         if call == RESUME:
             line = self._absent_objects() or "To load it, give it to Series"
-        return f"{line}; to leave it there: {call}(..., allow_extra={globs!r})"
+        return f"{line}; to leave it there: {call}(..., allow_extra={extra if len(extra) <= MOST_GLOBS else True!r})"
 
     def _absent_objects(self) -> str:
         """Return how a series gets the objects that only the checkpoint has the state of; empty if there are none."""
@@ -220,7 +226,7 @@ class Refusal:
             return ""
         convert = command("convert", self.checkpoint.path, "NEW", "--rules", "FILE")
         table = as_toml({"from": old, "to": new} for old, new in rules)
-        return f"{self._place_in_run()}: {convert}, with FILE:\n{table}"
+        return f"{self._place_in_run()}: {convert}{TABLE}{table}"
 
     def _place_in_run(self) -> str:
         """Return in words where a new checkpoint of this step is taken by the run; empty if this is of no series."""
@@ -292,7 +298,7 @@ class Refusal:
         roots.update(self.live.paths[key][0] for key, value in self.live.flat.items() if isinstance(value, Tensor))
         absent = {self.live.paths[key][0] for key in self.matching.missing_keys if key in self.live.paths} - roots
         if absent:
-            names = ", ".join(sorted(map(repr, absent)))
+            names = listed(sorted(map(repr, absent)))
             return f"The checkpoint has nothing of {names}: to load all else, leave it out of the state dict"
         step = "Build the model of the saved run"
         if self.checkpoint is None:

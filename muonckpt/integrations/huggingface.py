@@ -28,6 +28,7 @@ from ..checkpoint.resume_proof import LoadedState
 from ..checkpoint.signals import On, Signals
 from ..checkpoint.training import Training
 from ..names.errors import MuonckptError, SourceError, warn_on_rank
+from ..names.wording import fitted, listed
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
 from ..store.io.location import is_there, local_errors, names_in
@@ -244,7 +245,7 @@ def last_whole(folder: str | os.PathLike[str]) -> str | None:
         try:
             if record.get("step") != _step_of(place):
                 if ranks > 1 and missing:
-                    raise SourceError(f"{', '.join(missing)}: not there")
+                    raise SourceError(f"{listed(missing)}: not there")
                 check_saved(place)
         except SourceError as error:
             faults[place] = str(error)
@@ -253,8 +254,9 @@ def last_whole(folder: str | os.PathLike[str]) -> str | None:
             warn_on_rank(f"{left} is not whole ({fault}); resuming from {place}", RuntimeWarning)
         return str(place)
     if is_finished:
-        lines = "\n- ".join(f"{place}: {fault}" for place, fault in faults.items())
-        raise SourceError(f"expected a whole checkpoint in {folder}, found none; move these away to begin:\n- {lines}")
+        failure = f"expected a whole checkpoint in {folder}, found none; move these away to begin:\n- "
+        lines = fitted((f"{place}: {fault}" for place, fault in faults.items()), "\n- ", failure)
+        raise SourceError(f"{failure}{lines}")
     return None
 
 

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 from ..names.errors import SourceError
+from ..names.wording import fitted
 from ..store.io.location import folders_with, names_in, source_errors
 from ..store.verify.audit import verify
 
@@ -52,5 +53,6 @@ def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         except zipfile.BadZipFile as error:
             faults.append(f"{part.name}: {error}")
     if faults:
-        raise SourceError("\n- ".join([f"{folder} is not whole; resume from another checkpoint:", *faults]))
+        failure = f"{folder} is not whole; resume from another checkpoint:\n- "
+        raise SourceError(failure + fitted(faults, "\n- ", failure))
     return parts

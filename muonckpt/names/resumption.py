@@ -27,7 +27,7 @@ from .vocabulary import (
     PARAMS,
     ZERO_SLOTS,
 )
-from .wording import counted, listed, merged_names, unnumbered
+from .wording import LAYER_NUMBER, counted, listed, merged_names, unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """Keys of a parameter group that are not options: its parameters and its name."""
@@ -240,7 +240,45 @@ def in_modules(names: Iterable[str], other_names: Iterable[str]) -> list[str]:
     globs: list[str] = []
     for module, members in members_by_module.items():
         globs.append(escape(members[0]) if len(members) == 1 else f"{escape(module)}.*")
-    return globs
+    return _in_ranges(globs) if len(globs) > MAX_GLOBS else globs
+
+
+def _in_ranges(globs: Iterable[str]) -> list[str]:
+    """Return globs that match the same names, with one for many that differ in a number: ``blocks.3[0-9].*``."""
+    rows = [tuple(glob.split(".")) for glob in globs]
+    for place in range(max(map(len, rows))):
+        numbers_by_rest: defaultdict[tuple[tuple[str, ...], tuple[str, ...] | None], list[str]] = defaultdict(list)
+        for parts in rows:
+            if place < len(parts) and LAYER_NUMBER.fullmatch(parts[place]):
+                numbers_by_rest[parts[:place], parts[place + 1 :]].append(parts[place])
+            else:
+                numbers_by_rest[parts, None] = []
+        rows = []
+        for (before, after), numbers in numbers_by_rest.items():
+            rows += [before] if after is None else [(*before, digits, *after) for digits in _digit_ranges(numbers)]
+    return [".".join(parts) for parts in rows]
+
+
+def _digit_ranges(numbers: Iterable[str]) -> list[str]:
+    """Return patterns of digits that match exactly these numbers, such as ``3[0-9]``."""
+    rests: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
+    for number in numbers:
+        rests[len(number), number[0]].append(number[1:])
+    # First digits that the same digits follow are a range where they are consecutive.
+    firsts: defaultdict[tuple[int, tuple[str, ...]], list[str]] = defaultdict(list)
+    for (length, first), following in rests.items():
+        firsts[length, tuple(_digit_ranges(following) if length > 1 else [""])].append(first)
+    patterns: list[str] = []
+    for (_, tails), digits in firsts.items():
+        runs: list[str] = []
+        for digit in sorted(digits):
+            if runs and int(digit) == int(runs[-1][-1]) + 1:
+                runs[-1] += digit
+            else:
+                runs.append(digit)
+        heads = [run if len(run) == 1 else f"[{run[0]}-{run[-1]}]" for run in runs]
+        patterns += [head + tail for head in heads for tail in tails]
+    return patterns
 
 
 MAX_GLOBS = 4
@@ -252,12 +290,8 @@ def in_short(names: Sequence[str]) -> str:
     return listed(merged_names(names), MAX_GLOBS)
 
 
-_MAX_REASONS = 4
-"""Reasons for differences that a message lists."""
-
-
-def describe_differences(differences: Mapping[str, str], names: Collection[str]) -> str:
-    """Return a phrase that lists what differs, by reason and name.
+def describe_differences(differences: Mapping[str, str], names: Collection[str]) -> list[str]:
+    """Return what differs, a phrase for each reason, with names; the first begins with the number of parameters.
 
     Args:
         differences: the reason, by parameter.
@@ -270,7 +304,7 @@ def describe_differences(differences: Mapping[str, str], names: Collection[str])
     for reason, members in names_by_reason.items():
         phrases.append(f"{reason}: {listed(in_globs(members, set(names) - {*members}), MAX_GLOBS)}")
     parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
-    return f"{parameters}: {listed(phrases, _MAX_REASONS, '; ')}"
+    return [f"{parameters}: {phrases[0]}", *phrases[1:]]
 
 
 def advise_on_state(differences: Mapping[str, str], names: Collection[str], call: str) -> str:

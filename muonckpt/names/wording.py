@@ -27,11 +27,23 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def listed(items: Iterable[object], limit: int = 8, separator: str = ", ") -> str:
+def listed(items: Iterable[object], limit: int = 5, separator: str = ", ") -> str:
     """Return the first items of a list, and how many there are besides: ``a, b and 3 more``."""
     items = list(items)
     text = separator.join(map(str, items[:limit]))
     return f"{text}{separator.strip(', ')} and {len(items) - limit} more" if len(items) > limit else text
+
+
+MAX_WORDS = 60
+"""Words of an error."""
+
+
+def fitted(items: Iterable[str], separator: str, *others: str) -> str:
+    """Return the first items of a list, one at least, that leave an error with these ``others`` its `MAX_WORDS`."""
+    items = list(items)
+    left = MAX_WORDS - sum(len(text.split()) for text in others)
+    texts = (listed(items, count, separator) for count in range(min(len(items), MAX_WORDS), 1, -1))
+    return next((text for text in texts if len(text.split()) <= left), listed(items, 1, separator))
 
 
 def by_fault(faults: Iterable[tuple[object, str]]) -> Iterator[tuple[str, str]]:

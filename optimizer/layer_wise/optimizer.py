@@ -25,6 +25,7 @@ from ...layouts.buffers.records import to_json
 from ...names.errors import ArgumentError, called_like, warn_on_rank
 from ...names.resumption import Globs, LoadReport, in_globs
 from ...names.vocabulary import MASTER, MUON
+from ...names.wording import listed
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import CollectiveOptimizer
 from ..ground.tensors import exact_dtype, rounded_once
@@ -363,7 +364,7 @@ class LayerWise(CollectiveOptimizer):
             self._warned.update(names)
             warn_on_rank(
                 "parameters have gradients and are in no group, so these are not reduced and no step changes them: "
-                f"{', '.join(in_globs(names, model_params.keys() - {*names}))}. To train them, close() this optimizer "
+                f"{listed(in_globs(names, model_params.keys() - {*names}))}. To train them, close() this optimizer "
                 "and build another with groups of all parameters",
                 RuntimeWarning,
             )

@@ -198,8 +198,7 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
     if len(shape) > 3 and not fused.flatten:
         raise LayoutError(
             f"which dims of shape {shape} are rows and columns is not clear; a convolution is the matrix "
-            f"{shape[0]} x {math.prod(shape[1:])}, of the first dim and all others, in a group with 'flatten': True; "
-            f"or {_ADVICE}"
+            f"{shape[0]} x {math.prod(shape[1:])} in a group with 'flatten': True; or {_ADVICE}"
         )
     if 0 in shape:
         return ()

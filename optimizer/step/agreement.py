@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import HISTORY_OPTIONS, ParamGroup
-from ...names.wording import listed
+from ...names.wording import fitted, listed
 from ..ground.devices import upload
 from ..planning.schedule import NOTE
 
@@ -34,7 +34,7 @@ RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 NAMES = frozenset({"params", "param_names", "name"})
 """A group's members and labels."""
 
-SHOWN = 4
+SHOWN = 2
 """Differences that a rank tells; the others are counted."""
 
 LONGEST_COMPLAINT = 500
@@ -58,14 +58,13 @@ class Task:
 
 AGREE_ON_PLAN = Task(
     "ranks do not plan the same optimizer step",
-    "Every rank must build the optimizer from the same parameters, in the same groups and order, with the same options "
+    "Build the optimizer on every rank from the same parameters, in the same groups and order, with the same options "
     "(numbers count those that these ranks share)",
 )
 AGREE_ON_STEP = Task(
     "an optimizer step stops on all ranks that share it",
-    "Rates must be the same on all ranks, and a parameter's gradient must be present on all ranks that hold it or on "
-    "none; numbers count those that these ranks share. Momenta may have taken this step's gradients in: do not repeat "
-    "the step",
+    "Rates, and the parameters that have a gradient, must be the same on all ranks. Do not repeat this step: momenta "
+    "may have taken its gradients in",
 )
 
 AGREE_ON_LOAD = Task(
@@ -147,9 +146,9 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
         if text:
             by_text[text].append(rank)
     sentences = []
-    for text, ranks in list(by_text.items())[:SHOWN]:
+    for text, ranks in by_text.items():
         sentences.append(f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}: {text}")
-    return RuntimeError(f"{task.failure}. {'; '.join(sentences)}. {task.advice}")
+    return RuntimeError(f"{task.failure}. {fitted(sentences, '; ', task.failure, task.advice)}. {task.advice}")
 
 
 _SORTED_RATES = sorted(RATES)

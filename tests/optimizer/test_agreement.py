@@ -422,8 +422,8 @@ def test_limits_of_norms_that_differ_are_told() -> None:
 
 def test_a_refusal_names_ranks_once_and_is_short() -> None:
     text = str(refusal(AGREE_ON_STEP, {rank: "lr differs" if rank else "" for rank in range(4096)}))
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more: lr differs." in text and len(text) < 500
+    assert "ranks 1, 2, 3, 4, 5 and 4090 more: lr differs." in text and len(text) < 500
     facts = {f"option {number}": "1" for number in range(100)}
     complaint = Intent.of(AGREE_ON_STEP, facts).complaint(0, dict.fromkeys(facts, "2"))
-    assert complaint.startswith("option 0 is 1, on rank 0 2; ") and complaint.endswith("and 96 more")
+    assert complaint.startswith("option 0 is 1, on rank 0 2; ") and complaint.endswith("and 98 more")
     assert len(Intent.of(AGREE_ON_STEP, {}).failed(ValueError("x" * 9999)).complaint(0, {})) < 600

@@ -206,9 +206,9 @@ def test_transposed_experts_under_the_same_names_are_refused():
     transposed = {"gate_up_proj": stack(4, 8, 12), "down_proj": stack(4, 6, 8)}
     with pytest.raises(ValueError) as refused:
         sort_parameters(transformers_like(moe(gqa(), transposed)), QWEN)
-    assert re.findall(r"experts\.(\w+) (\[.*\]) in Module(.*)", str(refused.value)) == [
-        ("gate_up_proj", "[4, 8, 12]", " holds gate, up by its name: in which order?"),
-        ("down_proj", "[4, 6, 8]", ": no rule selects it"),
+    assert re.findall(r"experts\.(\w+) (\[.*?\]) (.*)", str(refused.value)) == [
+        ("gate_up_proj", "[4, 8, 12]", "holds gate, up by its name"),
+        ("down_proj", "[4, 6, 8]", "in Module: no rule selects it"),
     ]
 
 

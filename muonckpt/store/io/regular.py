@@ -15,6 +15,7 @@ from threading import Lock
 import numpy as np
 
 from ...names.errors import DamageError, DiskError, LostFileError, SourceError, about
+from ...names.wording import listed
 from ...record.record import Extent
 from .limits import bytes_on_disk, check_description, check_text
 from .location import Location, Remote, RemoteFile, is_there, kind_of, map_each, unavailable
@@ -276,9 +277,7 @@ def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -
     are_there = map_each(path, lambda name: is_there(path / name), names)
     present = list(compress(names, are_there))
     if missing := sorted({*names} - {*present}):
-        yield LostFileError(
-            f"expected {len(names)} files in {path}, found {len(missing)} missing: {', '.join(missing)}"
-        )
+        yield LostFileError(f"expected {len(names)} files in {path}, found {len(missing)} missing: {listed(missing)}")
 
     # The end of the file counts as an extent, before which the last one has to end.
     for name, size in zip(present, map_each(path, size_of, present), strict=True):

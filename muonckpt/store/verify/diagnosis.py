@@ -179,22 +179,22 @@ def next_step(run: Run, steps: Sequence[RunStep]) -> str:
 
 # --- what to do -------------------------------------------------------------------------------------------------------
 
-_EARLIER_STEP = "reads all of step {}, the newest whole one besides it, by {}; "
+_EARLIER_STEP = "reads step {}, the newest whole one by {}; "
 _START = "start the job again"
 _TAKEN = "Series.resume goes back by itself to step {}, which is whole by its last verification"
 _AGAIN = "reads all of {}, the same step written again, so that this one is not needed"
 _RESUME = "then resume from that"
-_GOES_BACK = "Series.resume goes back to it by itself, as the damage is proved"
+_GOES_BACK = "Series.resume goes back to it by itself"
 _STAYS = f"{_RESUME}; move this one away first, as Series.resume does not pass over it"
-_COPY = "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged files from there"
+_COPY = "tells whether a copy of this checkpoint is whole: then copy the damaged files from there"
 _FRESH = "in Python: the state of {} begins from zero, also its undamaged part"
 _RENAME = "gives every file its name back; then verify it"
 _STOCK = (
     f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
-    f"checked then; a copy of the right {MANIFEST_FILE}, if there is one, has the others"
+    "checked then"
 )
 _REWRITE = "writes the same elements with new descriptions"
-_VERIFY = "lists all that is damaged, and what can be done about it"
+_VERIFY = "lists all that is damaged, and what to do"
 
 _MAX_NAMES = 12
 """The most parameters that a line of Python names."""

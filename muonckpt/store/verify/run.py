@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
-from ...names.wording import enumerated, shell_line
+from ...names.wording import enumerated, listed, shell_line
 from ...programs.signs import METADATA_FILE
 from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
@@ -388,7 +388,7 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
         if kind_of(place) != "file" and format_shown(place) is None:
             folders = [entry for entry in entries_of(place) if is_folder(entry) and format_shown(entry) is not None]
         if len(folders) > 1:
-            names = ", ".join(sorted(entry.name for entry in folders))
+            names = listed(sorted(entry.name for entry in folders))
             raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")
         if folders:
             step = replace(step, path=folders[0])
