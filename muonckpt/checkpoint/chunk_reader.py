@@ -239,7 +239,7 @@ class ChunkReader:
         for span in self._spans[number]:
             self._read_span(span, kept_too)
         self._staging.finish()
-        self.placed -= sum(box.numel for parts in kept.values() for box in parts.boxes)
+        self.placed -= sum(part.numel() for local in kept.values() for part in local.parts)
         return kept
 
     def _memory_of_sent(self, readings: Sequence[tuple[StateRecord, TensorReading]]) -> dict[str, LocalParts]:
@@ -321,8 +321,9 @@ class ChunkReader:
             done += box.numel
             for target in targets:
                 if (common := box & target.box) is not None:
-                    _part(target.elements, target.box, common).copy_(_part(block, box, common), non_blocking=is_pinned)
-                    self.placed += common.numel
+                    part = _part(block, box, common)
+                    _part(target.elements, target.box, common).copy_(part, non_blocking=is_pinned)
+                    self.placed += part.numel()
         if is_pinned:
             self._staging.devices |= devices
 

@@ -35,7 +35,7 @@ class AlikeHolders(NamedTuple):
         identity: of the ranks together with the kind: equal ones hold equal boxes.
         places: of the ranks among all, ascending.
         item: the number of the first item, the same on each.
-        kind: without boxes; None for an object.
+        kind: None for an object.
         lo, hi: the corners of boxes, ``[ranks, boxes, ndim]``.
     """
 
@@ -300,10 +300,10 @@ def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
         boxes = list[Box]()
         ranks_by_placement: dict[tuple[MeshPlacement, Index], int] = {}
         for rank, number in numbers.items():
-            kind = ranks[rank].kinds[number]
+            kind = ranks[rank].form.kinds[number]
             assert kind is not None, "only tensors are requested by boxes"
             shape = kind.shape
-            boxes += kind.boxes
+            boxes += ranks[rank].boxes_by_kind[number]
             if kind.placement is not None:
                 ranks_by_placement.setdefault((kind.placement, shape), rank)
         for (placement, whole), rank in ranks_by_placement.items():

@@ -51,13 +51,11 @@ class ShardSpec:
     """The description that the tensors of a rank share which it holds alike, as layers repeat.
 
     Attributes:
-        boxes: those that are here.
         placement: where mesh and placements describe the tensors.
     """
 
     dtype: str
     shape: Index
-    boxes: tuple[Box, ...]
     note: Annotation
     placement: MeshPlacement | None = None
 
@@ -117,7 +115,6 @@ class RankState:
     An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
 
     Attributes:
-        form: its kinds are without boxes.
         counts: the number of boxes of each kind.
         corners: of the boxes of all kinds in order, ``lo`` and ``hi`` of each.  Both are 64-bit integers, as bytes.
     """
@@ -127,31 +124,19 @@ class RankState:
     corners: bytes
 
     @classmethod
-    def of(
-        cls, keys: Sequence[str], numbers: Sequence[int], kinds: Sequence[ShardSpec | None], *rest: Any
-    ) -> RankState:
-        """Describe keys with kinds of the numbers; the others are those of `RankForm`."""
-        counts, corners, bare_kinds = list[int](), list[int](), list[ShardSpec | None]()
-        for kind in kinds:
-            boxes = () if kind is None else kind.boxes
-            counts.append(len(boxes))
-            for box in boxes:
-                corners += (*box.lo, *box.hi)
-            bare_kinds.append(kind and replace(kind, boxes=()))
-        form = RankForm(tuple(keys), tuple(numbers), tuple(bare_kinds), *rest)
+    def of(cls, form: RankForm, boxes_by_kind: Sequence[Sequence[Box]]) -> RankState:
+        corners = [number for box in chain.from_iterable(boxes_by_kind) for number in (*box.lo, *box.hi)]
+        counts = [*map(len, boxes_by_kind)]
         return cls(form, np.array(counts, np.int64).tobytes(), np.array(corners, np.int64).tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rank_state, (pickle.dumps(self.form), self.counts, self.corners)
 
     @cached_property
-    def kinds(self) -> tuple[ShardSpec | None, ...]:
-        """The kinds with their boxes."""
-        kinds = list[ShardSpec | None]()
-        for kind, (lo, hi) in zip(self.form.kinds, corners_by_kind([self]), strict=True):
-            boxes = map(Box, map(tuple, lo[0].tolist()), map(tuple, hi[0].tolist()))
-            kinds.append(kind and replace(kind, boxes=tuple(boxes)))
-        return tuple(kinds)
+    def boxes_by_kind(self) -> tuple[tuple[Box, ...], ...]:
+        """The boxes of each kind; none of an object."""
+        corners = [(map(tuple, lo[0].tolist()), map(tuple, hi[0].tolist())) for lo, hi in corners_by_kind([self])]
+        return tuple(tuple(map(Box, *of_kind)) for of_kind in corners)
 
     def boxes(self, keys: Collection[str]) -> RankState:
         """Return where the tensors of some keys are, without paths and names."""
@@ -168,10 +153,8 @@ class RankState:
         return replace(self, form=form)
 
     @cached_property
-    def tensors(self) -> Mapping[str, ShardSpec]:
-        """The kind of each tensor, by key."""
-        kinds = zip(self.form.keys, map(self.kinds.__getitem__, self.form.numbers), strict=True)
-        return {key: kind for key, kind in kinds if kind is not None}
+    def boxes_by_key(self) -> Mapping[str, tuple[Box, ...]]:
+        return dict(zip(self.form.keys, map(self.boxes_by_kind.__getitem__, self.form.numbers), strict=True))
 
     def records(self) -> Iterator[StateRecord]:
         """Yield the record of each tensor, without chunks."""
@@ -336,6 +319,7 @@ class LiveState:
         # Layers repeat, so a model of many tensors has few kinds: others receive the kinds, and a number for each key.
         kinds: dict[object, int] = {None: 0}
         distinct: list[ShardSpec | None] = [None]
+        boxes_by_kind: list[list[Box]] = [[]]
         numbers, names = [], list[str | None]()
         for key, value in self.flat.items():
             parts = self.parts.get(key)
@@ -357,13 +341,15 @@ class LiveState:
                     boxes.append(Box.of(tuple(size)).shift(lo))
                     if dtype != value.dtype:
                         raise LayoutError(f"tensor {key!r}: box {boxes[-1]} is {dtype}, the tensor is {value.dtype}")
-                distinct.append(ShardSpec(dtype_name(value.dtype), shape, tuple(boxes), note, placement))
+                boxes_by_kind.append(boxes)
+                distinct.append(ShardSpec(dtype_name(value.dtype), shape, note, placement))
             numbers.append(number)
             names.append(name)
         # Optimizers without groups have nothing that ranks could number differently.
         grouped = tuple(optimizer for optimizer in self.optimizers if optimizer.groups is not None)
         keys, paths = tuple(self.flat), tuple(map(self.paths.__getitem__, self.flat))
-        return RankState.of(keys, numbers, distinct, paths, tuple(names), grouped)
+        form = RankForm(keys, tuple(numbers), tuple(distinct), paths, tuple(names), grouped)
+        return RankState.of(form, boxes_by_kind)
 
     def known_as(self, state: RankState) -> LiveState:
         """Return the same with the keys and paths of a state, which is ``described`` with other numbers of groups."""
@@ -390,8 +376,8 @@ class LiveState:
 
     def local(self, key: str) -> LocalParts:
         """Return the elements of a tensor that are here."""
-        kind = self.described.tensors.get(key)
-        return NO_PARTS if kind is None else LocalParts.of(kind.boxes, self.parts[key].values())
+        parts = self.parts.get(key)
+        return LocalParts.of(self.described.boxes_by_key[key], parts.values()) if parts else NO_PARTS
 
     @property
     def devices(self) -> frozenset[str]:

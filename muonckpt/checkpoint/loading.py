@@ -50,7 +50,7 @@ from .all_ranks import (
 from .attestation import TensorPrint, attest_loaded
 from .chunk_reader import ChunkReader, PartialSum, judge_sums
 from .joint_state import prove_asked_whole, with_joint_groups
-from .live_state import LiveState, LocalParts, RankState, refuse_no_state_dict
+from .live_state import LiveState, LocalParts, RankForm, RankState, refuse_no_state_dict
 from .matching import judge, match
 from .optimizer_matching import dropped_by_torch
 from .reading_plan import ChunkUnits, JointRequest, ReadingRound, plan_reading
@@ -390,7 +390,7 @@ def _ask(call: LoadCall, checkpoint: OpenCheckpoint, outline_digest: str) -> tup
     matching = match(live, stored, choices)
     # From here on tensors that have grown are their first rows, as the checkpoint has them.
     live = live.cut_to({key: checkpoint.tensors[matching.sources[key]].shape[0] for key in matching.grown})
-    boxes = RankState.of((), (), ())
+    boxes = RankState.of(RankForm((), (), ()), ())
     if matching.fits:
         boxes = live.described.boxes({*matching.sources, *matching.zeros})
         _refuse_overwriting(call, checkpoint, tied_origins(live, matching.sources, matching.zeros))
@@ -422,10 +422,11 @@ def _answer(ranks: list[_Question], asked: _Asked) -> tuple[_Agreement, _Known]:
     # 1. Keys that nothing takes; and the sources of tensors, by keys that ranks have in common, unlike group numbers.
     claimed = matching.covered_keys.union(*(question.matching.sources.values() for question in ranks))
     unloaded_keys = []
-    for key, entry in stored.entries.items():
+    for key in stored.entries.keys() - claimed:
+        entry = stored.entries[key]
         is_dropped = isinstance(entry, StateRecord) and not {key, entry.name}.isdisjoint(report.dropped)
         is_left = is_dropped or call.checked_choices.allow_extra.match(key)
-        if key not in claimed and is_left and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS:
+        if is_left and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS:
             unloaded_keys.append(key)
     sources = dict[str, str]()
     for question, joint in zip(ranks, with_joint_groups([question.boxes for question in ranks]), strict=True):
@@ -539,7 +540,7 @@ def _finish(asked: _Asked, prepared: _Prepared) -> None:
     """Set everything that is not read from chunks."""
     live, matching = asked.live, asked.matching
     # Each element was put in its place once, by this rank or by one that has sent it.
-    expected = sum(box.numel for parts in chain.from_iterable(prepared.targets.values()) for box in parts.boxes)
+    expected = sum(part.numel() for local in chain.from_iterable(prepared.targets.values()) for part in local.parts)
     placed = prepared.reader.placed + sum(transfer.received_elements for transfer in prepared.transfers)
     if placed != expected:
         raise SourceError(f"{placed} elements were loaded, of {expected}: this is a defect of muonckpt, report it")

@@ -134,8 +134,7 @@ def _match_by_key(live: LiveState, stored: Stored, choices: Choices) -> Matching
                 keys_of_other_ranks.append(key)
                 continue
             sources[key], entry = origin, stored.entries[origin]
-            name = _growing_name(path)
-            if has_grown(live.flat[key], entry) and name is not None and choices.grow.match(name):
+            if has_grown(live.flat[key], entry) and (name := _growing_name(path)) and choices.grow.match(name):
                 grown[key] = name
             if faults := misfits(live, key, entry, key in grown):
                 differing_values[key] = " and ".join(faults)
@@ -250,7 +249,7 @@ def judge(ranks: Sequence[Matching], stored: Stored, choices: Choices) -> tuple[
     # checkpoint that has all of its rows.
     names = {*joint.names, *dropped_names, *differences, *joint.kept_weights.values(), *dropped_weights.values()}
     growing_names = set(joint.grown.values())
-    for key in taken_keys:
+    for key in taken_keys if choices.grow.patterns else ():
         if (growing_name := _growing_name(stored.entries[key].path)) is not None:
             growing_names.add(growing_name)
     faults = []

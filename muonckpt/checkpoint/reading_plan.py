@@ -98,10 +98,8 @@ class JointRequest:
                 if key not in sources:  # state that begins as zeros
                     continue
                 if number not in by_kind:
-                    kinds = ((place, requests[place][0].kinds[number]) for place in places)
-                    by_kind[number] = tuple(
-                        RankBoxes(place, kind.boxes) for place, kind in kinds if kind and kind.boxes
-                    )
+                    of_ranks = ((place, requests[place][0].boxes_by_kind[number]) for place in places)
+                    by_kind[number] = tuple(RankBoxes(place, boxes) for place, boxes in of_ranks if boxes)
                 pair = sources[key], key
                 tensors[pair] = tensors[pair] + by_kind[number] if pair in tensors else by_kind[number]
             for key in sources.keys() - {*state.form.keys}:
@@ -136,15 +134,15 @@ class ChunkUnits:
         self._divisible = is_open & (columns.crc32 != UNKNOWN) & ~self._is_shared
         self._unchecked = is_open & (columns.crc32 == UNKNOWN) & ~columns.has_digest & is_verbatim & ~self._is_shared
         self._payloads = payloads
-        self._rows = dict[str, int]()
+        self._rows = dict[str, slice]()
         row = 0
         for tensor in checkpoint.outline.tensors:
-            self._rows[tensor.key] = row
+            self._rows[tensor.key] = slice(row, row + len(tensor.chunks))
             row += len(tensor.chunks)
 
     def divisible(self, tensor: StateRecord) -> tuple[bool, ...]:
         """Return for each chunk whether several ranks may read parts of it."""
-        rows = slice(self._rows[tensor.key], self._rows[tensor.key] + len(tensor.chunks))
+        rows = self._rows[tensor.key]
         divisible = self._divisible[rows]
         if (unchecked := self._unchecked[rows]).any():
             divisible = divisible | [
@@ -157,8 +155,7 @@ class ChunkUnits:
 
     def shared_items(self, tensor: StateRecord) -> Mapping[int, Extent]:
         """Return the items that chunks share with others, by the numbers of the chunks."""
-        first = self._rows[tensor.key]
-        numbers = np.flatnonzero(self._is_shared[first : first + len(tensor.chunks)]).tolist()
+        numbers = np.flatnonzero(self._is_shared[self._rows[tensor.key]]).tolist()
         return {number: tensor.chunks[number].item for number in numbers}
 
 

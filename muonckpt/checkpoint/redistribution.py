@@ -333,7 +333,7 @@ def _prove_replicas(
         raise AttestError(f"{failure}: {fitted(faults, '; ', failure)}")
     place, _ = place_in(group)
     state, numbers = shares[place]
-    boxes = [(key, box) for key, kind in state.tensors.items() for box in kind.boxes]
+    boxes = [(key, box) for key, boxes_of_key in state.boxes_by_key.items() for box in boxes_of_key]
     return dict(zip(boxes, numbers, strict=True))
 
 

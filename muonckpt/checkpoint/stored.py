@@ -14,7 +14,7 @@ import torch
 from ..algebra.box import Index
 from ..names.keys import NamedOptimizer, StateForm, key_of, rank_in
 from ..names.resumption import as_tuples, option_difference
-from ..names.vocabulary import CONVENTION, PARAMS, KeyPath, has_our_options
+from ..names.vocabulary import BY_RANK, CONVENTION, PARAMS, KeyPath, has_our_options
 from ..programs.signs import unsaid_by_name
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
@@ -121,7 +121,8 @@ class Stored:
         self._groups: dict[NamedOptimizer, list[OptionGroup]] = {}
         # Values by rank stand beside the item that they are of, which programs read that know no ranks.
         for key, entry in self.entries.items():
-            if (value := rank_in(entry.path)) is not None and (item := key_of(value.path)) in self.entries:
+            value = rank_in(entry.path) if BY_RANK in entry.path else None
+            if value is not None and (item := key_of(value.path)) in self.entries:
                 self.by_rank[item][value.rank, value.ranks] = key
 
     @classmethod

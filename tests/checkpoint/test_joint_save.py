@@ -18,7 +18,7 @@ import muonckpt
 from muonckpt import DestinationError, LayoutError
 from muonckpt.algebra.box import Box
 from muonckpt.checkpoint import all_ranks
-from muonckpt.checkpoint.live_state import Annotation, LiveState, RankState, ShardSpec
+from muonckpt.checkpoint.live_state import Annotation, LiveState, RankForm, RankState, ShardSpec
 from muonckpt.checkpoint.saving import AgreedPlans, SaveProgress, run_save
 from muonckpt.checkpoint.whole_plan import WholePlan, receipt_row
 from muonckpt.store.io.location import location
@@ -140,17 +140,21 @@ def test_later_saves_plan_nothing_and_write_what_a_first_save_writes(tmp_path):
     assert not muonckpt.verify(tmp_path / "all go on").findings
 
 
-def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> ShardSpec:
-    return ShardSpec(dtype, shape, (Box(lo, hi),), Annotation())
+Part = tuple[ShardSpec | None, tuple[Box, ...]]
 
 
-OBJECT = None
+def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> Part:
+    return ShardSpec(dtype, shape, Annotation()), (Box(lo, hi),)
+
+
+OBJECT: Part = None, ()
 """What is not a tensor."""
 
 
-def held(**kinds: ShardSpec | None) -> RankState:
-    paths, names = tuple((key,) for key in kinds), (None,) * len(kinds)
-    return RankState.of(tuple(kinds), tuple(range(len(kinds))), tuple(kinds.values()), paths, names)
+def held(**parts: Part) -> RankState:
+    kinds, boxes = zip(*parts.values(), strict=True)
+    paths, names = tuple((key,) for key in parts), (None,) * len(parts)
+    return RankState.of(RankForm(tuple(parts), tuple(range(len(parts))), kinds, paths, names), boxes)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def test_ranks_that_hold_the_same_keys_send_one_form_and_boxes_of_their_own():
     sent = [held(w=part((4, 2), (rank, 0), (rank + 1, 2)), v=part((), (), ()), log=OBJECT) for rank in range(4)]
     arrived = [pickle.loads(pickle.dumps(state)) for state in sent]
     assert arrived == sent and len({id(state.form) for state in arrived}) == 1
-    assert [state.kinds[0].boxes for state in arrived] == [(Box((rank, 0), (rank + 1, 2)),) for rank in range(4)]
+    assert [state.boxes_by_key["w"] for state in arrived] == [(Box((rank, 0), (rank + 1, 2)),) for rank in range(4)]
     plan = WholePlan.of(arrived, [{2: b""}] * 4, range(4))
     assert plan.shares == (([0, 1], []), ([2, 0], [1]), ([0], [1]), ([0], [1]))
     assert [tensor.boxes.lo.tolist() for tensor in plan.tensors] == [[[rank, 0] for rank in range(4)], [[]]]

@@ -249,7 +249,8 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
     lengths = {name: file.length for name, file in files.items()}
     ends = np.array([*(lengths.get(name, MAX_ELEMENTS) for name in columns.names), 0], np.int64)
     chunks = (columns.item_end() > ends[columns.file]) & (manifest.elements > 0)
-    items = frozenset(b.key for b in manifest.blobs if b.item.end > lengths.get(b.item.file, MAX_ELEMENTS))
+    blobs = manifest.blobs if lengths else ()
+    items = frozenset(b.key for b in blobs if b.item.end > lengths.get(b.item.file, MAX_ELEMENTS))
     # Elements that no file has.
     holes = {}
     for tensor in manifest.tensors:
