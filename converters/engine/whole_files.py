@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...algebra.box import Box
+from ...names.errors import DestinationError
 from ...record.record import Manifest, StateRecord, by_key
 from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
@@ -96,6 +97,11 @@ def _safetensors_file(name: str, tensors: Sequence[OutputTensor], recorded: Mapp
 
     plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in outputs]
     start = len(header(np.empty(0, SUMS)))  # a header is as long without sums
+    if start - 8 > safetensors.MAX_HEADER_BYTES:  # readers accept no more
+        raise DestinationError(
+            f"a header of {start} bytes, of at most {safetensors.MAX_HEADER_BYTES}: give a `shard_size=`, for several "
+            "files"
+        )
     chunks = OutputChunks.end_to_end(name, outputs, plans, start)
     return OutputFile(name, (), chunks, chunks.end if outputs else start, header)
 

@@ -159,8 +159,9 @@ def test_a_run_says_of_a_step_that_cannot_be_opened_whole_what_its_commands_say(
     os.truncate(file, file.stat().st_size - 8)
     fault = muonckpt.look_at_run(tmp_path).steps[-1].fault
     assert f"{file.name} is cut short" in fault and "1 of 2 weights has lost elements" in fault
+    assert muonckpt.inspect(broken).diagnosis.sentence == fault
     with pytest.raises(DamageError) as caught:
-        muonckpt.inspect(broken)
+        muonckpt.open(broken)
     assert caught.value.fault == f"{broken}: {fault}"
 
 

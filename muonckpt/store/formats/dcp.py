@@ -157,7 +157,14 @@ def reader(path: Location) -> Reader:
     """
     payloads = Payloads(path)
     with source_errors(path):
-        data = read_metadata(path)
+        if not is_folder(path):
+            raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+        names = names_in(path)
+        if METADATA_FILE not in names:
+            raise _missing_metadata(path, names)
+        with open_regular(path / METADATA_FILE) as file:
+            limits.check_description(path / METADATA_FILE, file.size)
+            data = file.read(0, file.size)
         with about(path / METADATA_FILE):
             manifest = _outline(parse_metadata(data))
         common_blobs = common_file(path) or lost_common_file(path, manifest)
@@ -223,21 +230,8 @@ def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Stor
     return item
 
 
-def read_metadata(path: Location) -> bytes:
-    """Return the bytes of ``.metadata``; raise `SourceError` with the reason, and the cure, where there is none."""
-    if not is_folder(path):
-        raise SourceError(f"expected a checkpoint directory, found no directory {path}")
-    names = names_in(path)
-    if METADATA_FILE not in names:
-        raise _missing_metadata(path, names)
-    with open_regular(path / METADATA_FILE) as file:
-        size = file.size
-        limits.check_description(path / METADATA_FILE, size)
-        return file.read(0, size)
-
-
 def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
-    """Return the error that a folder of files with these names has no ``.metadata``."""
+    """Return the error that a folder of files with these names has no ``.metadata``, with the reason and the cure."""
 
     def is_checkpoint(place: Location) -> bool:
         if is_there(place / METADATA_FILE):

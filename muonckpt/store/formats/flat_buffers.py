@@ -7,7 +7,7 @@ it lists must agree, and add their digests: docs/formats/flat_buffers.md.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -151,16 +151,13 @@ def _located(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> 
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
             chunks[key].setdefault(chunk.box, chunk)
-    listed = [(_listed_chunks(tensor, chunks[tensor.key]), len(tensor.shape)) for tensor in tensors]
-    return tuple(replace(t, chunks=columns) for t, columns in zip(tensors, in_columns(listed), strict=True))
-
-
-def _listed_chunks(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
-    """Return the chunks that the index lists, with their sums, or the expected ones if it lists none."""
-    listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
-    if not listed:
-        return tuple(expected.values())
-    places = {chunk.box: replace(chunk, digest=None, crc32=None) for chunk in listed}
-    if places != expected or len(places) != len(listed):
-        raise SourceError(f"tensor {tensor.key!r}: the chunks are not where the buffers say")
-    return tuple(listed)
+    # Those that the index lists, with their sums, or the expected ones if it lists none.
+    chunks_of_tensors = []
+    for tensor in tensors:
+        listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
+        places = {chunk.box: replace(chunk, digest=None, crc32=None) for chunk in listed}
+        if listed and (places != chunks[tensor.key] or len(places) != len(listed)):
+            raise SourceError(f"tensor {tensor.key!r}: the chunks are not where the buffers say")
+        chunks_of_tensors.append((listed or [*chunks[tensor.key].values()], len(tensor.shape)))
+    columns = in_columns(chunks_of_tensors)
+    return tuple(replace(tensor, chunks=of_tensor) for tensor, of_tensor in zip(tensors, columns, strict=True))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import zip_longest
 from typing import Any
@@ -38,14 +38,13 @@ class Format:
 
     Attributes:
         name: for users.
-        reader: reads a checkpoint's metadata: a function of its `Location` that returns a `Reader`, or its import path.
+        reader: reads a checkpoint's metadata, also of one with faults, as far as it goes: a function of its `Location`
+            that returns a `Reader`, or its import path.
         signs: shell patterns of file names by which a directory, or a file, shows the format.
         weaker_signs: more such patterns, which count only where no format shows a stronger sign; strongest first.
         written_as: the word for ``--format``, if the format is written too.
         writer: a function that returns a `Container` (``converters/engine/container.py``), or its import path.  It is
             called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
-        remains: reads the remains of a damaged checkpoint, where ``reader`` needs it whole: a function like it, or its
-            import path.
     """
 
     name: str
@@ -54,12 +53,6 @@ class Format:
     weaker_signs: tuple[tuple[str, ...], ...] = ()
     written_as: str | None = None
     writer: Callable[..., Any] | str | None = None
-    remains: Callable[[Location], Reader] | str | None = None
-
-    @property
-    def of_remains(self) -> Format | None:
-        """The format that reads the remains of a damaged checkpoint; None if ``reader`` does so itself."""
-        return None if self.remains is None else replace(self, reader=self.remains)
 
     def read(self, path: Location) -> Reader:
         """Read a checkpoint's metadata.
@@ -120,7 +113,6 @@ ZARR = Format(
     (signs.ZARR_FILE,),
     written_as="zarr",
     writer=f"{_WRITERS}.whole_files:ZarrFiles",
-    remains=f"{_FORMATS}.zarr:remains",
 )
 RANK_STATE = Format(
     "torch.save's files of ranks with DTensors",
@@ -132,7 +124,6 @@ RANK_STATE = Format(
         "optimizer*_rank[0-9]*.bin",
     ),
     weaker_signs=((), ("[A-Za-z]*_0.pt",)),
-    remains=f"{_FORMATS}.trainers.rank_state:remains",
 )
 PROCESS_FILES = Format(
     "torch.save's files of one process",
@@ -142,7 +133,6 @@ PROCESS_FILES = Format(
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
         ("pytorch_model*.bin", "pytorch_model*.bin.index*.json", "adapter_model.bin"),
     ),
-    remains=f"{_FORMATS}.trainers.process_files:remains",
 )
 SAFETENSORS = Format(  # of several files of weights those count that transformers takes first: `weight_files`
     "safetensors",
@@ -151,13 +141,11 @@ SAFETENSORS = Format(  # of several files of weights those count that transforme
     weaker_signs=(("*.safetensors", "*.safetensors.index*.json"),),
     written_as="safetensors",
     writer=f"{_WRITERS}.whole_files:SafetensorsFiles",
-    remains=f"{_FORMATS}.safetensors:remains",
 )
 ZERO = Format(
     "DeepSpeed's ZeRO files",
     f"{_FORMATS}.trainers.zero_state:reader",
     weaker_signs=(("*_optim_states.pt", "*_model_states.pt"),),
-    remains=f"{_FORMATS}.trainers.zero_state:remains",
 )
 UNIVERSAL = Format(
     "DeepSpeed's universal folder",
@@ -223,16 +211,14 @@ def format_of(path: Location) -> Format:
         advice = f"; that step was saved again as {max(attempts, key=str)}" if attempts else ""
         raise SourceError(f"expected a checkpoint directory, found no directory {path}{advice}")
     with source_errors(path):
-        return format_shown(path) or _without_description(path) or DCP
+        if (shown := format_shown(path)) is not None:
+            return shown
+        # It may have lost the file that shows it; DCP's reader knows its own files.
+        if any(fnmatch.fnmatchcase(name, signs.BUFFER_FILES) for name in names_in(path)):
+            return BUFFERS
+        from .zarr import lacks_root  # not needed where nothing is wrong
 
-
-def _without_description(path: Location) -> Format | None:
-    """Return the format of a checkpoint that has lost the file that shows it; DCP's reader knows its own files."""
-    if any(fnmatch.fnmatchcase(name, signs.BUFFER_FILES) for name in names_in(path)):
-        return BUFFERS
-    from .zarr import lacks_root  # not needed where nothing is wrong
-
-    return ZARR if lacks_root(path) else None
+        return ZARR if lacks_root(path) else DCP
 
 
 def format_shown(path: Location) -> Format | None:

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from typing import Any
 from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
 from ...algebra.fingerprint import as_hex
 from ...algebra.grouping import batches
-from ...names.errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
+from ...names.errors import DamageError, SeveralSavesError, SourceError, about
 from ...names.wording import listed, shell_line
 from ...programs.signs import NOT_READ
 from ...record.chunks import in_columns
@@ -32,7 +32,7 @@ from ...record.json_fields import compact, digest_of
 from ...record.record import Chunk, Extent, Manifest, StateRecord, by_key
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
-from ..io.location import Location, entries_of, is_folder, names_in
+from ..io.location import Location, entries_of, is_folder, length_of, names_in
 from ..io.new_file import write_synced
 from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
@@ -148,16 +148,8 @@ def read_header(file: File) -> tuple[Header, int, str]:
     """Return the header of an open file, the byte at which its data begins, and the xxh3-128 of its text in hex.
 
     Raises:
-        SourceError: it is not a safetensors file, or contradicts itself or its length.
+        SourceError: it is not a safetensors file, contradicts itself, or is cut before the end of its header.
     """
-    header, start, digest = read_cut_header(file)
-    if start + header.data_length != file.size:
-        raise DamageError(f"expected {start + header.data_length} bytes, found {file.size}: it was cut")
-    return header, start, digest
-
-
-def read_cut_header(file: File) -> tuple[Header, int, str]:
-    """Do the same as `read_header` for a file that may be cut after its header."""
     size = file.size
     head = file.read(0, 8)
     length = int.from_bytes(head, "little")
@@ -231,9 +223,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-HeaderOf = Callable[[File], tuple[Header, int, str]]
-"""Reads the header of an open file, as `read_header` does."""
-
 FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """The only file of a checkpoint in the staging directory, and the index of several."""
 
@@ -250,27 +239,13 @@ ENDING = ".safetensors"
 def reader(path: Location) -> Reader:
     """Read a file, the files of an index, or those of a folder.
 
+    Faults are cut, missing and damaged files of several, and a lost or wrong index.
+
     Raises:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree; or a single file lies beside
             checkpoints of a run.
     """
-    opened = _reader_of(path, read_weights(path, read_header))
-    for fault in opened.faults:
-        raise DamageError(f"{folder(path)}: {fault}") from fault
-    return opened
-
-
-def remains(path: Location) -> Reader:
-    """Read the remains of a file that is cut, or of a folder where files of a checkpoint, or its index, are lost.
-
-    Raises:
-        SourceError: as `reader`, except for cut, missing or damaged files; or files are of several saves.
-    """
-    return _reader_of(path, read_weights(path, read_cut_header))
-
-
-def _reader_of(path: Location, weights: Weights) -> Reader:
-    place = folder(path)
+    weights, place = read_weights(path), folder(path)
     beside = unread_beside(names_in(place), weights.files) if place == path else []
     unread = [*beside, *weights.copies]
     provenance = {**weights.provenance, NOT_READ: unread} if unread else weights.provenance
@@ -294,13 +269,10 @@ class Weights:
     faults: tuple[SourceError, ...] = ()
 
 
-def read_weights(path: Location, header_of: HeaderOf) -> Weights:
+def read_weights(path: Location) -> Weights:
     """Read the headers of a file, of the files of an index, or of a folder's files of weights.
 
     Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
-
-    Args:
-        header_of: `read_header`, or `read_cut_header` to read a cut file as well.
 
     Raises:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
@@ -314,7 +286,7 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     def read(name: str, header_digest: str | None) -> dict[str, StateRecord]:
         has_no_index = main_file in (None, name)
         with about(place / name if has_no_index else name):
-            provenances[name], tensors = _read_file(place, name, header_digest, header_of, has_no_index)
+            provenances[name], tensors = _read_file(place, name, header_digest, has_no_index)
         return by_key(tensors)
 
     # The files of a set without an index, those of an index, or one file.
@@ -334,7 +306,14 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     tensors = list(chain.from_iterable(entries.values() for entries in shards.files.values()))
     provenance = next(filter(None, map(provenances.__getitem__, shards.files)), {"format": "safetensors"})
     files = dict.fromkeys([*shards.files, *([main_file] if main_file else [])])
-    return Weights(tensors, provenance, list(files), shards.copies, shards.faults)
+    # A file may be cut after its header.
+    faults = list(shards.faults)
+    for name, entries in shards.files.items():
+        end = max((tensor.chunks[0].item.end for tensor in entries.values()), default=0)
+        length = length_of(place / name)
+        if length is None or length < end:
+            faults.append(DamageError(f"expected {end} bytes in {place / name}, found {length}: it was cut"))
+    return Weights(tensors, provenance, list(files), shards.copies, tuple(faults))
 
 
 def folder(path: Location) -> Location:
@@ -368,21 +347,7 @@ def encode_front(
 
     Args:
         sums: digest and share of the fingerprint of each tensor; without them the header has the same length.
-
-    Raises:
-        DestinationError: the header would be longer than readers accept.
     """
-    head = _encode_front(tensors, provenance, sums)
-    if len(head) - 8 > MAX_HEADER_BYTES:
-        raise DestinationError(
-            f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}: give a `shard_size=`, for several files"
-        )
-    return head
-
-
-def _encode_front(
-    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()
-) -> bytes:
     # The manifest's extents count from the data section, as the header's do.
     entries, chunks, start = {}, [], 0
     sums = sums or [(Sums().digest, 0)] * len(tensors)
@@ -417,7 +382,7 @@ def _cut_by_header(tensors: Sequence[StateRecord], provenance: Mapping[str, Any]
     """Yield the tensors of a file, or halves of them, until readers accept each header: see `read_header`."""
     max_bytes = min(MAX_HEADER_BYTES, limits.SMALL_DESCRIPTION + sum(map(tensor_bytes, tensors)))
     middle = len(tensors) // 2
-    if not middle or len(_encode_front(tensors, provenance)) - 8 <= max_bytes:
+    if not middle or len(encode_front(tensors, provenance)) - 8 <= max_bytes:
         yield tensors
         return
     yield from _cut_by_header(tensors[:middle], provenance)
@@ -443,11 +408,11 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
 
 
 def _read_file(
-    folder: Location, name: str, header_digest: str | None, header_of: HeaderOf, has_no_index: bool
+    folder: Location, name: str, header_digest: str | None, has_no_index: bool
 ) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Return the provenance and the tensors of a file, whose header has to have this digest, if there is one."""
     with open_regular(folder / name) as opened:
-        file_header, start, digest = header_of(opened)
+        file_header, start, digest = read_header(opened)
     if header_digest and digest != header_digest:
         raise DamageError(
             f"its header has digest {digest}, the index expects {header_digest}: it is damaged, or of another save"

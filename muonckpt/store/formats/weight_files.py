@@ -109,28 +109,24 @@ class WeightIndex:
         """
         with about(place):
             try:
-                index = cls._parse(json.loads(read_text_file(place)))
+                data = json.loads(read_text_file(place))
             except (ValueError, RecursionError) as error:
                 raise DamageError(f"damaged index: {error}") from error
+            # Any program's index maps tensors to files; ours has digests as well.
+            match data:
+                case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
+                    index = cls(files)
+                case _:
+                    raise DamageError("damaged index: expected a weight_map of file names")
+            match data:
+                case {"metadata": {"muonckpt": {"digest": digest, "headers": dict(headers), **version}, **sizes}}:
+                    check_digest(digest, [sizes, {**version, "headers": headers}, files])
+                    index = cls(files, headers)
+                case {"metadata": {"muonckpt": _}}:
+                    raise DamageError("damaged index: expected digests of headers under muonckpt")
             for name in index.names:
                 Extent(name, 0, 0)  # refuses a name that is not of a file inside the folder
         return index
-
-    @classmethod
-    def _parse(cls, data: object) -> WeightIndex:
-        # Any program's index maps tensors to files; ours has digests as well.
-        match data:
-            case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
-                pass
-            case _:
-                raise DamageError("damaged index: expected a weight_map of file names")
-        match data:
-            case {"metadata": {"muonckpt": {"digest": digest, "headers": dict(headers), **version}, **sizes}}:
-                check_digest(digest, [sizes, {**version, "headers": headers}, files])
-                return cls(files, headers)
-            case {"metadata": {"muonckpt": _}}:
-                raise DamageError("damaged index: expected digests of headers under muonckpt")
-        return cls(files)
 
     @property
     def names(self) -> list[str]:

@@ -13,10 +13,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -26,7 +26,6 @@ import xxhash
 from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
 from ...names.errors import (
     DamageError,
-    LostFileError,
     MisdescribedError,
     SeveralSavesError,
     SourceError,
@@ -130,9 +129,6 @@ class ZarrArray:
     @property
     def index_bytes(self) -> int:
         return 16 * self.chunks_per_file + INDEX_CHECKSUM if self.sharded else 0
-
-    def count_files(self) -> int:
-        return math.prod(-(-size // part) for size, part in zip(self.shape, self.file_shape, strict=True))
 
     def files(self) -> Iterator[tuple[str, Box]]:
         """Yield each file, by its path below the root, and its box of the array."""
@@ -349,33 +345,48 @@ def reader(path: Location) -> Reader:
     """Read the metadata of a hierarchy and the indices of shards.
 
     A chunk's ``item`` is its stored bytes, its ``payload`` the elements; of encoded arrays an extent of the whole
-    decoded file, which `ZarrPayloads` provides.
+    decoded file, which `ZarrPayloads` provides.  Chunks that are missing or cut leave holes: zarr would read zeros.
 
     Raises:
-        SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
+        SourceError: there is none, or it is refused.
     """
-    return _read(path, _chunks, _raise)[0]
+    errors, chunk_errors = list[DamageError](), list[DamageError]()
+    attributes, arrays, consolidated = _nodes(path, errors)
+    tensors, seals, readable = list[StateRecord](), dict[str, object](), list[ZarrArray]()
+    for array in arrays:
+        with _collected(errors):
+            tensors.append(_record(path, array, chunk_errors))
+            readable.append(array)
+            if isinstance(entry := array.attributes.get(MANIFEST_ATTRIBUTE), dict):
+                seals[array.node] = entry.get(SEAL)
 
+    # The root of a hierarchy of ours says how many arrays it has, and binds them by the digest of their seals.
+    provenance: Mapping[str, Any] = {"format": "zarr"}
+    count = len({*consolidated, *(array.node for array in arrays)}) if consolidated else None
+    seals_digest = None
+    with _collected(errors):
+        if (root := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
+            with about(path / ZARR_FILE):
+                provenance, count, seals_digest = _root(root)
+            if count != len(tensors):
+                raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
+    faults = list[SourceError]()
+    if seals_digest is not None and count == len(tensors):
+        try:
+            check_digest(seals_digest, seals)
+        except DamageError as error:
+            faults.append(SeveralSavesError(f"{path}: the arrays are not those of {ZARR_FILE}: {error}"))
 
-def remains(path: Location) -> Reader:
-    """Read a hierarchy whose chunks are missing or cut, where tensors have holes, or descriptions are damaged.
-
-    Raises:
-        SourceError: as `reader`, except for missing or damaged files.
-    """
-    chunk_errors: list[DamageError] = []
-    errors: list[DamageError] = []
-    partial_reader, count = _read(path, partial(_remaining_chunks, report=chunk_errors.append), errors.append)
-    faults: tuple[SourceError, ...] = tuple(error for error in errors if isinstance(error, SeveralSavesError))
-    if not errors:
-        faults = tuple(LostFileError(str(error)) for error in chunk_errors[:1])
+    # A fault of descriptions tells which arrays may be lost; if there is none, the first that is lost of an array.
+    reason = listed(errors, 1, "; ")
+    if errors and not faults and count == len(tensors):
+        faults.append(MisdescribedError(f"{reason}; all {count} arrays are there"))
+    elif errors and not faults:
+        faults.append(UnlistedError(f"{reason}; nothing else says which arrays there were"))
     elif not faults:
-        reason = listed(errors, 1, "; ")
-        if count == len(partial_reader.outline.tensors):
-            faults = (MisdescribedError(f"{reason}; all {count} arrays are there"),)
-        else:
-            faults = (UnlistedError(f"{reason}; nothing else says which arrays there were"),)
-    return dataclasses.replace(partial_reader, faults=faults)
+        faults += chunk_errors[:1]
+    manifest = Manifest(tuple(tensors), (), provenance)
+    return Reader(manifest, ZarrPayloads(path, readable), tuple(faults))
 
 
 def lacks_root(path: Location) -> bool:
@@ -401,50 +412,12 @@ def lacks_root(path: Location) -> bool:
     return False
 
 
-Report = Callable[[DamageError], None]
-"""Receives the errors of descriptions and chunks that are missing or damaged."""
-
-
-def _raise(error: DamageError) -> None:
-    raise error
-
-
 @contextmanager
-def _reporting(report: Report) -> Iterator[None]:
+def _collected(errors: list[DamageError]) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
-        report(error)
-
-
-def _read(path: Location, chunks_of: ChunksOf, report: Report) -> tuple[Reader, int | None]:
-    """Return the reader of a hierarchy, and the number of arrays that its root says it has."""
-    attributes, arrays, consolidated = _nodes(path, report)
-    tensors, seals, readable = list[StateRecord](), dict[str, object](), list[ZarrArray]()
-    for array in arrays:
-        with _reporting(report):
-            tensors.append(_record(path, array, chunks_of))
-            readable.append(array)
-            if isinstance(entry := array.attributes.get(MANIFEST_ATTRIBUTE), dict):
-                seals[array.node] = entry.get(SEAL)
-
-    # The root of a hierarchy of ours says how many arrays it has, and binds them by the digest of their seals.
-    provenance: Mapping[str, Any] = {"format": "zarr"}
-    count = len({*consolidated, *(array.node for array in arrays)}) if consolidated else None
-    seals_digest = None
-    with _reporting(report):
-        if (root := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
-            with about(path / ZARR_FILE):
-                provenance, count, seals_digest = _root(root)
-            if count != len(tensors):
-                raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
-    if seals_digest is not None and count == len(tensors):
-        with _reporting(report):
-            try:
-                check_digest(seals_digest, seals)
-            except DamageError as error:
-                raise SeveralSavesError(f"{path}: the arrays are not those of {ZARR_FILE}: {error}") from error
-    return Reader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, readable)), count
+        errors.append(error)
 
 
 def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
@@ -464,7 +437,7 @@ def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
 
 
 def _nodes(
-    path: Location, report: Report
+    path: Location, errors: list[DamageError]
 ) -> tuple[Mapping[str, Any], list[ZarrArray], Mapping[str, Mapping[str, Any]]]:
     """Return the root's attributes, by name all arrays below it or the root itself, and those that it describes too.
 
@@ -480,7 +453,7 @@ def _nodes(
         # A folder without a description is a group that has lost it, if nodes are in it; the root always is.
         if node and ZARR_FILE not in files and not any(is_there(place / name / ZARR_FILE) for name in folders):
             continue
-        with _reporting(report):
+        with _collected(errors):
             if ZARR_FILE not in files:
                 raise DamageError(f"its {ZARR_FILE}{f' of {node}' * bool(node)} is missing")
             with about(place / ZARR_FILE):
@@ -495,7 +468,7 @@ def _nodes(
     # The root's copy of an array's description replaces a lost one, and must not contradict an existing one.
     arrays_by_node = {array.node: array for array in arrays}
     for node, copied_fields in sorted(consolidated.items()):
-        with _reporting(report):
+        with _collected(errors):
             with about(path / ZARR_FILE):
                 array = parse_array(node, copied_fields)
             if node not in arrays_by_node:
@@ -516,7 +489,7 @@ def _consolidated(fields: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return {}
 
 
-def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecord:
+def _record(path: Location, array: ZarrArray, chunk_errors: list[DamageError]) -> StateRecord:
     with about(path / array.node):
         entry = array.attributes.get(MANIFEST_ATTRIBUTE, {})
         if not isinstance(entry, dict):
@@ -524,7 +497,7 @@ def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecor
         if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
             raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
         # An array of another program is a tensor by its path.
-        chunks = list(chunks_of(path, array)) if 0 not in array.shape else []
+        chunks = list(_chunks(path, array, chunk_errors)) if 0 not in array.shape else []
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
             stored = Chunks.of(filter(None, chunks), len(array.shape))
@@ -547,37 +520,32 @@ def _is_read_raw(array: ZarrArray) -> bool:
     return array.is_plain and (array.trailer == 0 or MANIFEST_ATTRIBUTE in array.attributes)
 
 
-ChunksOf = Callable[[Location, ZarrArray], Iterator[Chunk | None]]
-"""Yields the stored chunks of an array in order, None for one that is not there."""
-
-
-def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
-    for file, box in array.files():
-        yield from _chunks_of_file(path, array, file, box)
-
-
 _MAX_LOST = 1 << 13
 """The most chunks of an array that may be lost, and as many more as are there."""
 
 
-def _remaining_chunks(path: Location, array: ZarrArray, report: Report) -> Iterator[Chunk | None]:
-    """Yield chunks, and None for each chunk of a file that is missing, or whose index is damaged.
+def _chunks(path: Location, array: ZarrArray, errors: list[DamageError]) -> Iterator[Chunk | None]:
+    """Yield chunks in order, and None for each chunk of a file that is missing, or whose index is damaged.
 
     Raises:
-        LimitError: very many are missing, as if the array had never been so large.
+        DamageError: very many are missing, as if the array had never been so large.
     """
     chunks_per_file = array.chunks_per_file if _is_read_raw(array) and array.sharded else 1
     files = _files_below(path, array.node)
-    num_missing = (array.count_files() - len(files)) * chunks_per_file  # or more: there may be other files
+    num_files = math.prod(-(-size // part) for size, part in zip(array.shape, array.file_shape, strict=True))
+    num_missing = (num_files - len(files)) * chunks_per_file  # or more: there may be other files
     max_missing = _MAX_LOST + len(files) * chunks_per_file
-    limits.check_limit(num_missing, max_missing, f"chunks of {array.node} that are missing")
+    try:
+        limits.check_limit(num_missing, max_missing, f"chunks of {array.node} that are missing")
+    except limits.LimitError as error:
+        raise DamageError(str(error)) from error
     for file, box in array.files():
         try:
             if file not in files:
                 raise _not_stored(f"{path / file}")
             yield from list(_chunks_of_file(path, array, file, box))
         except DamageError as error:
-            report(error)
+            errors.append(error)
             yield from [None] * (sum(1 for _ in array.chunks(box)) if chunks_per_file > 1 else 1)
 
 

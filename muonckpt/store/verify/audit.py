@@ -38,7 +38,7 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import DISK_FAILS, OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import HARMLESS, Damage, damage_by_files, damage_of_files, findings_by_files, open_remains, with_causes
+from .damage import HARMLESS, Damage, damage_by_files, damage_of_files, findings_by_files, with_causes
 from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of
 from .run import has_lost_all
 from .small_tensors import read_small
@@ -107,7 +107,7 @@ def verify(
     place = location(path, SourceError)
     with unless_removed(place):
         try:
-            opened = open_remains(place)
+            opened = OpenCheckpoint(place)
         except SourceError as error:
             if not (isinstance(error, DamageError) or has_lost_all(place)):
                 raise
@@ -177,7 +177,7 @@ def damage_in(path: Location, keys: Collection[str]) -> Damage | None:
     Raises:
         SourceError, UnavailableError: they cannot be read, which does not tell what their bytes are.
     """
-    with open_remains(path) as checkpoint:
+    with OpenCheckpoint(path) as checkpoint:
         manifest, payloads = checkpoint.outline, checkpoint.payloads
         is_lost = np.zeros(len(manifest.columns), np.bool_)
         for tensor, start in zip(manifest.tensors, first_rows_of(manifest.tensors).tolist(), strict=False):

@@ -37,7 +37,7 @@ from ...names.wording import Finding, counted, enumerated, listed
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
 from ...record.record import MANIFEST_FILE, Manifest, StateRecord, entry_keys, first_rows_of
-from ..formats.registry import DCP, OWN, format_of
+from ..formats.registry import DCP, OWN
 from ..io.checksums import xxh3_128
 from ..io.location import Location, entries_of, is_file, is_folder, is_there, items_beside
 from ..io.regular import read_text_file
@@ -380,27 +380,10 @@ def damage_by_files(checkpoint: OpenCheckpoint) -> Damage:
     return damage.with_findings(findings_by_files(checkpoint))
 
 
-def open_remains(path: Location) -> OpenCheckpoint:
-    """Open a checkpoint, or what remains of a damaged one, if its format can read that and something is lost.
-
-    Raises:
-        SourceError: as `open` does about the metadata, where nothing remains.
-    """
-    try:
-        return OpenCheckpoint(path)
-    except DamageError:
-        with suppress(SourceError):
-            if format := format_of(path).of_remains:
-                checkpoint = OpenCheckpoint(path, format)
-                if checkpoint.faults or damage_of_files(checkpoint):
-                    return checkpoint
-        raise
-
-
 def damage_at(path: Location) -> Damage:
     """Return the damage of whatever is at a path, as `damage_by_files` does, also if it cannot be opened."""
     try:
-        with open_remains(path) as checkpoint:
+        with OpenCheckpoint(path) as checkpoint:
             return damage_by_files(checkpoint)
     except (SourceError, LayoutError) as error:
         return damage_of_unreadable(path, error)

@@ -33,7 +33,6 @@ from .damage import (
     Damage,
     damage_by_files,
     damage_of_unreadable,
-    open_remains,
     rank_in_name,
     stock_description,
     with_causes,
@@ -142,7 +141,7 @@ def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str
 def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Diagnose a checkpoint by its descriptions and the names and sizes of its files."""
     try:
-        with open_remains(path) as checkpoint:
+        with OpenCheckpoint(path) as checkpoint:
             return diagnosis_by_files(checkpoint, damaged_steps)
     except (SourceError, LayoutError) as error:
         return diagnosis_of(path, damage_of_unreadable(path, error), damaged_steps)
@@ -333,9 +332,9 @@ def open_to_load(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
 
 
 def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
-    """Return the checkpoint unless it has faults; those of ``lost_files`` may pass."""
+    """Return the checkpoint unless it has faults; those of ``lost_files`` may pass, if what was in them is known."""
     for fault in checkpoint.faults:
-        if not (lost_files and isinstance(fault, LostFileError)):
+        if not (lost_files and type(fault) is LostFileError):
             diagnosis = diagnosis_by_files(checkpoint)
             raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
     if checkpoint.lacks_manifest:

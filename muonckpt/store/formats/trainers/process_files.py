@@ -79,13 +79,11 @@ class _Parts:
 
     Attributes:
         names: the parameters' names that a person wrote beside the files.
-        header_of: reads the headers of safetensors files; see `safetensors.read_weights`.
         not_read: copies of tensors, and objects that are no plain data, each with its file.
     """
 
     folder: Location
     names: NamesFile
-    header_of: safetensors.HeaderOf
     tensors: list[StateRecord] = field(default_factory=list)
     items: ItemsInMemory = field(default_factory=ItemsInMemory)
     torch_files: list[TorchFile] = field(default_factory=list)
@@ -130,7 +128,7 @@ class _Parts:
 
     def add_safetensors(self, place: Location, root: KeyPath) -> None:
         """Add the weights in a file of safetensors, in the files of an index, or in a folder of them."""
-        weights = safetensors.read_weights(place, self.header_of)
+        weights = safetensors.read_weights(place)
         self.tensors += (replace(t, key=f"{root[0]}.{t.key}", path=(*root, t.key)) for t in weights.tensors)
         self.files += weights.files
         self.not_read += weights.copies
@@ -142,32 +140,16 @@ def _bare_key(tensor: StateRecord, root: KeyPath) -> str:
 
 
 def reader(path: Location) -> Reader:
-    """Read a file or a folder, but no elements.
+    """Read a file or a folder, but no elements.  Faults are lost files of weights, and a lost or wrong index.
 
     Raises:
-        SourceError: a file is missing, damaged, or holds more than tensors and plain data; nothing in it is run.
+        SourceError: another file is damaged, or one holds more than tensors and plain data; nothing in it is run.
     """
-    opened = _opened(path, safetensors.read_header)
-    for fault in opened.faults:
-        raise DamageError(f"{path}: {fault}") from fault
-    return opened
-
-
-def remains(path: Location) -> Reader:
-    """Read the remains where files of weights, or their index, are lost.
-
-    Raises:
-        SourceError: as `reader`, except for missing or wrongly described files.
-    """
-    return _opened(path, safetensors.read_cut_header)
-
-
-def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     safetensors.refuse_stray(path)
     folder = path if is_folder(path) else path.parent
     listed = names_in(folder)
     # Add what there is, as the programs that write such files would load it.
-    parts = _Parts(folder, NamesFile.beside(folder), header_of)
+    parts = _Parts(folder, NamesFile.beside(folder))
     if is_folder(path):
         _add_folder(parts, listed)
     elif INDEX_NAME.fullmatch(path.name):

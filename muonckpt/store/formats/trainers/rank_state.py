@@ -17,9 +17,9 @@ import math
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 
 from ....algebra.box import Index, row_major
@@ -73,23 +73,26 @@ class _RankFile:
     world: int | None
 
 
-def reader(path: Location, is_partial: bool = False) -> Reader:
+def reader(path: Location) -> Reader:
     """Read a folder of such files, but no elements.
 
-    Args:
-        is_partial: files that cannot be opened count as missing.  Where no replica has what a missing rank held,
-            tensors have holes.
+    Where no replica has what the missing or damaged file of a rank held, tensors have holes.
 
     Raises:
-        SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
-            tensors and plain data; nothing in it is run.
+        SourceError: ranks contradict each other, or a file holds more than tensors and plain data; nothing in it is
+            run.
     """
     listed = names_in(path)
-    files = _rank_files(listed)
-    # The remaining files that can be read.
-    if is_partial:
-        files = [file for file in files if _opens(path, file.name)]
-    if not files:
+    files, torch_files = _rank_files(listed), dict[str, TorchFile]()
+    damage: list[DamageError] = []
+    for file in files:
+        try:
+            torch_files[file.name] = read_torch_file(path, file.name)
+        except DamageError as error:
+            damage.append(error)
+    if not torch_files:
+        if damage:
+            raise damage[0]
         raise SourceError(
             f"{path}: expected files of ranks such as model_world_size_8_rank_0.pt, with at most six digits a number, "
             f"found {listed[:8]!r:.300}"
@@ -99,24 +102,22 @@ def reader(path: Location, is_partial: bool = False) -> Reader:
     for file in sorted(files, key=lambda file: (file.root, file.rank)):
         by_root[file.root].append(file)
     with about(path):
-        world = 1 + max(file.rank for file in files) if is_partial else _world(by_root)
+        world, lost = _world(by_root, torch_files.keys())
         names = NamesFile.beside(path)
-        contents = _JoinedRanks(is_partial)
+        contents = _JoinedRanks(is_partial=bool(lost), faults=lost)
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
-        torch_files: list[TorchFile] = []
         # Models come before optimizers, whose names may come from them.
-        for root, root_files in by_root.items():
-            values = []
+        for root, all_files in by_root.items():
+            values, root_files = [], [file for file in all_files if file.name in torch_files]
             for root_file in root_files:
-                torch_file = read_torch_file(path, root_file.name)
-                torch_files.append(torch_file)
+                torch_file = torch_files[root_file.name]
                 content, unnamed = _named(torch_file, root, names, order)
                 numbered |= dict.fromkeys(unnamed)
                 with about(torch_file.name):
                     values.append(dict(decoded(torch_file, content, (root,), dtensors=True)))
             contents.add(values, [file.name for file in root_files])
-            if root == "model" and root_files[0].world is not None:
+            if root == "model" and values and root_files[0].world is not None:
                 order = _parameters(values[0])
         names.check_used(contents.tensors, contents.items)
     known_names = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
@@ -125,18 +126,7 @@ def reader(path: Location, is_partial: bool = False) -> Reader:
         signs.NOT_READ: [*(name for name in listed if name not in known_names), *contents.undecoded],
         signs.NUMBERED: [*numbered],
     }
-    return trainer_reader(path, contents.tensors, contents.items, torch_files, provenance, contents.faults)
-
-
-remains = partial(reader, is_partial=True)
-
-
-def _opens(path: Location, name: str) -> bool:
-    try:
-        read_torch_file(path, name)
-    except SourceError:
-        return False
-    return True
+    return trainer_reader(path, contents.tensors, contents.items, torch_files.values(), provenance, contents.faults)
 
 
 def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
@@ -154,8 +144,8 @@ def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
     return files or keyed
 
 
-def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
-    """Return the number of ranks; each must have a file of each root."""
+def _world(by_root: Mapping[str, Sequence[_RankFile]], readable: Collection[str]) -> tuple[int, list[SourceError]]:
+    """Return the number of ranks, and for each root which of them have no file that can be read."""
     worlds: set[int | None] = set()
     for files in by_root.values():
         worlds.update(file.world for file in files)
@@ -164,14 +154,16 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
             f"expected the files of one run, found some of {' and some of '.join(sorted(map(str, worlds)))} ranks: "
             "move those of other runs away"
         )
-    world = worlds.pop() or 1 + max(files[-1].rank for files in by_root.values())
+    world, faults = worlds.pop() or 1 + max(files[-1].rank for files in by_root.values()), list[SourceError]()
     for root, files in by_root.items():
-        ranks = [file.rank for file in files]
-        if ranks != list(range(world)):
-            lost_ranks = sorted({*range(world)} - {*ranks})
-            actual = f"none of rank {listed(lost_ranks)}" if lost_ranks else f"those of ranks {ranks[:16]}"
+        ranks = [file.rank for file in files if file.name in readable]
+        if lost_ranks := sorted({*range(world)} - {*ranks}):
+            actual = f"none of rank {listed(lost_ranks)}"
+            faults.append(DamageError(f"expected a file of {root} of each of {world} ranks, found {actual}"))
+        elif ranks != list(range(world)):
+            actual = f"those of ranks {ranks[:16]}"
             raise DamageError(f"expected a file of {root} of each of {world} ranks, found {actual}")
-    return world
+    return world, faults
 
 
 def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, list[str]]:
@@ -220,15 +212,6 @@ def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
     return order
 
 
-def _check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
-    """Refuse ranks whose files do not have the same paths."""
-    for rank, values in enumerate(ranks):
-        if differing := values.keys() ^ ranks[0].keys():
-            key = key_of(min(differing, key=str))
-            only = f"only one of {files[0]} and {files[rank]}"
-            raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
-
-
 @dataclass(frozen=True, slots=True)
 class _JoinedRanks:
     """The tensors and items of all ranks, or if it is partial of some, and the damage found."""
@@ -245,8 +228,11 @@ class _JoinedRanks:
         for path, value in chain.from_iterable(values.items() for values in ranks):
             kinds[path].add(type(value))
         # A data loader may have what it keeps under keys of the rank; where there are shards, all ranks have all keys.
-        if any(RankPart in types for types in kinds.values()):
-            _check_same_keys(ranks, files)
+        has_shards = any(RankPart in types for types in kinds.values())
+        for rank, values_of_rank in enumerate(ranks) if has_shards else ():
+            if differing := values_of_rank.keys() ^ ranks[0].keys():
+                key, only = key_of(min(differing, key=str)), f"only one of {files[0]} and {files[rank]}"
+                raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
         for path, types in kinds.items():
             values = {rank: of_rank[path] for rank, of_rank in enumerate(ranks) if path in of_rank}
             holders = [files[rank] for rank in values]

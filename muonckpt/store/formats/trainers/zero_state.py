@@ -16,8 +16,8 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 
 from ....algebra.box import Box, Index
@@ -69,26 +69,23 @@ _NOT_OF_THE_RUN = frozenset(
 """Keys of model states that are read otherwise, or that say how the run was spread over ranks."""
 
 
-def reader(path: Location, is_partial: bool = False) -> Reader:
-    """Read the folder of a tag, but no elements.  Where the file of a rank is missing, tensors have holes.
-
-    Args:
-        is_partial: files that cannot be opened count as missing.
+def reader(path: Location) -> Reader:
+    """Read the folder of a tag, but no elements.  Where the file of a rank is missing or damaged, tensors have holes.
 
     Raises:
-        SourceError: the file of a rank is damaged, ranks contradict each other, or tensor, pipeline or expert
-            parallelism cuts the model; nothing in a file is run.  Or no file names the parameters.
+        SourceError: ranks contradict each other, or tensor, pipeline or expert parallelism cuts the model; nothing in a
+            file is run.  Or no file names the parameters.
     """
     listed = names_in(path)
     with about(path):
         # Model states say what the run was; those of ZeRO 3 are of a rank each.
-        models = dict(_open_files(path, listed, _MODEL_FILE, is_partial))
+        models = dict(_open_files(path, listed, _MODEL_FILE))
         if not models:
             raise DamageError("expected *_model_states.pt, which name the parameters, found none that can be read")
         run = mapping(next(iter(models.values())).content)
         num_ranks = expect(int, run.get("dp_world_size"))
         limits.check_limit(num_ranks, _MAX_RANKS, "data-parallel ranks")
-        files = dict(_open_files(path, listed, _OPTIMIZER_FILE, is_partial))
+        files = dict(_open_files(path, listed, _OPTIMIZER_FILE))
         missing = _missing(files, num_ranks)
         if all(map(_is_of_rank, models.values())):
             missing += _missing(models, num_ranks)
@@ -96,7 +93,14 @@ def reader(path: Location, is_partial: bool = False) -> Reader:
         contents = _Contents()
         first = _add_optimizer(contents, run, {rank: _Optimizer.of(file) for rank, file in files.items()}, num_ranks)
         _add_model(contents, run, models, num_ranks)
-        _add_run(contents, next(iter(models.values())))
+        # The run's own values.
+        model = next(iter(models.values()))
+        for key, value in run.items():
+            if key not in _NOT_OF_THE_RUN and value is not None:
+                try:
+                    contents.items.add((_RUN, expect(str, key)), PlainParts(model.described).part(value))
+                except SourceError:
+                    contents.not_read.append(f"{key!r} in {model.name}")
         opened = (*files.values(), *models.values())
         for file in opened:
             chunks = chain.from_iterable(tensor.chunks for tensor in contents.tensors if tensor.shape)
@@ -108,17 +112,20 @@ def reader(path: Location, is_partial: bool = False) -> Reader:
     manifest = Manifest(tuple(contents.tensors), tuple(contents.items.blobs), provenance, dict.fromkeys(missing, ""))
     checksums = checksums_inside(opened, [*contents.tensors, *contents.compared])
     in_memory = {**contents.items.in_memory, _STEPS: bytes(contents.steps)}
-    faults = tuple(LostFileError(f"{path / name} is missing") for name in missing)
-    return Reader(manifest, _ZeroPayloads(path, in_memory, checksums, contents.copies), faults)
+    faults: list[SourceError] = []
+    for name in missing:
+        is_damaged = name in listed
+        faults.append(
+            DamageError(f"{path / name} is damaged") if is_damaged else LostFileError(f"{path / name} is missing")
+        )
+    return Reader(manifest, _ZeroPayloads(path, in_memory, checksums, contents.copies), tuple(faults))
 
 
-remains = partial(reader, is_partial=True)
+def _open_files(path: Location, listed: Sequence[str], pattern: re.Pattern[str]) -> Iterator[tuple[int, TorchFile]]:
+    """Yield the data-parallel ranks of files with such names, and the files; one of all ranks counts as rank 0's.
 
-
-def _open_files(
-    path: Location, listed: Sequence[str], pattern: re.Pattern[str], is_partial: bool
-) -> Iterator[tuple[int, TorchFile]]:
-    """Yield the data-parallel ranks of files with such names, and the files; one of all ranks counts as rank 0's."""
+    Damaged files are left out.
+    """
     name_by_rank: dict[int, str] = {}
     for name in listed:
         match = pattern.fullmatch(name)
@@ -132,11 +139,8 @@ def _open_files(
                 "tensor- and pipeline-parallel models are not joined; ds_to_universal.py of DeepSpeed joins them where "
                 "no group is Muon's, and universal folders are read"
             )
-        try:
+        with suppress(DamageError):
             yield rank, read_torch_file(path, name)
-        except DamageError:
-            if not is_partial:
-                raise
 
 
 def _is_of_rank(file: TorchFile) -> bool:
@@ -145,7 +149,7 @@ def _is_of_rank(file: TorchFile) -> bool:
 
 
 def _missing(files: Mapping[int, TorchFile], num_ranks: int) -> list[str]:
-    """Return the names of the files of other ranks, which are not there.
+    """Return the names of the files of other ranks, which are not there, or damaged.
 
     Raises:
         DamageError: no rank has a file, so that nothing tells the names.
@@ -545,15 +549,6 @@ def _add_model(
             fragments = dict(_items(mapping(model.content), "frozen_param_fragments"))
             parts[rank] = _flat(model, fragments.get(name))
         contents.add_parts(("model",), (), layout, parts)
-
-
-def _add_run(contents: _Contents, file: TorchFile) -> None:
-    for key, value in mapping(file.content).items():
-        if key not in _NOT_OF_THE_RUN and value is not None:
-            try:
-                contents.items.add((_RUN, expect(str, key)), PlainParts(file.described).part(value))
-            except SourceError:
-                contents.not_read.append(f"{key!r} in {file.name}")
 
 
 def _items(content: Mapping[object, object], key: str) -> Iterable[tuple[object, object]]:
