@@ -205,10 +205,16 @@ def sort_by_layers(model: nn.Module, layers: Sequence[Sequence[Rule]], given_rul
     # Each parameter is decided or refused, and a decision may still be a question.
     results: dict[Tensor, Decision | ValueError] = {}
     for parameter, uses in uses_of.items():
+        decision: Decision | ValueError
         try:
-            results[parameter] = _decide(parameter, uses, layers)
+            decision = _apply_rules(parameter, uses, layers)
         except ValueError as error:
-            results[parameter] = error
+            decision = error
+        if not parameter.requires_grad:  # it needs no rule
+            names, if_trained = tuple(use.name for use in uses), decision if isinstance(decision, Decision) else None
+            why = "requires_grad=False"
+            decision = Decision(parameter, names, tuple(parameter.shape), FROZEN, None, why, if_trained=if_trained)
+        results[parameter] = decision
     questions += find_questions(uses_of, results, layers)
     if questions:
         raise UnsortedError(questions, uses_of, results, given_rules)
@@ -238,17 +244,6 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
                 raise ArgumentError(f"{name} is uninitialized and has no shape yet; run the model once first")
             uses_of.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
     return uses_of
-
-
-def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
-    if parameter.requires_grad:
-        return _apply_rules(parameter, uses, layers)
-    names = tuple(use.name for use in uses)
-    frozen = Decision(parameter, names, tuple(parameter.shape), FROZEN, None, "requires_grad=False")
-    try:
-        return replace(frozen, if_trained=_apply_rules(parameter, uses, layers))
-    except ValueError:  # it needs no rule
-        return frozen
 
 
 def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:

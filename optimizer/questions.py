@@ -80,8 +80,10 @@ def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Ru
         is_tall = len(shape) == 2 and (shape[0] in heights or (bool(heights) and "lm_head" in names[0]))
         if isinstance(result, Decision) and result.algorithm != "muon":
             continue
-        # A rule that spells the name out knows what it is.
-        is_known = rule is None or _knows_fused(rule, fused[0]) if fused else True
+        # A rule that has a split, or spells the name out, says which matrices a projection holds.
+        is_known = not fused or rule is None or rule.split is not None
+        if fused and rule is not None and not is_known:
+            is_known = any(fused[0] in selector for selector in (*rule.patterns, rule.attribute or ""))
         if fused and (isinstance(result, UnselectedError) or (isinstance(result, Decision) and not is_known)):
             yield Question(names, f"{list(shape)} holds {fused[2]} by its name", fused=fused[1:])
         elif isinstance(result, ValueError):
@@ -123,23 +125,16 @@ def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, s
     if name in GATED:
         # It holds a gate as well if it has twice the rows that the next projection takes.
         partners, parts_with_gate = GATED[name]
-        taken = [shapes_of[-1] for other, shapes_of in shapes.items() if _is_partner(other, before, partners)]
+        taken = []
+        for other, other_shape in shapes.items():
+            *module, last = _BELOW.sub("", other).split(".")
+            if module == before and last in partners and ".lora_" not in other:
+                taken.append(other_shape[-1])
         parts = parts_with_gate if shape[-2:-1] and shape[-2] in [2 * columns for columns in taken] else None
     if parts is None or len(shape) < 2:
         return None
     tail = use.name.removesuffix(".weight").split(".")[len(before) :]
     return name, ".".join([*(["*"] if before else []), *tail]), parts
-
-
-def _is_partner(name: str, module: Sequence[str], partners: Collection[str]) -> bool:
-    """Return whether a parameter is that of a projection with one of the names in a module, and of no adapter."""
-    *before, last = _BELOW.sub("", name).split(".")
-    return before == [*module] and last in partners and ".lora_" not in name
-
-
-def _knows_fused(rule: Rule, name: str) -> bool:
-    """Return whether a rule says which matrices a projection of this name holds: it has a split, or spells it out."""
-    return rule.split is not None or any(name in selector for selector in (*rule.patterns, rule.attribute or ""))
 
 
 def _arguments(

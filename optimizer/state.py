@@ -355,27 +355,22 @@ def carry_over(change: ParameterChange, former: Mapping[str, Tensor], current: M
         source = former[slot]
         if source.is_meta:
             continue  # it never had values
-        if source.shape != target.shape or not _copy_local(source, target):
+        # Copy what this rank has of each part of the new layout.
+        num_missing = int(source.shape != target.shape)
+        for corner, part in parts_of(target).items() if not num_missing else ():
+            box = Box.of(part.shape).shift(corner)
+            num_missing += box.numel
+            for source_corner, source_part in parts_of(source).items():
+                common = box & Box.of(source_part.shape).shift(source_corner)
+                if common is not None:
+                    _view(part, corner, common).copy_(_view(source_part, source_corner, common))
+                    num_missing -= common.numel
+        if num_missing:
             raise LayoutError(
                 f"{change.name} was replaced after it had been stepped: its {slot} is {describe_layout(source)} and "
                 f"belongs {describe_layout(target)} now, which this rank cannot make from what it holds. Save a "
                 "checkpoint before the change and load it afterwards, or build the optimizer when the model is sharded"
             )
-
-
-def _copy_local(source: Tensor, target: Tensor) -> bool:
-    """Copy this rank's part of a tensor to another layout; False if this rank does not hold all of it."""
-    source_parts = parts_of(source)
-    for corner, part in parts_of(target).items():
-        box, missing = Box.of(part.shape).shift(corner), part.numel()
-        for source_corner, source_part in source_parts.items():
-            common = box & Box.of(source_part.shape).shift(source_corner)
-            if common is not None:
-                _view(part, corner, common).copy_(_view(source_part, source_corner, common))
-                missing -= common.numel
-        if missing:
-            return False
-    return True
 
 
 def _view(part: Tensor, corner: Index, box: Box) -> Tensor:

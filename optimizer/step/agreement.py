@@ -175,7 +175,11 @@ def _rates(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[int, str, float]]
             if name in group:
                 values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
                 for value in values:
-                    yield number, name, _as_number(value)
+                    try:
+                        rate = float(value)
+                    except (TypeError, ValueError, RuntimeError):  # its rank tells the others, as it tells any error
+                        rate = math.nan
+                    yield number, name, rate
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -220,14 +224,6 @@ def step_intent(
     rates_now = array("d", [value for *_, value in _rates(groups)])
     content = _dtype_bytes(gradients, momenta) + rates_now.tobytes() + repr(sorted(constants.items())).encode()
     return Intent(AGREE_ON_STEP, _digest(content), facts)
-
-
-def _as_number(value: Any) -> float:
-    """Return a rate as a number; NaN if it is none, which its rank tells the others as it tells any error."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return math.nan
 
 
 def _cut(text: str) -> str:

@@ -192,7 +192,16 @@ class TorchElementwise:
         key = stage, next(iter(sizes))
         copies = self._stacks.get(key)
         if copies is None:
-            copies = self._stacks[key] = self._stack_copies(local, stage, sizes)
+            slot = self._spec(next(iter(sizes))).slots[0]
+            sent_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize
+            copies = self._stacks[key] = StackCopies(
+                sum(sizes.values()),
+                slot.sent_dtype,
+                self._blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
+                self._blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
+                view_pairs(self._copies.update_receives(stage, sizes), sent_size),
+                view_pairs(self._copies.result_sends(stage, sizes), returned_size),
+            )
         stack = torch.empty(copies.numel, dtype=copies.sent_dtype, device=self._device)
         # Parts that rest on this rank do not travel; all others have arrived on the wire.
         for block in copies.local:
@@ -211,18 +220,6 @@ class TorchElementwise:
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._result_blocks[stage]:
             self._apply(local, block, wire.view(block.kind.wire_dtype))
-
-    def _stack_copies(self, local: LocalTensors, stage: int, sizes: Sizes) -> StackCopies:
-        slot = self._spec(next(iter(sizes))).slots[0]
-        sent_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize
-        return StackCopies(
-            sum(sizes.values()),
-            slot.sent_dtype,
-            self._blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
-            self._blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
-            view_pairs(self._copies.update_receives(stage, sizes), sent_size),
-            view_pairs(self._copies.result_sends(stage, sizes), returned_size),
-        )
 
     def _blocks(self, local: LocalTensors, copies: Copies, *, back: bool) -> list[EqualBoxes]:
         kind_of = lambda unit: self._kind(local, unit, back=back)  # noqa: E731

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,9 @@ class MatrixState:
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
         if units not in self._stacked_slots:
-            self._stacked_slots[units] = list(self._stacked(local, stage, units))
+            # The update, slot 0, comes from the element-wise backend.
+            numbers = range(1, len(self._specs[self._units[units[0]].param].slots))
+            self._stacked_slots[units] = [self._stacked_slot(local, stage, units, number) for number in numbers]
         state = {}
         for slot in self._stacked_slots[units]:
             state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
@@ -105,27 +107,27 @@ class MatrixState:
             self._blocks[key] = equal_boxes(copies, self._params, local.is_active, kind_of, shape_of)
         return self._blocks[key]
 
-    def _stacked(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
-        """Yield the slots of equal matrices as stacks, all but the first: the element-wise backend moves the update."""
-        unit = self._units[units[0]]
-        for number, slot in enumerate(self._specs[unit.param].slots[1:], start=1):
-            rows, columns = slot.sides[unit.index]
-            sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), self._copies[number]
-            local_copies = copies.local(stage, sizes, slot.sent_dtype.itemsize)
-            yield StackedSlot(
-                name=slot.name,
-                dtype=slot.sent_dtype,
-                shape=(len(units), rows, columns),
-                local=self._local_blocks(local, slot.name, local_copies, slot.sent_dtype),
-                receives=view_pairs(copies.update_receives(stage, sizes), slot.sent_dtype.itemsize),
-                sends=view_pairs(copies.result_sends(stage, sizes), slot.returned_dtype.itemsize),
-                returns=slot.returns,
-            )
-
-    def _local_blocks(self, local: LocalTensors, name: str, copies: Copies, dtype: torch.dtype) -> list[EqualBoxes]:
-        tensors = _tensors(local, name)
-        shape_of = lambda param: tensors[param].shape  # noqa: E731
-        return equal_boxes(copies, self._params, local.is_active, lambda unit: BoxKind(dtype), shape_of)
+    def _stacked_slot(self, local: LocalTensors, stage: int, units: Sequence[int], number: int) -> StackedSlot:
+        """Return the copies of a slot of equal matrices, by its number in specs."""
+        unit, copies = self._units[units[0]], self._copies[number]
+        slot = self._specs[unit.param].slots[number]
+        (rows, columns), kind = slot.sides[unit.index], BoxKind(slot.sent_dtype)
+        sizes, tensors = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), _tensors(local, slot.name)
+        return StackedSlot(
+            name=slot.name,
+            dtype=slot.sent_dtype,
+            shape=(len(units), rows, columns),
+            local=equal_boxes(
+                copies.local(stage, sizes, slot.sent_dtype.itemsize),
+                self._params,
+                local.is_active,
+                lambda unit: kind,
+                lambda param: tensors[param].shape,
+            ),
+            receives=view_pairs(copies.update_receives(stage, sizes), slot.sent_dtype.itemsize),
+            sends=view_pairs(copies.result_sends(stage, sizes), slot.returned_dtype.itemsize),
+            returns=slot.returns,
+        )
 
 
 def _tensors(local: LocalTensors, slot: Hashable) -> Tensors:

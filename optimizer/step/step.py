@@ -178,7 +178,7 @@ class Step:
         for param, spec in zip(self.params, self.specs, strict=True):
             self._state_kinds.append((param.device, *(slot.sent_dtype for slot in spec.slots)))
         self._gradient_dtypes: tuple[torch.dtype | None, ...] = ()
-        self._batches: list[list[Batch]] = []
+        self._batches: list[list[Batch]] = [[] for _ in self.wires]
         self._num_steps = 0
         # The stages whose updates are under way when the first notes are read.
         self._first_stages = range(min(STAGES_IN_FLIGHT, len(self.wires)))
@@ -237,7 +237,8 @@ class Step:
 
                 # Owners orthogonalise, batch by batch; results for parts of this rank are applied at once.
                 memory = wire_back.memory()
-                exchange.attempt(self._orthogonalize, local, number, updates, memory)
+                for batch in self._batches[number]:
+                    exchange.attempt(self._update, batch, local, number, updates, memory)
 
                 # All other results travel back while those of the stage before are applied.
                 next_results = exchange.start(wire_back, memory)
@@ -287,16 +288,9 @@ class Step:
         wire, _ = self.wires[stage]
         memory = wire.memory()
         if local is not None:
-            exchange.attempt(self._pack, local, stage, memory)
+            exchange.attempt(self.elementwise.send, local, stage, memory)
+            exchange.attempt(self._state.send, local, stage, memory)
         return exchange.start(wire, memory)
-
-    def _pack(self, local: LocalTensors, stage: int, memory: Tensor) -> None:
-        self.elementwise.send(local, stage, memory)
-        self._state.send(local, stage, memory)
-
-    def _orthogonalize(self, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
-        for batch in self._batches[stage]:
-            self._update(batch, local, stage, arrived, back)
 
     def _apply(self, local: LocalTensors, stage: int, arrived: Tensor) -> None:
         self.elementwise.apply(local, stage, arrived)
