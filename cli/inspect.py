@@ -44,6 +44,9 @@ from .runs import exit_code, newest_whole, print_run
 if TYPE_CHECKING:
     from ..converters.look.fits import Fit
 
+_BAR = 24
+"""Characters of the bar that shows a shard along a dim."""
+
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups", "--fits")
 _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -tensor_bytes(t), "key": lambda t: t.key}
 
@@ -134,16 +137,14 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     for shard in shards:
         spans = list(zip(shard.box.lo, shard.box.hi, strict=True))
         ranges = [f"{lo}:{hi}" for lo, hi in spans]
-        bars = [_bar(*spans[dim], record.shape[dim]) for dim in cut_dims]
+        bars = []
+        for (lo, hi), length in ((spans[dim], record.shape[dim]) for dim in cut_dims):
+            start = lo * _BAR // length
+            stop = max(-(-hi * _BAR // length), start + 1)
+            bars.append("." * start + "#" * (stop - start) + "." * (_BAR - stop))
         rows.append((or_dash(shard.rank), shard.file, *ranges, size(shard.bytes), *bars))
     print_section(("rank", "file", *names, "bytes", *(names[dim] for dim in cut_dims)), rows)
     return None
-
-
-def _bar(lo: int, hi: int, length: int, width: int = 24) -> str:
-    start = lo * width // length
-    stop = max(-(-hi * width // length), start + 1)
-    return "." * start + "#" * (stop - start) + "." * (width - stop)
 
 
 def _print_parts(selection: str, parts: Sequence[StoredPart]) -> None:

@@ -13,7 +13,6 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
-from ...algebra.box import Box
 from ...names.collector import gc_paused
 from ...names.errors import MuonckptError, SourceError
 from ...names.wording import fields_of
@@ -324,7 +323,7 @@ def _compare_tensors(
         if tensor_a.record.shape != tensor_b.record.shape:
             differences[key] = TensorDifference(key, CHANGED, "shape", *kinds)
         elif known_to_be_equal(tensor_a, tensor_b):
-            is_same = tensor_a.layout is tensor_b.layout or _boxes(tensor_a) == _boxes(tensor_b)
+            is_same = tensor_a.layout is tensor_b.layout or tensor_a.boxes == tensor_b.boxes
             differences[key] = TensorDifference(key, SAME if is_same else MOVED, "fingerprint", *kinds)
         else:
             unread_keys.append(key)
@@ -344,10 +343,6 @@ def _compare_tensors(
 
 
 OPAQUE = "(not plain data)"
-
-
-def _boxes(tensor: OutputTensor) -> set[Box]:
-    return {fragment.box for fragment in tensor.layout.fragments}
 
 
 def value_of(raw: bytes) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ...algebra.box import Box
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, Values64, itemsize
-from ...store.reading.payloads import Payloads
+from ...store.reading.payloads import Payloads, check_chunk
 from ..engine.outputs import OutputTensor, Words
 
 _NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
@@ -245,12 +246,12 @@ class StoredSide:
     tensor: OutputTensor
     payloads: Payloads
 
-    def boxes(self) -> frozenset[Box]:
-        return frozenset(fragment.box for fragment in self.tensor.layout.fragments)
-
     def check(self) -> None:
-        """Compare the chunks with their checksums."""
-        self.tensor.check_sources(self.payloads)
+        """Compare the chunks with their checksums; raise `SourceError` if one is damaged."""
+        record = replace(self.tensor.record, dtype=self.tensor.stored_dtype)
+        for chunk in chain.from_iterable(self.tensor.sources):
+            if chunk.box.numel:
+                check_chunk(self.payloads, record, chunk)
 
     def words(self, box: Box) -> Words:
         return self.tensor.elements(self.payloads, self.tensor.layout.fragments, box)
@@ -290,6 +291,6 @@ def compare_elements(
             passed(box.numel * (itemsize(record_a.dtype) + itemsize(record_b.dtype)))
     status = CHANGED if tolerance.exact or statistics.far else CLOSE
     if statistics.changed == 0 and record_a.dtype == record_b.dtype:
-        status = SAME if a.boxes() == b.boxes() else MOVED
+        status = SAME if a.tensor.boxes == b.tensor.boxes else MOVED
     shapes, dtypes = (record_a.shape, record_b.shape), (record_a.dtype, record_b.dtype)
     return TensorDifference(record_a.key, status, BITS if are_codes else ELEMENTS, shapes, dtypes, statistics)

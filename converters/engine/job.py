@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,7 +30,7 @@ from ...store.reading.payloads import Payloads
 from ..target.topology import Target
 from .container import Arranged, Container, WriteRequest
 from .output_files import ChunkPlan, OutputFile
-from .outputs import Outputs, OutputTensor, unnamed_state
+from .outputs import Outputs, unnamed_state
 from .source_rows import Mask, SourceRows
 from .workers import Worker
 
@@ -80,15 +79,13 @@ class Job:
         avoided = 0
         for file in self.files:
             is_touched = np.zeros(len(self.rows), np.bool_)
-            for plan, numbers in file.chunks.by_plan().items():
-                by_itemsize, table = defaultdict[int, list[OutputTensor]](list), plan.copies.table
-                for output in (file.chunks.outputs[number] for number in numbers):
-                    by_itemsize[itemsize(output.stored_dtype)].append(output)
-                for size, outputs in by_itemsize.items():
-                    for buffer in plan.copies.buffers:
-                        rows, length = self.rows.rows(outputs, buffer), size * table.numel[table.source == buffer].sum()
-                        is_touched[rows] = True
-                        avoided -= int(np.minimum(stored[rows], length).sum())  # a constant fills many elements
+            for plan, numbers in file.chunks.grouped(range(len(file.chunks))):
+                outputs, table = [file.chunks.outputs[number] for number in numbers], plan.copies.table
+                size = itemsize(outputs[0].stored_dtype)
+                for buffer in plan.copies.buffers:
+                    rows, length = self.rows.rows(outputs, buffer), size * table.numel[table.source == buffer].sum()
+                    is_touched[rows] = True
+                    avoided -= int(np.minimum(stored[rows], length).sum())  # a constant fills many elements
             avoided += int(stored[is_touched].sum())
         return avoided
 

@@ -177,13 +177,6 @@ class OutputChunks:
         """The offset after the last chunk, in bytes; 0 if there is none."""
         return int(self.offsets[-1]) + self.plans[-1].frame.length if self.plans else 0
 
-    def by_plan(self, numbers: Iterable[int] | None = None) -> dict[ChunkPlan, list[int]]:
-        """Group the numbers of all chunks, or of the given ones, by plan."""
-        groups: defaultdict[ChunkPlan, list[int]] = defaultdict(list)
-        for number in range(len(self)) if numbers is None else numbers:
-            groups[self.plans[number]].append(number)
-        return groups
-
     def grouped(self, numbers: Iterable[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
         """Group these numbers by plan and `OutputTensor.kind`: they copy from the same places of their sources."""
         groups: defaultdict[tuple[ChunkPlan, Hashable], list[int]] = defaultdict(list)
@@ -194,9 +187,11 @@ class OutputChunks:
 
     def sources(self, rows: SourceRows, numbers: Iterable[int] | None = None) -> Mask:
         """Return a mask of the rows of the source from which all chunks, or these, are copied."""
+        outputs_by_plan: defaultdict[ChunkPlan, list[OutputTensor]] = defaultdict(list)
+        for number in range(len(self)) if numbers is None else numbers:
+            outputs_by_plan[self.plans[number]].append(self.outputs[number])
         is_source = np.zeros(len(rows), np.bool_)
-        for plan, plan_numbers in self.by_plan(numbers).items():
-            outputs = [self.outputs[number] for number in plan_numbers]
+        for plan, outputs in outputs_by_plan.items():
             for buffer in plan.copies.buffers:
                 is_source[rows.rows(outputs, buffer)] = True
         return is_source

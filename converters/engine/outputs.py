@@ -28,7 +28,7 @@ from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.blocks import slices_within
 from ...store.reading.dtypes import FLOATS, NATIVE_FLOATS, dtype, itemsize, rounded
-from ...store.reading.payloads import Payloads, check_chunk, payload_of
+from ...store.reading.payloads import Payloads, payload_of
 
 
 def unnamed_state(provenance: Mapping[str, object], number: str) -> UnnamedStateError:
@@ -175,6 +175,11 @@ class OutputTensor:
         return self.record.key
 
     @property
+    def boxes(self) -> set[Box]:
+        """The boxes in which its elements lie."""
+        return {fragment.box for fragment in self.layout.fragments}
+
+    @property
     def computed(self) -> bool:
         return self.scale is not None or self.source_dtype is not None
 
@@ -236,18 +241,6 @@ class OutputTensor:
         payloads.gather_into(
             out, payload, name, place, shape, lambda offset, raw: reads(source, number, offset - payload.offset, raw)
         )
-
-    def check_sources(self, payloads: Payloads) -> None:
-        """Compare the source's chunks with their checksums.
-
-        Raises:
-            SourceError: a chunk is damaged.
-        """
-        record = dataclasses.replace(self.record, dtype=self.stored_dtype)
-        for source in self.sources:
-            for chunk in source:
-                if chunk.box.numel:
-                    check_chunk(payloads, record, chunk)
 
 
 def constant(payloads: Payloads, name: str, element: bytes = b"") -> StateRecord:

@@ -71,12 +71,10 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
     shares: list[dict[str, Any]] = []
     for rank in ranks:
         shares.append({"rank": rank, "elements": elements[rank], "newton_schulz": work[rank] if has_owners else None})
-    busiest = {name: _busiest([share[name] for share in shares]) for name in ("elements", "newton_schulz")}
+    # The largest share over the mean; None where nothing is shared, or known.
+    busiest: dict[str, float | None] = {}
+    for name in ("elements", "newton_schulz"):
+        known_shares = [share[name] for share in shares if share[name] is not None]
+        total = sum(known_shares)
+        busiest[name] = round(max(known_shares) * len(shares) / total, 3) if total else None
     return {"busiest": busiest, "ranks": shares}
-
-
-def _busiest(shares: Sequence[int | None]) -> float | None:
-    """Return the largest share over the mean; None where nothing is shared, or known."""
-    known_shares = [share for share in shares if share is not None]
-    total = sum(known_shares)
-    return round(max(known_shares) * len(shares) / total, 3) if total else None

@@ -255,7 +255,8 @@ class Manifest:
         yield from _lines(chunks.boxes)
         # One line for each tensor and each item.
         yield f"\n ],{_TENSORS.decode()}"
-        yield from _lines(map(_tensor_json, self.tensors, numbers, chunks.texts()))
+        fields = (compact({**record_fields(t), "layout": n}) for t, n in zip(self.tensors, numbers, strict=True))
+        yield from _lines(f'{text[:-1]}, "chunks": {c}}}' for text, c in zip(fields, chunks.texts(), strict=True))
         yield _BLOBS.decode()
         yield from _lines(map(compact, map(_blob_json, self.blobs)))
         yield f'\n ],\n "files": {compact(dict(self.files))}'
@@ -364,10 +365,6 @@ def record_fields(tensor: StateRecord) -> dict[str, Any]:
         "fingerprint": tensor.fingerprint,
         "layout": tensor.layout,
     }
-
-
-def _tensor_json(tensor: StateRecord, layout: int | None, chunks: str) -> str:
-    return f'{compact({**record_fields(tensor), "layout": layout})[:-1]}, "chunks": {chunks}}}'
 
 
 def _blob_json(blob: Blob) -> dict[str, Any]:

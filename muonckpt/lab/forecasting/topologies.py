@@ -213,14 +213,12 @@ class StepPlan:
         sent: bytes to other ranks, ``[stages, 2, ranks]``: to the owners, and back.  They include notes, but not the
             alignment of wires: at most 8 bytes between two ranks and collective.
         work: FLOPs of Newton-Schulz and of methods besides, ``[stages, ranks]``.
-        busiest: the rank that sends the most.
-        wires: the most bytes of wires that it has in memory at once.
+        wires: the most bytes of wires that the rank which sends the most has in memory at once.
     """
 
     matrices: int
     sent: Counts
     work: Counts
-    busiest: int
     wires: int
 
 
@@ -260,18 +258,11 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
         _parts_of_matrix(slot.layout, slot.fused, matrix).count(owners, replica, slot, sent[stage])
 
     # The schedule of the rank that sends the most has its wires.
-    busiest = int(sent.sum(axis=(0, 1)).argmax())
-    with gc_paused():
-        busiest_schedule = schedule
-        if busiest:
-            busiest_schedule = make_schedule(specs, everyone, busiest, options.stages)
-    return StepPlan(
-        len(schedule.units),
-        sent,
-        work,
-        busiest,
-        most_wires(busiest_schedule.stages),
-    )
+    num_units, busiest = len(schedule.units), int(sent.sum(axis=(0, 1)).argmax())
+    if busiest:
+        with gc_paused():
+            schedule = make_schedule(specs, everyone, busiest, options.stages)
+    return StepPlan(num_units, sent, work, most_wires(schedule.stages))
 
 
 def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: MuonOptions) -> list[Spec]:
