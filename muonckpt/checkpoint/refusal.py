@@ -13,6 +13,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ..names.errors import SourceError
+from ..names.keys import OptimizerKey
 from ..names.renaming import Rule, as_toml, find_rules
 from ..names.resumption import (
     UNGROUPED,
@@ -324,7 +325,8 @@ class Refusal:
             if entry.dtype != dtype_name(value.dtype):
                 pairs.add((entry.dtype, dtype_name(value.dtype)))
                 names.add(name or key)
-                is_of_state.add(name is not None)
+                # A template without groups has state, too.
+                is_of_state.add(name is not None or any(OptimizerKey.of_slot(live.paths[key])))
         if not pairs or not names >= matching.misfits.keys() | matching.differences.keys():
             return ""
         [(saved, dtype), *others] = pairs
@@ -333,7 +335,11 @@ class Refusal:
         if others or saved not in _FLOATS or dtype not in _FLOATS:
             return "Give each tensor the dtype that it has in the checkpoint"
         is_exact = saved in _WIDER.get(dtype, ())
-        if is_of_state == {True} and self._weight_keys and self.checkpoint:
+        # Other weights may have their dtype already.
+        are_others_right = any(
+            live.flat[key].is_floating_point() for key in self._weight_keys - matching.misfits.keys()
+        )
+        if True in is_of_state and are_others_right and self.checkpoint:
             if is_exact and dtype == "float32":
                 convert = command("convert", self.checkpoint.path, "NEW", "--state-dtype", dtype)
                 return f"State alone is cast exactly: {convert}"
@@ -341,10 +347,7 @@ class Refusal:
                 return "To keep all bits, give groups momentum_dtype='float32', those of AdamW state_dtype='float32'"
         if not is_exact:
             return f"To keep all bits, build the model in {saved}"
-        # Where other weights have their dtype already, these alone change it.
-        if False in is_of_state and any(
-            live.flat[key].is_floating_point() for key in self._weight_keys - matching.misfits.keys()
-        ):
+        if False in is_of_state and are_others_right:
             there, back = (f"weight.data = weight.data.to(torch.{each})" for each in (saved, dtype))
             return f"Exact for {listed(sorted(names), 3)}: {there}, load, then {back}"
         return f"Exact: model.to(torch.{saved}), load, then model.to(torch.{dtype}), which the state follows"

@@ -162,6 +162,41 @@ def test_a_plain_file_of_a_tutorial_says_the_names_to_write_beside_it(tmp_path, 
     assert torch.equal(again[1][0].weight, model[1][0].weight)
 
 
+def test_a_momentum_and_a_weight_of_16_bits_are_cast_by_what_two_errors_advise(tmp_path):
+    """A run of DeepSpeed's ZeRO 2 keeps momentum, and here one weight, in bfloat16, and other weights in float32."""
+    theirs, cast = golden("deepspeed_zero2") / "global_step3", tmp_path / "cast"
+    with muonckpt.open(theirs) as source:
+        weights = {name.removeprefix("model."): t for name, t in source.tensors.items() if name.startswith("model.")}
+        groups = [*source.groups.values()]
+    model = nn.Module()
+    for name, weight in weights.items():
+        *modules, leaf = name.split(".")
+        place = model
+        for part in modules:
+            if not hasattr(place, part):
+                place.add_module(part, nn.Module())
+            place = getattr(place, part)
+        place.register_parameter(leaf, nn.Parameter(torch.zeros(weight.shape)))
+    algorithms = ["muon" if group["use_muon"] else "adamw" for group in groups]
+    optimizer = Muon(
+        [
+            {"params": [(name, model.get_parameter(name)) for name in group["params"]], "algorithm": name, "lr": 0.1}
+            for name, group in zip(algorithms, groups, strict=True)
+        ]
+    )
+    series = muonckpt.Series(tmp_path / "run", model, optimizer)
+    with pytest.raises(muonckpt.SourceError, match=r"State alone is cast exactly: .* --state-dtype float32$"):
+        series.resume(begin_from=theirs)
+    muonckpt.convert(theirs, cast, translation=Translation(state_dtype="float32"))
+    with pytest.raises(
+        muonckpt.SourceError, match=r"Exact for model.shift: weight\.data = weight\.data\.to\(torch\.bfloat16\)"
+    ):
+        series.resume(begin_from=cast)
+    model.shift.data = model.shift.data.to(torch.bfloat16)
+    assert series.resume(begin_from=cast) == 3
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
+
+
 def muon_and_adamw_of_torch(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
