@@ -32,7 +32,7 @@ from .methods.matrix import UNNAMED
 from .options import adopt_saved_options, as_numbers, options_in_code, options_of, params_of, parse_coefficients
 from .state import tensor_misfit
 
-RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", *sorted(SCHEDULER_OPTIONS))
+RESTORED = (*GIVEN_KEYS, *sorted(SCHEDULER_OPTIONS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
 Misfit = Callable[[Tensor, Any], str | None]

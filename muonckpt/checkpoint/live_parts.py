@@ -148,7 +148,7 @@ class LiveParts:
         for key, scheduler in schedulers.items():
             found = check_schedules(key, scheduler, optimizers, loaded.items.keys())
             faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
-            unchecked += [f"which group each value of {key} is for" for key in found.unchecked]
+            unchecked += found.unchecked
         # Wrappers give buffers other names in a state dict, so that a buffer is known by its identity.
         saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
         buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in saved}

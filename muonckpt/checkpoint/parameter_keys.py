@@ -127,8 +127,11 @@ def _labelled(
 
 
 def nested_by_parameter(values: Mapping[str, Any], keys: ParameterKeys) -> dict[str, Any]:
-    """Return a state dict with its options and state by parameter."""
+    """Return a state dict with its options and state by parameter, and with dicts in the place of lists.
+
+    A list without its empty members would be taken for one value.
+    """
     nested: dict[str, Any] = {}
     for key, path in keys.paths.items():
-        set_element(nested, path, values[keys.origins[key]])
+        set_element(nested, tuple(map(str, path)), values[keys.origins[key]])
     return nested

@@ -6,12 +6,17 @@ groups of another job may have another order, and then a group would get the rat
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiplicativeLR
+
+from .resume_proof import same_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class ScheduleFindings:
 
     Attributes:
         faults: by key, why the scheduler does not step these groups as it did those of the saved run.
-        unchecked: keys of lists by group where nothing shows which value is for which group.
+        unchecked: phrases for what nothing shows: which value is for which group, or what a function gives.
     """
 
     faults: Mapping[str, str]
@@ -59,7 +64,19 @@ def check_schedules(
             elif options and (is_unsaved or sorted(values) == sorted(options)):
                 faults[f"{key_of_part}.{name}"] = f"{values}, but the groups of this optimizer have {option} {options}"
             elif len(values) == len(groups):
-                unchecked += [f"{key_of_part}.{name}"] * (not _is_determined(values, proved))
+                phrase = f"which group each value of {key_of_part}.{name} is for"
+                unchecked += [phrase] * (not _is_determined(values, proved))
+        # No checkpoint has a function. Another one gives another rate than that of the step that was saved.
+        if isinstance(part, LambdaLR) and part.last_epoch >= 0:
+            factors = [function(part.last_epoch) for function in part.lr_lambdas if _is_function(function)]
+            rates = _numbers([rate * factor for rate, factor in zip(part.base_lrs, factors, strict=False)])
+            saved_rates = _numbers(part.get_last_lr())
+            if len(factors) == len(saved_rates) and rates != saved_rates:
+                faults[f"{key_of_part}.lr_lambdas"] = (
+                    f"the code's functions give {rates} at step {part.last_epoch}, those of the saved run {saved_rates}"
+                )
+        elif isinstance(part, LambdaLR | MultiplicativeLR):
+            unchecked.append(f"the functions of {key_of_part}")
     return ScheduleFindings(faults, tuple(unchecked))
 
 
@@ -83,6 +100,11 @@ def _lists_by_group(scheduler: LRScheduler, num_groups: int) -> dict[str, list[f
     return lists
 
 
+def _is_function(function: object) -> bool:
+    """Return whether a function has no state of its own, so that a call changes nothing."""
+    return isinstance(function, FunctionType | partial)
+
+
 def _numbers(values: Sequence[Any]) -> list[float]:
     """Return numbers, which may be tensors, as floats; empty if some are no numbers."""
     try:
@@ -98,3 +120,21 @@ def _is_determined(values: Sequence[float], proved: Sequence[Sequence[float]]) -
         if by_proved.setdefault(tuple(numbers[number] for numbers in proved), value) != value:
             return False
     return True
+
+
+def is_of_torch(scheduler: object) -> bool:
+    """Return whether an optimizer or a scheduler is of torch, whose arguments are known to stay the same."""
+    return type(scheduler).__module__.startswith("torch.optim.")
+
+
+def overridden_arguments(key: str, scheduler: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each argument of a scheduler of torch, and of its parts, to which its saved state gives another value."""
+    live = scheduler.state_dict()
+    arguments = inspect.signature(type(scheduler)).parameters.keys() if is_of_torch(scheduler) else set[str]()
+    attributes = {*arguments, *(f"_{name}" for name in arguments)} - {"last_epoch", "_schedulers"}
+    for name in sorted(attributes & live.keys() & saved.keys()):
+        if not same_value(live[name], saved[name]):
+            yield f"{key}.{name}={saved[name]!r}, not {live[name]!r}"
+    parts = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    for number, (part, saved_part) in enumerate(parts):
+        yield from overridden_arguments(f"{key}._schedulers.{number}", part, saved_part)

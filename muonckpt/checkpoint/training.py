@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from ..names.errors import ArgumentError
-from ..names.vocabulary import STEP
+from ..names.keys import PARAM_GROUPS
+from ..names.vocabulary import PARAMS, RUN_OPTIONS, STEP
+from .resume_proof import same_value
+from .schedules import is_of_torch, overridden_arguments
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 """The keys of the objects in the state dict."""
@@ -98,13 +101,38 @@ class Training:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state of the model, then that of the optimizers, and that of the schedulers of their groups."""
         self.load_model_and_optimizers(state_dict[MODEL], state_dict[OPTIMIZER])
-        states = state_dict.get(SCHEDULER, [])
-        for scheduler, saved in zip(self.schedulers, states if isinstance(states, list) else [states], strict=True):
+        for _, scheduler, saved in self._scheduler_states(state_dict):
             scheduler.load_state_dict(saved)
 
     def load_model_and_optimizers(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
         """Set the state of the model, then that of the optimizers."""
         set_state_dict(self.model, self.optimizers, model_state_dict=weights, optim_state_dict=state)
+        # Torch matches groups by their parameters, and leaves one without any without its options.
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        for group, loaded in zip(groups, state[PARAM_GROUPS], strict=True):
+            if not group[PARAMS]:
+                group.update({option: value for option, value in loaded.items() if option != PARAMS})
+
+    def overridden_values(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """Return, in words, what the code gave objects of torch and a state would replace by something else."""
+        overridden: list[str] = []
+        saved_groups = iter(state_dict[OPTIMIZER][PARAM_GROUPS])
+        for optimizer in self.optimizers:
+            for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=False)):
+                # Programs may change rates by hand at each step.
+                options = group.keys() & saved.keys() - RUN_OPTIONS - {PARAMS}
+                for option in sorted(options) if is_of_torch(optimizer) else ():
+                    if not same_value(group[option], saved[option]):
+                        change = f"{saved[option]!r}, not {group[option]!r}"
+                        overridden.append(f"param_groups[{number}][{option!r}]={change}")
+        for scheduler_state in self._scheduler_states(state_dict):
+            overridden += overridden_arguments(*scheduler_state)
+        return overridden
+
+    def _scheduler_states(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+        states = state_dict.get(SCHEDULER, [])
+        each_state = states if isinstance(states, list) else [states]
+        return zip(self.scheduler_keys(), self.schedulers, each_state, strict=True)
 
     def scheduler_keys(self) -> list[str]:
         """Return the key of each scheduler in the state dict."""

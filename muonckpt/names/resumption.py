@@ -324,7 +324,9 @@ def advise_on_state(differences: Mapping[str, str], names: Collection[str], call
     if reasons == {NEW}:
         return f"They have no state to lose; to begin it: {arguments}"
     if reasons == {GONE}:
-        return f"If an optimizer steps them, give it too; to lose their state: {arguments}"
+        return (
+            f"To keep their state, give their optimizer, and unfreeze them until it is loaded; to lose it: {arguments}"
+        )
     keep = "group them as in the saved run"
     if any(reason.endswith(ELSEWHERE) for reason in reasons):
         keep = "use the optimizer of the saved run, after a step if it makes state there"

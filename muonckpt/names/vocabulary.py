@@ -61,7 +61,7 @@ PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 
 GIVEN_KEYS: Mapping[str, str] = MappingProxyType(
-    {option: f"given_{option}" for option in ("lr", "weight_decay", "momentum", "betas", "beta2")}
+    {option: f"given_{option}" for option in ("lr", "weight_decay", "momentum", "betas", "beta2", "eps")}
 )
 """The keys of state dicts that have the value that code gave to an option, where a schedule has changed it since."""
 

@@ -91,9 +91,9 @@ def find_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
 
 def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     """Merge rows whose names differ only in numbers, as layers' do; return names with ``*`` there, and counts."""
-    names_by_row: defaultdict[tuple[str, T], list[str]] = defaultdict(list)
+    names_by_row: defaultdict[tuple[tuple[str, ...], T], list[str]] = defaultdict(list)
     for name, cells in rows:
-        names_by_row[unnumbered(name), cells].append(name)
+        names_by_row[tuple(LAYER_NUMBER.split(name)), cells].append(name)
     return [(common_name(names), len(names), cells) for (_, cells), names in names_by_row.items()]
 
 

@@ -118,6 +118,12 @@ def test_what_only_a_schedule_has_is_told(tmp_path):
     assert other.opt.param_groups[0]["max_lr"] == 0.02
 
 
+def test_each_option_that_the_saved_run_gives_is_told():
+    changes = {"lr": 0.02, "weight_decay": 0.2, "momentum": 0.7, "eps": 1e-6}
+    for option, value in changes.items():
+        assert f"(muon): {option}=" in Run("none", **{option: value}).load(Run("none").saved()), option
+
+
 @pytest.mark.parametrize("tensor", [False, True])
 def test_a_rate_in_a_tensor_is_the_same_rate(tensor):
     first = Run("ExponentialLR", lr=torch.tensor(0.1) if tensor else 0.1)

@@ -485,6 +485,27 @@ def test_a_new_layer_is_named_by_its_own_number(tmp_path, capsys):
     assert f"; not checked: {state}, which began from zero" in line
 
 
+def test_parameters_called_by_a_star_and_by_a_number(tmp_path):
+    model = nn.ModuleDict({"*": nn.Linear(6, 6), "0": nn.Linear(6, 6)})
+    run = muonckpt.Series(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    run.save(0)
+    assert run.resume(strict=True) == 1
+
+
+def test_a_list_with_empty_members_is_proved(tmp_path):
+    class Counts:
+        def state_dict(self) -> dict[str, Any]:
+            return {"by_source": [3, {}, {"seen": 4}]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == self.state_dict()
+
+    model = nn.Linear(6, 6)
+    run = muonckpt.Series(tmp_path, model, torch.optim.AdamW(model.parameters()), extra={"counts": Counts()})
+    run.save(0)
+    assert run.resume(strict=True) == 1
+
+
 def test_arguments_that_are_something_else_are_refused_with_a_sentence(tmp_path):
     saved(tmp_path, "adamw")
     training = Training("adamw")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    CosineAnnealingLR,
     CyclicLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
     OneCycleLR,
     SequentialLR,
 )
@@ -105,6 +109,7 @@ class SavesNoRates(LambdaLR):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
+@pytest.mark.filterwarnings("ignore:the run goes on with the values of its checkpoint")
 def test_base_rates_that_a_scheduler_does_not_save_are_told_from_those_of_the_saved_run(tmp_path):
     def begun(rate: float) -> tuple[TwoGroups, muonckpt.Series]:
         one = TwoGroups(lambda optimizer: SavesNoRates(optimizer, lambda step: 0.9**step))
@@ -123,3 +128,74 @@ def test_base_rates_that_a_scheduler_does_not_save_are_told_from_those_of_the_sa
         muonckpt.AttestError, match=r"base_lrs: \[0.05, 0.0005\], but .* have initial_lr \[0.1, 0.001\]"
     ):
         run.resume(strict=True)
+
+
+def half(step: int, base: float) -> float:
+    return base**step
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_function_that_gives_another_rate_is_reported(in_turn, tmp_path):
+    """No checkpoint has the functions of a schedule."""
+
+    def begun(base: float) -> tuple[TwoGroups, muonckpt.Series]:
+        def schedule(optimizer: torch.optim.Optimizer) -> Any:
+            scheduler = LambdaLR(optimizer, [lambda step: base**step, partial(half, base=base)])
+            return SequentialLR(optimizer, [scheduler, ExponentialLR(optimizer, 0.9)], [5]) if in_turn else scheduler
+
+        one = TwoGroups(schedule)
+        return one, muonckpt.Series(tmp_path, one.model, one.optimizer, scheduler=one.scheduler)
+
+    one, run = begun(0.5)
+    for _ in range(3):
+        one.step()
+    run.save(2)
+    _, run = begun(0.5)
+    assert run.resume(strict=True) == 3
+    _, run = begun(0.25)
+    with pytest.raises(
+        muonckpt.AttestError, match=r"lr_lambdas: the code's functions give \[0.0015625, 1.5625e-05\] at"
+    ):
+        run.resume(strict=True)
+
+
+def test_functions_that_no_rate_shows_are_named(tmp_path, capsys):
+    one = TwoGroups(lambda optimizer: MultiplicativeLR(optimizer, lambda _: 0.9))
+    run = muonckpt.Series(tmp_path, one.model, one.optimizer, scheduler=one.scheduler)
+    run.save(0)
+    run.resume()
+    assert capsys.readouterr().out.endswith("; not checked: the functions of scheduler\n")
+
+
+def test_what_the_code_gives_and_the_checkpoint_replaces_is_warned_of(tmp_path):
+    def begun(folder: str, steps: int, dampening: float) -> tuple[TwoGroups, muonckpt.Series]:
+        def schedule(optimizer: torch.optim.Optimizer) -> Any:
+            parts = [LinearLR(optimizer), CosineAnnealingLR(optimizer, steps)]
+            return SequentialLR(optimizer, parts, [steps])
+
+        one = TwoGroups(schedule)
+        one.optimizer.param_groups[0]["dampening"] = dampening
+        return one, muonckpt.Series(tmp_path / folder, one.model, one.optimizer, scheduler=one.scheduler)
+
+    one, run = begun("run", 4, 0.0)
+    for _ in range(3):
+        one.step()
+    saved = run.save(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert begun("run", 4, 0.0)[1].resume() == 3
+    one, run = begun("run", 8, 0.5)
+    with pytest.warns(UserWarning) as caught:
+        run.resume()
+    [message] = [str(warning.message) for warning in caught]
+    assert "now: param_groups[0]['dampening']=0.0, not 0.5, scheduler._milestones=[4], not [8], scheduler." in message
+    assert "_schedulers.1.T_max=4, not 8. To train" in message
+    # The way out: the schedule of the code, as far as the other run had come.
+    one, run = begun("next", 8, 0.5)
+    run.resume(begin_from=saved.path)
+    other, _ = begun("other", 8, 0.5)
+    for _ in range(3):
+        other.step()
+    assert message.endswith(f"run.resume(begin_from={saved.path!r})")
+    assert one.scheduler.get_last_lr() == other.scheduler.get_last_lr()
+    assert one.optimizer.param_groups[0]["dampening"] == 0.5

@@ -248,6 +248,46 @@ def test_a_save_before_the_first_step_counts_no_step(tmp_path):
     assert [state["step"].item() for state in optimizer.state.values()] == [0, 0]
 
 
+def test_a_group_without_parameters_keeps_its_options(tmp_path):
+    """Torch sets the options of a group by its parameters, and its next step dies where there are none."""
+
+    def begun() -> tuple[torch.optim.Optimizer, muonckpt.Series]:
+        net = nn.Linear(6, 6)
+        optimizer = torch.optim.AdamW([{"params": []}, {"params": [*net.parameters()]}])
+        return optimizer, muonckpt.Series(tmp_path, net, optimizer)
+
+    optimizer, run = begun()
+    run.save(0)
+    again, run = begun()
+    run.resume()
+    assert [*map(len, again.param_groups)] == [*map(len, optimizer.param_groups)]
+    again.step()
+
+
+def test_state_of_a_parameter_that_is_frozen_now_is_loaded_by_the_advice(tmp_path):
+    """Torch leaves the state of frozen parameters out of the state dict of a new optimizer."""
+
+    def begun() -> tuple[nn.Linear, torch.optim.Optimizer, muonckpt.Series]:
+        net = nn.Linear(6, 6)
+        optimizer = torch.optim.AdamW(net.parameters())
+        return net, optimizer, muonckpt.Series(tmp_path, net, optimizer)
+
+    net, optimizer, run = begun()
+    net(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    net.bias.requires_grad_(False)
+    run.save(0)
+    again, _, run = begun()
+    again.bias.requires_grad_(False)
+    with pytest.raises(muonckpt.SourceError, match="give their optimizer, and unfreeze them until it is loaded"):
+        run.resume()
+    again, optimizer_again, run = begun()
+    with pytest.warns(UserWarning, match="bias.requires_grad: False -> True; 8 tensors"):
+        assert run.resume() == 1
+    exp_avg = optimizer_again.state[again.bias]["exp_avg"]
+    assert exp_avg.any() and torch.equal(exp_avg, optimizer.state[net.bias]["exp_avg"])
+
+
 def test_several_optimizers_schedulers_and_other_objects_come_back(tmp_path, capsys):
     job = Job(tmp_path)
     assert job.series.resume() == 0

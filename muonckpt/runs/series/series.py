@@ -346,6 +346,13 @@ class Series:
             if is_coordinator(self._group):
                 print(beginning, flush=True)
             return beginning.step
+        overridden = self._training.overridden_values(state_dict)
+        if overridden and is_coordinator(self._group):
+            warn_on_rank(
+                "the run goes on with the values of its checkpoint, and not with those that the code gives now: "
+                f"{listed(overridden, 4)}. To train with the code's, set them in optimizer.param_groups after resume; "
+                f"for a schedule begin a run in another folder: run.resume(begin_from={restored.path!r})"
+            )
         self._half_loaded = restored.path  # until all objects have their state
         self._training.load_state_dict(state_dict)
         self._half_loaded = ""
