@@ -219,8 +219,9 @@ class Damage:
                 have = "has" if len(tensors) == 1 else "have"
                 losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(tensors), 3)})")
             if lost.items:
-                share = f"{len(lost.items)} of {len(self.manifest.blobs)}"
-                losses.append(f"{share} other items are lost ({listed(sorted(lost.items), 2)})")
+                count, total = len(lost.items), len(self.manifest.blobs)
+                some = f"{count} of {total} other items are lost ({listed(sorted(lost.items), 2)})"
+                losses.append(f"all {total} other items are lost" if count == total > 1 else some)
             parts.append(": ".join(filter(None, (listed(causes, 3, "; "), ", and ".join(losses)))))
         messages_by_kind = defaultdict[str, list[str]](list)
         for finding in self.findings:
@@ -404,10 +405,7 @@ def stock_description(path: Location) -> str:
 
     with suppress(SourceError):
         if isinstance(path, Path) and is_there(path / MANIFEST_FILE) and not dcp.reader(path).faults:
-            return (
-                f"; with {MANIFEST_FILE} moved aside it is read as stock DCP by its {METADATA_FILE}, and CRC-32s are "
-                "all that is checked then"
-            )
+            return f"; with {MANIFEST_FILE} moved aside it is read as stock DCP by its {METADATA_FILE}"
     return ""
 
 
