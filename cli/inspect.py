@@ -21,8 +21,7 @@ from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.reading.payloads import tensor_bytes
 from ..store.verify.damage import rank_in_name
-from ..store.verify.diagnosis import open_damaged
-from ..store.verify.run import naming_way_back
+from ..store.verify.diagnosis import naming_way_back, open_damaged
 from ..store.verify.verification import unless_removed
 from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
 from .printing import (
@@ -39,7 +38,7 @@ from .printing import (
     print_table,
     terminal_width,
 )
-from .runs import exit_code, newest_whole, print_run
+from .runs import newest_whole, print_run
 
 if TYPE_CHECKING:
     from ..converters.look.fits import Fit
@@ -90,7 +89,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     if history is not None:
         if not any(options.values()):
             print_result(history, as_json, partial(print_run, history))
-            return exit_code(history.run)
+            return history.verdict.exit_code
         [checkpoint] = newest_whole(history.run)
     try:
         if view == "--fits":

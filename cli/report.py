@@ -16,7 +16,6 @@ from ..names.wording import command, counted
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
-from .runs import exit_code
 
 
 @click.command("report")
@@ -66,7 +65,7 @@ def report_command(
         else:
             page = page_of_run(history, Reading(stats or "norms", select, **options), advance)
     num_bytes = page.write(output)
-    code = exit_code(page.history.run) if isinstance(page, RunPage) else int(bool(page.diagnosis))
+    code = page.history.verdict.exit_code if isinstance(page, RunPage) else int(bool(page.diagnosis))
     if as_json:
         print_json({"page": str(output), "bytes": num_bytes, "findings": page.findings})
         return code

@@ -6,7 +6,6 @@ from ..converters.look.run_history import STEP_HEADERS, RunHistory, overview_of_
 from ..names.errors import SourceError
 from ..names.wording import counted
 from ..store.io.location import Location
-from ..store.verify.diagnosis import next_step
 from ..store.verify.run import Run, run_of
 from .printing import print_labelled, print_line, print_section
 
@@ -21,14 +20,8 @@ def print_run(history: RunHistory) -> None:
     print_line()
     for label, value in lines:
         print_labelled(label, value)
-    if text := next_step(history.run, history.steps):
-        print_line(f"next: {text}")
-
-
-def exit_code(run: Run) -> int:
-    """Return 1 if a step is faulty and not saved again, 3 if it is unknown which is the newest whole one; else 0."""
-    is_faulty = any(step.state == "faulty" and not run.replacement(step) for step in run.steps)
-    return 1 if is_faulty else 3 if run.unread else 0
+    for line in history.verdict.next_lines:
+        print_line(line)
 
 
 def newest_whole(run: Run, count: int = 1) -> list[Location]:

@@ -10,13 +10,14 @@ from typing import Any
 import click
 
 from ..names.wording import Finding, counted, fields_of, size
-from ..runs.resumes import missing_step, resumes_of
+from ..runs.resumes import resumes_of
 from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
+from ..runs.run_verdict import verdict_on
 from ..store.io.location import Location
 from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.diagnosis import next_step
-from ..store.verify.run import Run, naming_way_back, run_of
+from ..store.verify.diagnosis import naming_way_back
+from ..store.verify.run import Run, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_labelled, print_line, progress
 
@@ -115,15 +116,20 @@ def _print_findings(findings: Sequence[Finding], verbose: bool, max_kinds: int |
 
 def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bool) -> int:
     """Print the verdict of each step at once; return the exit code."""
-    verdicts: list[StepVerdict] = []
+    verdicts, steps_by_fault = list[StepVerdict](), dict[str, str]()
     for verdict in verdict_stream:
         verdicts.append(verdict)
         if not as_json:
-            print_line(_line(verdict), fg=None if verdict.is_whole else "red")
+            first = steps_by_fault.setdefault(verdict.sentence, verdict.step.name)
+            fault = verdict.sentence if first == verdict.step.name else f"as {first}"
+            print_line(_line(verdict, fault), fg=None if verdict.is_whole else "red")
     # The run as it is known to be now.
-    verified_steps = {verdict.step.name: verdict.step for verdict in verdicts}
-    run = replace(run, steps=tuple(verified_steps.get(step.name, step) for step in run.steps))
-    newest = run.newest_whole
+    steps_by_name = {step.name: step for step in run.steps} | {verdict.step.name: verdict.step for verdict in verdicts}
+    damages = {verdict.step.name: verdict.report.damage for verdict in verdicts if verdict.report}
+    run = replace(run, steps=tuple(steps_by_name[step.name] for step in run.steps))
+    of_run = verdict_on(run, resumes_of(run.path).resumes, damages)
+    seen = {verdict.step.name for verdict in verdicts}
+    others = [step for step in run.steps if step.name not in seen]
     if as_json:
         steps = []
         for verdict in verdicts:
@@ -137,39 +143,27 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
                     "note": verdict.note,
                 }
             )
-        not_verified = []
-        for step in run.steps:
-            if step.name not in verified_steps:
-                not_verified.append({"name": step.name, "state": step.state, "fault": step.fault})
-        print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
+        not_verified = [{"name": step.name, "state": step.state, "fault": step.fault} for step in others]
+        newest = run.newest_whole.name if run.newest_whole else None
+        result = {"steps": steps, "not_verified": not_verified, "newest_whole": newest}
+        print_json({**result, "missing": of_run.missing, "verdict": of_run.diagnosis})
     else:
-        print_line(f"{'newest usable' if newest and newest.fault else 'newest whole '} {_newest_whole(run)}")
-        if text := missing_step(run, resumes_of(run.path).resumes):
-            print_labelled("missing", text)
-        if text := next_step(run, [step for step in run.steps if step.name in verified_steps]):
-            print_line(f"next: {text}")
+        for label, line in (*of_run.faults(seen), *of_run.facts):
+            print_labelled(label, line)
+        for line in of_run.next_lines:
+            print_line(line)
         print_duration()
-    if any(verdict.is_damaged for verdict in verdicts):
-        return 1
-    return 3 if any(verdict.is_unread for verdict in verdicts) else int(newest is None)
-
-
-def _newest_whole(run: Run) -> str:
-    if newest := run.newest_whole:
-        return f"{newest.path}, which has lost nothing" if newest.fault else str(newest.path)
-    unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
-    readable = f"; the newest that can be read is {run.whole[-1].path}" if run.unread and run.whole else ""
-    return f"{unknown}{readable}" or "none"
+    return of_run.exit_code
 
 
 def _findings_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     return [{"kind": finding.kind, "key": finding.key, "message": finding.message} for finding in findings]
 
 
-def _line(verdict: StepVerdict) -> str:
+def _line(verdict: StepVerdict, fault: str) -> str:
     note = f" ({verdict.note})" if verdict.note else ""
     if verdict.report is None:
         state = "could not be read" if verdict.is_unread else f"{verdict.step.state}, not verified"
-        return f"{verdict.step.name}: {state}: {verdict.sentence}{note}"
+        return f"{verdict.step.name}: {state}: {fault}{note}"
     read = f", {size(verdict.report.payload_bytes)} read" if verdict.report.payload_bytes else ""
-    return f"{verdict.step.name}: {verdict.report.verdict}{': ' if verdict.sentence else read}{verdict.sentence}{note}"
+    return f"{verdict.step.name}: {verdict.report.verdict}{f': {fault}' if verdict.sentence else read}{note}"

@@ -8,19 +8,22 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from ...names.errors import SourceError
-from ...names.wording import by_fault, counted, fields_of, listed, moment, shape_text, size
+from ...names.wording import counted, fields_of, listed, moment, shape_text, size
 from ...programs.model_view import ModelView, Role
 from ...record.record import StateRecord, by_key, no_chunks
-from ...runs.resumes import Resume, missing_step, resumes_of
+from ...runs.resumes import Resume, resumes_of
+from ...runs.run_verdict import RunVerdict, verdict_on
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.verify.run import NumberedName, Run, RunStep, look_at_folder, viewed_run_of
+from ...store.verify.damage import Damage
+from ...store.verify.run import Run, RunStep, look_at_folder, viewed_run_of
+from ...store.verify.step_names import NumberedName
 from .contents import first_look, option_value
 from .holders import writing_ranks
 
@@ -196,6 +199,7 @@ class RunHistory:
         resume_times: when the run was resumed, as `Series` has recorded it, in seconds since 1970 and in order.
         resumes: the last ones, the oldest first.
         unread_resumes: a sentence about what of their record cannot be read; empty if all is.
+        read: the damage that reading has shown, by the names of steps.
     """
 
     run: Run
@@ -203,6 +207,12 @@ class RunHistory:
     resume_times: tuple[float, ...] = ()
     resumes: tuple[Resume, ...] = ()
     unread_resumes: str = ""
+    read: Mapping[str, Damage] = field(default_factory=dict)
+
+    @cached_property
+    def verdict(self) -> RunVerdict:
+        """What is wrong with the run, and the next steps."""
+        return verdict_on(self.run, self.resumes, self.read)
 
     @property
     def steps(self) -> tuple[RunStep, ...]:
@@ -226,6 +236,8 @@ class RunHistory:
             "newest_whole": self.newest_whole.name if self.newest_whole else None,
             "pointer": {"file": pointer.file, "text": pointer.text, "names": pointer.name} if pointer else None,
             "changes": self.changes,
+            "missing": self.verdict.missing,
+            "verdict": self.verdict.diagnosis,
             "resume_times": self.resume_times,
             "resumes": [{**fields_of(resume), "verdict": resume.verdict} for resume in self.resumes],
             "unread_resumes": self.unread_resumes,
@@ -271,33 +283,12 @@ def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
 
 def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield which steps are here, which are not whole, and where a resume would begin, as labelled lines."""
-    run, newest = history.run, history.newest_whole
+    run = history.run
     formats = dict.fromkeys(view.format for view in history.views.values())
     total = size(sum(step.bytes or 0 for step in run.steps))
     yield "run", f"{run.path}: {counted(len(run.steps), 'step')}, {total}, {', '.join(formats) or 'none readable'}"
-    # Steps with one fault, the newest first.
-    for state in dict.fromkeys(step.state for step in reversed(run.steps) if step.state != "whole"):
-        faults = []
-        for step in reversed(run.steps):
-            if step.state == state:
-                again = run.replacement(step)
-                faults.append((step.name, f"{step.fault}; {again.name} replaces it" if again else step.fault))
-        yield from ((state, f"{names}: {fault}") for names, fault in by_fault(faults))
-    unknown = "".join(f"unknown, as {step.name} cannot be read" for step in run.unread[-1:])
-    label = "newest usable" if newest and newest.fault else "newest whole"
-    yield label, verdict_of(newest) if newest else unknown or "none"
-    if missing := missing_step(run, history.resumes):
-        yield "missing", missing
-    for name in run.unpublished:
-        yield "unpublished", f"{name}: a save that goes on, or was stopped: a later save removes it then"
-    if pointer := run.pointer:
-        target = next((step for step in run.steps if step.name == pointer.name), None)
-        consequence = ""
-        if target is None:
-            consequence = ", which is not here: its program will not find what to resume from"
-        elif target.state != "whole":
-            consequence = f", which is {target.state}: its program would resume from that"
-        yield "latest", f"the file {pointer.file} says {pointer.text}{consequence}"
+    yield from history.verdict.faults()
+    yield from history.verdict.facts
 
 
 STEP_HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
@@ -369,13 +360,3 @@ def diff_runs(a: str | os.PathLike[str] | Remote, b: str | os.PathLike[str] | Re
 def _readable_steps(history: RunHistory) -> dict[int, str]:
     """Return the names of the steps whose metadata can be read, by number."""
     return {step.step: step.name for step in history.steps if step.name in history.views}
-
-
-def verdict_of(step: RunStep) -> str:
-    """Say how far a step without known losses has been checked."""
-    last = step.verified
-    if step.fault:
-        return f"{step.name}, which has lost nothing"
-    if last is None:
-        return f"{step.name}, by names and sizes of files; not verified yet"
-    return f"{step.name}, verified {moment(last.timestamp)} UTC ({last.verdict})"

@@ -14,6 +14,6 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))  # there is space again
 signal.signal(signal.SIGXFSZ, former)
 
 assert "nothing was published: free space" in message
-assert "newest whole  run/step-00000002" in follow("muonckpt verify run")
+assert "newest whole  step-00000002" in follow("muonckpt verify run")
 assert "resumed from step 2" in message_of(train, "run", 4)
 solved(train("run"))

@@ -14,7 +14,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) == 9
 assert any(entry.name.startswith(".step-00000003") for entry in Path("run").iterdir())
 
 # A step appears whole or not at all: the one before is the newest, and the job goes on from it.
-assert "newest whole  run/step-00000002" in follow("muonckpt verify run")
+assert "newest whole  step-00000002" in follow("muonckpt verify run")
 assert "resumed from step 2" in message_of(train, "run", 4)
 assert not [entry for entry in Path("run").iterdir() if entry.name.endswith(".tmp")]
 solved(train("run"))

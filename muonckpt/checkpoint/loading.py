@@ -623,5 +623,5 @@ def load(
     loaded = run_load(call)
     last = last_verification(call.place) if is_coordinator(process_group) else None
     if last and last.has_loss:
-        warn_on_rank(f"{path} is not whole, and what was loaded of it is: {last.loss}")
+        warn_on_rank(f"{path} is not whole, and what was loaded of it is: {last.finding}")
     return loaded.report

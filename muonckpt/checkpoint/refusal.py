@@ -30,7 +30,7 @@ from ..programs.detection import detect, with_slots
 from ..programs.quantised import describe_quantised, scales_of_quantised
 from ..record.record import StateRecord
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.run import StepName, new_attempt
+from ..store.verify.step_names import StepName, new_attempt
 from .bits import dtype_name
 from .live_state import LiveState
 from .stored import Matching, Stored

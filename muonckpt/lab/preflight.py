@@ -45,7 +45,7 @@ from ..record.record import StateRecord
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.diagnosis import diagnosis_by_files, open
-from ..store.verify.run import StepName
+from ..store.verify.step_names import StepName
 from ..store.verify.verification import unless_removed
 from .built import Built, Maker, build, maker_of
 

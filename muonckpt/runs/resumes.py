@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,16 +20,12 @@ from ..names.resumption import as_initialised
 from ..names.wording import counted, moment
 from ..store.io.location import Location, Remote, is_link, map_each, names_in
 from ..store.io.regular import open_regular
-from ..store.verify.run import Run
 
 RESUMES_FOLDER = "resumes"
 
 _NAME = re.compile(r"(?P<stem>(?P<time>[0-9]{1,11}\.[0-9]{6})-[0-9a-f]{12})(?P<proof>\.proof-[0-9.]+)?\.json")
 
 _MAX_BYTES = 4 << 20
-
-_MAX_READ = 100
-"""The most resumes of a run that are read; all others are counted by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +123,11 @@ def _add(folder: Location, name: str, fields: Mapping[str, Any]) -> None:
         os.close(handle)
 
 
-def resumes_of(folder: Location) -> ResumeRecord:
+def resumes_of(folder: Location, max_read: int = 100) -> ResumeRecord:
     """Read the records of a run's resumes.
+
+    Args:
+        max_read: the most resumes that are read; all others are counted by their names.
 
     Raises:
         UnavailableError: the record may be there, and cannot be read.
@@ -146,7 +145,7 @@ def resumes_of(folder: Location) -> ResumeRecord:
     matches = list(filter(None, map(_NAME.fullmatch, names)))
     proofs = {match["stem"]: match[0] for match in matches if match["proof"]}
     stems = sorted({match["stem"]: float(match["time"]) for match in matches}.items(), key=lambda item: item[1])
-    numbered = list(enumerate(stems, 1))[-_MAX_READ:]
+    numbered = list(enumerate(stems, 1))[-max_read:]
 
     def read(of_resume: tuple[int, tuple[str, float]]) -> Resume | None:
         attempt, (stem, timestamp) = of_resume
@@ -192,11 +191,3 @@ def _parsed(attempt: int, timestamp: float, fields: Any, proof: Any) -> Resume:
         int(fields["ranks"]),
         proof,
     )
-
-
-def missing_step(run: Run, resumes: Sequence[Resume]) -> str:
-    """Return the step of the last resume, and when that was, if the run has only older ones; else nothing."""
-    last = resumes[-1] if resumes else None
-    if last is None or not run.steps or last.step <= run.steps[-1].step:
-        return ""
-    return f"step {last.step}, from which the run was resumed {moment(last.timestamp)} UTC"

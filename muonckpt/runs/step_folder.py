@@ -6,21 +6,24 @@ There is no record besides its files, so any process may look at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..names.collector import gc_paused
 from ..names.errors import DestinationError, SourceError, UnavailableError
-from ..names.wording import command
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
-from ..store.io.location import Location, entries_of, is_folder, is_link, is_there, map_each
+from ..store.io.location import Location, entries_of, is_link, is_there, kind_of, map_each
 from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.damage import rank_in_name
-from ..store.verify.diagnosis import open_to_load
-from ..store.verify.run import RunStep, StepName, look_at_step, way_back_beside
+from ..store.verify.damage import rank_in_name, step_saved
+from ..store.verify.diagnosis import diagnosis_at, open_to_load, way_back
+from ..store.verify.run import RunStep, look_at_step, strays_among
+from ..store.verify.step_names import StepName
+from .resumes import ResumeRecord, resumes_of
+from .run_verdict import missing_steps
 
 DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 """Files without which readers see no checkpoint."""
@@ -31,12 +34,16 @@ class Newest:
     """The newest checkpoint without losses, or None, and the newer ones, each with its fault.
 
     Attributes:
-        doubt: what is odd in it nevertheless: its last verification, or its name; empty if nothing.
+        doubt: what is odd in it nevertheless, and what to do about that; empty if nothing.
+        missing: a sentence about each newer step that the run had, and how it gets its name back if it is there.
+        saved_as: the step that it was saved as, whatever its name is now; None if it does not say.
     """
 
     name: StepName | None
     faults: Mapping[StepName, str]
     doubt: str = ""
+    missing: tuple[str, ...] = ()
+    saved_as: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +81,31 @@ class StepFolder:
                         continue
                     step, checkpoint = self._look(name)
                 except (SourceError, UnavailableError) as error:
-                    raise error.with_text(error.fault, way_back_beside(self.path(name))) from error
+                    raise error.with_text(error.fault, way_back(self.path(name))) from error
                 if not step.has_loss:
-                    remedy = f"to write it again without that: {command('verify', step.path)}"
-                    doubts = [f"{step.fault}; {remedy}"] if step.fault else []
-                    recorded = checkpoint.outline.provenance.get("step") if checkpoint else None
-                    if isinstance(recorded, int) and recorded != name.step:
-                        doubts.append(
-                            f"it was saved as step {recorded}; the run takes {name.step}, from its name; if that is "
-                            f"wrong, name it {StepName(recorded)} again"
-                        )
-                    return Newest(name, faults, "; ".join(doubts)), checkpoint
+                    doubt = f"{step.fault}. {diagnosis_at(step.path).advice}" if step.fault else ""
+                    saved_as = step_saved(checkpoint) if checkpoint else None
+                    return Newest(name, faults, doubt, self._missing(name, faults), saved_as), checkpoint
                 if not self.has(name):
                     break
                 faults[name] = step.fault
             else:
                 if self._names() == names:
-                    return Newest(None, faults), None
+                    return Newest(None, faults, missing=self._missing(None, faults)), None
             # While we looked, one was removed, for which a newer one may have been published: look again.
+
+    def _missing(self, whole: StepName | None, faults: Iterable[StepName]) -> tuple[str, ...]:
+        """Say which newer steps than the newest whole one the run had; ``faults`` are there, and damaged."""
+        resumes = ResumeRecord()
+        with suppress(UnavailableError):  # a record that cannot be read stops no run
+            resumes = resumes_of(self.place, max_read=1)
+        strays = strays_among(entry for entry in self._entries() if StepName.parsed(entry.name) is None)
+        newest_whole = whole.step if whole else -1
+        newest = max([newest_whole, *(name.step for name in faults)])
+        sentences = []
+        for text, remedy in missing_steps(self.place, newest, newest_whole, strays, resumes.resumes):
+            sentences.append(f"{text}. To take that, stop and {remedy.command}" if remedy else text)
+        return tuple(sentences)
 
     def newest_to_restore(
         self, damaged: Mapping[StepName, str], lost: Collection[StepName] | None
@@ -152,7 +166,7 @@ class StepFolder:
     def new_name(
         self, step: int, replace: bool, damaged: Mapping[StepName, str]
     ) -> tuple[StepName, dict[StepName, str]]:
-        """Return a free name for a new checkpoint of a step, and those that it replaces, each with the reason.
+        """Return a free name for a new checkpoint of a step, and those that it replaces: what becomes of each, and why.
 
         Args:
             replace: whether it may replace a whole one.
@@ -172,7 +186,10 @@ class StepFolder:
                     "from the step that resume returns; if this run went back to an earlier step and the checkpoint is "
                     "to be superseded, save with replace=True"
                 )
-            reasons[name] = reason
+            reasons[name] = f"which is removed afterwards: {reason}"
+        for name in sorted(names - reasons.keys()):
+            if self.has(name) and not is_there(self.path(name) / MANIFEST_FILE):
+                reasons[name] = f"which stays, as it has no {MANIFEST_FILE}: remove it when you do not need it"
         return StepName(step, max((name.attempt for name in names), default=0) + 1), reasons
 
     def prune(
@@ -240,7 +257,7 @@ class StepFolder:
             files = _files(self.path(name))
             unfinished = publish.MARK in files or (CLAIM in files and not files >= set(DESCRIPTIONS))
             is_saved = any(file in DESCRIPTIONS or rank_in_name(file) is not None for file in files)
-            is_saved = is_saved or (not files and is_folder(self.path(name)))
+            is_saved = is_saved or (not files and kind_of(self.path(name)) in ("folder", "file"))
             return name, files if is_saved and not unfinished else None
 
         return {name: files for name, files in map_each(self.place, files_of, names) if files is not None}

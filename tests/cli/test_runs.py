@@ -39,7 +39,7 @@ def test_inspect_prints_a_table_of_steps_that_fits_80_columns(run):
         ["step-00000001", "whole"],
     ]
     assert max(map(len, table)) <= 80
-    assert "newest whole  step-00000002, by names and sizes of files; not verified yet" in lines
+    assert "newest whole  step-00000002, not verified yet" in lines
 
 
 def test_inspect_prints_the_same_as_json(run):
@@ -88,16 +88,17 @@ def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):
 
 
 def test_verify_finds_the_newest_step_that_is_whole(run):
-    assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
+    assert printed(0, "verify", run).splitlines()[-1] == "newest whole  step-00000003, verified"
     flip_last_bit(run / "step-00000003")
     lines = printed(1, "verify", run).splitlines()
     assert lines[0].startswith("step-00000003: faulty: ")
     assert lines[1].startswith("step-00000002: whole, ")
-    assert lines[2] == f"newest whole  {run / 'step-00000002'}"
-    # Both were read just now, so the next step is no verification of either.
-    assert lines[3] == "next: start the job again (it resumes from step-00000002)"
+    assert lines[2] == "newest whole  step-00000002, verified"
+    assert lines[3] == "next: start the job again (it resumes from step-00000002, verified)"
     assert lines[3] in printed(1, "inspect", run).splitlines()
-    assert "(a) start the job again\n    Series.resume goes back" in printed(1, "verify", run / "step-00000003")
+    assert "(a) start the job again\n    it resumes from step-00000002, verified" in printed(
+        1, "verify", run / "step-00000003"
+    )
     with pytest.warns(RuntimeWarning, match="step-00000003 is not whole: .* A later save may remove it"):
         assert Series(run).latest().step == 2
 
@@ -105,9 +106,11 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
 def test_what_keeps_the_newest_step_comes_before_the_one_before(run):
     newest = run / "step-00000003"
     (newest / "__0_0.distcp").rename(newest / "__1_0.distcp")
-    [line] = [line for line in printed(1, "verify", run).splitlines() if line.startswith("next: ")]
-    assert line == f"next: muonckpt verify {newest} (what to do about step-00000003)"
-    assert f"(a) mv {newest / '__1_0.distcp'} {newest / '__0_0.distcp'}" in printed(1, "verify", newest)
+    cure = f"mv {newest / '__1_0.distcp'} {newest / '__0_0.distcp'}"
+    for command in ("verify", "inspect"):
+        lines = [line for line in printed(1, command, run).splitlines() if line.startswith(("next: ", "or: "))]
+        assert lines == [f"next: {cure} (gives every file its name back; then verify it)"]
+    assert f"(a) {cure}" in printed(1, "verify", newest)
 
 
 @pytest.mark.parametrize("lost", ["all files", "both descriptions"])
@@ -118,9 +121,9 @@ def test_a_step_without_descriptions_is_the_same_damage_to_all(lost, run):
             file.unlink()
     shown = printed(1, "verify", newest)
     found = shown.splitlines()[0].partition(f"{newest}: ")[2].rstrip(".")
-    assert "Series.resume goes back to it by itself" in shown
+    assert "(a) start the job again" in shown
     assert f"{newest}: nothing of it could be read: 1 finding" in shown.splitlines()
-    assert "start the job again (it resumes from step-00000002)" in printed(1, "verify", run)
+    assert "start the job again (it resumes from step-00000002, verified)" in printed(1, "verify", run)
     assert found.startswith("it cannot be opened: expected ")
     assert f"{newest.name}: faulty, not verified: {found}" in printed(1, "verify", run)
     assert f"{newest.name}: {found}" in printed(1, "inspect", run)
@@ -153,8 +156,105 @@ def test_a_step_that_is_gone_is_missed_where_a_resume_was_recorded(run):
     assert "missing" not in printed(0, "inspect", run)
     newest.rename(run.parent / "elsewhere")
     for command in ("inspect", "verify"):
-        missing = r"^missing +step 3, from which the run was resumed 2.* UTC$"
-        assert re.search(missing, printed(0, command, run), re.MULTILINE)
+        missing = (
+            r"^missing +step 3, from which the run was resumed 2.* UTC; no copy of it is here, so look elsewhere first$"
+        )
+        shown = printed(1, command, run)
+        assert (
+            re.search(missing, shown, re.MULTILINE)
+            and "next: start the job again (it resumes from step-00000001" in shown
+        )
+    page = muonckpt.report_run(run, stats="none")
+    assert "missing: step 3, from which" in page.diagnosis.sentence and printed(
+        1, "report", run, "-o", run.parent / "page.html"
+    )
+    with pytest.warns(RuntimeWarning, match=f"{run} lacks step 3, from which the run was resumed"):
+        assert Series(run).restore(template).step == 1
+
+
+@pytest.mark.parametrize("name", ["best", "step-00000003.bak", "step-00000003.tmp", "step-3"])
+def test_a_step_that_lies_there_under_another_name_gets_its_name_back(name, run):
+    """Nothing of it is lost, and all name the same command."""
+    newest = run / "step-00000003"
+    newest.rename(run / name)
+    cure = f"mv {run / name} {newest}"
+    for command in (["inspect", run], ["verify", run], ["report", run, "-o", run.parent / "page.html"]):
+        shown = printed(1, *command)
+        assert f"step 3, which is called {name}" in shown and cure in shown and f"{name}: " not in shown
+    with pytest.warns(
+        RuntimeWarning, match=f"{run} lacks step 3, which is called {name}. To take that, stop and {cure}"
+    ):
+        assert Series(run).latest().step == 2
+    Path(run / name).rename(newest)
+    assert "missing" not in printed(0, "inspect", run) and Series(run).latest().step == 3
+
+
+def test_a_step_with_the_name_of_another_one_gets_its_own_back(run):
+    newest, named = run / "step-00000003", run / "step-00000900"
+    shutil.rmtree(newest)
+    Series(run).save(3, {"w": torch.full((4,), 3.0)})
+    newest.rename(named)
+    cure = f"mv {named} {newest}"
+    for command in (["inspect", run], ["verify", run], ["verify", named], ["inspect", named]):
+        assert cure in printed(1, *command)
+    assert "is step-00000900" in printed(1, "report", named, "-o", run.parent / "page.html", "--stats", "none")
+    # A step that has that name already stays.
+    shutil.copytree(run / "step-00000002", newest)
+    assert f"mv {named} {newest}.2" in printed(1, "verify", named)
+    shutil.rmtree(newest)
+    source, target = shlex.split(cure)[1:]
+    Path(source).rename(target)
+    state = {"w": torch.zeros(4)}
+    assert (
+        printed(0, "verify", run)
+        and Series(run).restore(state).step == 3
+        and torch.equal(state["w"], torch.full((4,), 3.0))
+    )
+
+
+def test_a_file_with_the_name_of_a_step_is_damage_to_all(run):
+    newest = run / "step-00000003"
+    shutil.rmtree(newest)
+    newest.write_text("not a checkpoint")
+    fault = "it is a file, expected the folder of a checkpoint"
+    for command in (["inspect", run], ["verify", run], ["verify", newest]):
+        shown = printed(1, *command)
+        assert fault in shown and "start the job again" in shown and "safetensors" not in shown
+    with pytest.warns(RuntimeWarning, match=f"{newest} is not whole: {fault}"):
+        assert Series(run).latest().step == 2
+
+
+def test_a_copy_of_a_lost_step_takes_its_place(run):
+    shutil.rmtree(run / "step-00000003")
+    for step in (3, 4):
+        Series(run, keep_last=9).save(step, {"w": torch.full((4,), float(step))})
+    shutil.copytree(run / "step-00000003", run / "best")
+    assert "best" not in printed(0, "inspect", run)
+    for step in (3, 4):
+        (run / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    cure = f"mv {run / 'best'} {run / 'step-00000003.2'}"
+    for command in ("inspect", "verify"):
+        assert f"next: {cure} (" in printed(1, command, run)
+    (run / "best").rename(run / "step-00000003.2")
+    state = {"w": torch.zeros(4)}
+    with pytest.warns(RuntimeWarning, match="step-00000004 is not whole"):
+        assert Series(run).restore(state).step == 3
+    assert torch.equal(state["w"], torch.full((4,), 3.0))
+
+
+def test_a_fault_of_several_steps_is_printed_once(run):
+    for step in (1, 2, 3):
+        (run / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    lines = printed(1, "verify", run).splitlines()
+    assert lines[0].startswith("step-00000003: faulty, not verified: rank 0's file __0_0.distcp is missing")
+    assert lines[1:3] == [f"step-0000000{step}: faulty, not verified: as step-00000003" for step in (2, 1)]
+
+
+def test_a_damaged_step_that_is_not_read_counts_as_much_as_in_inspect(run):
+    (run / "step-00000001" / "__0_0.distcp").unlink()
+    shown, verified = printed(1, "inspect", run).splitlines(), printed(1, "verify", run).splitlines()
+    [fault] = [line for line in shown if line.startswith("faulty ")]
+    assert fault in verified and "newest whole  step-00000003, verified" in verified
 
 
 def test_a_loop_of_links_is_called_one(run):
@@ -166,7 +266,7 @@ def test_a_loop_of_links_is_called_one(run):
         done = called(command, run / "step-00000005")
         assert done.returncode == 3 and "To go on from step-00000003 instead: mv " in done.stderr
     (run / "step-00000005").unlink()
-    assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
+    assert printed(0, "verify", run).splitlines()[-1] == "newest whole  step-00000003, verified"
 
 
 def test_both_commands_show_the_newest_step_first(run):
@@ -205,7 +305,8 @@ def test_advice_passes_over_a_step_that_cannot_be_read_and_is_followed_to_an_old
     shutil.rmtree(tmp_path / "step-00000002")
     (tmp_path / "step-00000002").symlink_to("step-00000002")
     shown = printed(1, "verify", tmp_path / "step-00000003")
-    assert f"(a) muonckpt verify {tmp_path / 'step-00000001'}\n" in shown and "fresh" not in shown
+    assert f"(a) mv {tmp_path / 'step-00000002'} ELSEWHERE\n    then start the job again: it" in shown
+    assert "fresh" not in shown
     state = {"w": torch.zeros(4)}
     with pytest.raises(UnavailableError) as caught:
         Series(tmp_path).restore(state)
@@ -226,10 +327,10 @@ def test_all_name_one_step_as_the_newest_whole_where_nothing_of_a_harmed_one_is_
     for options in ([], ["--all"]):
         lines = printed(1, "verify", run, *options).splitlines()
         [fault] = [line.partition(": faulty: ")[2] for line in lines if line.startswith(f"{newest.name}: ")]
-        assert fault and f"newest usable {newest}, which has lost nothing" in lines
+        assert fault and f"newest usable {newest.name}, which has lost nothing" in lines
         assert json.loads(printed(1, "verify", run, *options, "--json"))["newest_whole"] == newest.name
     shown = printed(1, "inspect", run)
-    assert "newest usable step-00000003, which has lost nothing\n" in shown and shown.count(fault) == 1
+    assert f"newest usable {newest.name}, which has lost nothing\n" in shown and shown.count(fault) == 1
     assert f"the newest whole: {newest.name}" in called("inspect", run, "--groups").stderr
     with pytest.warns(RuntimeWarning, match="is taken, as nothing of it is lost, but: "):
         assert Series(run).restore({"w": torch.zeros(4)}).step == 3
@@ -255,7 +356,7 @@ def test_verify_says_the_same_of_a_run_however_often_it_is_asked(run):
     (run / "step-00000003" / "__0_0.distcp").unlink()
     lines = printed(1, "verify", run).splitlines()
     assert lines[0].startswith("step-00000003: faulty, not verified: rank 0's file __0_0.distcp is missing: ")
-    assert lines[-2] == f"newest whole  {run / 'step-00000002'}"
+    assert lines[-2] == "newest whole  step-00000002, verified"
 
 
 def test_what_verify_has_found_is_what_inspect_diff_and_fits_say(run):
@@ -266,7 +367,7 @@ def test_what_verify_has_found_is_what_inspect_diff_and_fits_say(run):
     found = printed(1, "verify", newer).splitlines()[0].partition(f"{newer}: ")[2].rstrip(".")
     for command in (["inspect", newer], ["inspect", newer, "--fits", "dp=2"]):
         said = called(*command).stdout
-        assert called(*command).returncode == 1 and found in said and f"muonckpt verify {newer}" in said
+        assert called(*command).returncode == 1 and found in said and "it resumes from step-00000002" in said
     for pair in ((newer, older), (older, newer)):
         done = called("diff", *pair)
         assert (done.returncode, done.stdout) == (3, "") and found in done.stderr
@@ -299,10 +400,10 @@ def test_verify_all_gives_a_verdict_of_each_and_fails_if_any_is_damaged(run):
 def test_a_save_that_goes_on_is_no_damage(run, tmp_path):
     """One of ours has another name until it is whole; other programs save in place."""
     (run / ".step-00000004.0123456789ab.tmp").mkdir()
-    assert "step-00000004" not in printed(0, "verify", run, "--all")
-    shown = printed(0, "inspect", run)
-    assert shown.count("step-00000004") == 1
-    assert "unpublished   .step-00000004.0123456789ab.tmp: a save that goes on, or was stopped" in shown
+    for command in (["verify", run, "--all"], ["inspect", run]):
+        shown = printed(0, *command)
+        assert shown.count("step-00000004") == 1
+        assert "unpublished   .step-00000004.0123456789ab.tmp: a save that goes on, or was stopped" in shown
     for step in (1, 2):
         shutil.copytree(run / f"step-0000000{step}", tmp_path / "other" / f"checkpoint-{step}")
     for description in ("muonckpt.json", ".metadata"):

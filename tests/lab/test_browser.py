@@ -247,11 +247,11 @@ def test_pages_fit_into_narrow_and_wide_windows(driver, damaged):
 
 def test_the_page_of_a_run_has_its_steps(driver, damaged):
     shown(driver, driver.place / "run.html")
-    assert keys_shown(driver, "#steps") == ["step-00000001", "step-00000002", "step-00000002.2"]
+    assert keys_shown(driver, "#steps") == ["step-00000002.2", "step-00000002", "step-00000001"]
     said = text(driver, "#verdict")
-    assert "step-00000002 is faulty: rank 2's file __2_0.distcp is missing" in said
+    assert "faulty: step-00000002: rank 2's file __2_0.distcp is missing" in said
     assert "step-00000002.2, verified" in said
-    parts = ("1 of 3 steps not whole: ", "newest whole: ", "is faulty: ", "What to do")
+    parts = ("1 of 3 steps not whole: ", "newest whole: ", "faulty: step-0", "step-00000002.2 replaces it")
     assert [*parts] == sorted(parts, key=said.index), "one box has all, in this order"
     place = "return document.querySelector('#verdict').getBoundingClientRect().bottom < innerHeight"
     assert driver.execute_script(place), "it is on the first screen"

@@ -259,7 +259,7 @@ def test_a_page_has_verdict_and_cures_without_scripts(run, tmp_path):
         assert f"<b>{page.diagnosis.sentence}.</b>" in shown[-1] and page.diagnosis.remedies
         for remedy in page.diagnosis.remedies:
             assert f"<code>{remedy.command}</code><p>{remedy.gives}</p>" in shown[-1]
-    assert "<dt>newest whole</dt><dd>step-00000020, by names" in shown[0]
+    assert "<dt>newest whole</dt><dd>step-00000020, not verified yet" in shown[0]
     assert "<dt>faulty</dt><dd>step-00000030: rank 0's file __0_0.distcp is missing" in shown[0]
     rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", shown[0])
     assert rows == [
@@ -358,19 +358,23 @@ def test_each_step_is_compared_with_the_one_before_in_its_attempt(run, tmp_path)
 
 
 def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
-    """An older damaged step is verified; an unfinished one is passed over for the newest whole one."""
+    """Nothing is to be done about an older damaged step without a repair, or an unfinished one."""
     for step in (10, 20, 30):
         shutil.copytree(run / "10", tmp_path / "run" / f"step-000000{step}")
     (tmp_path / "run" / "step-00000010" / "__0_0.distcp").unlink()
-    commands = [one.command for one in muonckpt.report_run(tmp_path / "run", stats="none").diagnosis.remedies]
-    assert commands == [f"muonckpt verify {tmp_path / 'run' / 'step-00000010'}"]
+    assert muonckpt.report_run(tmp_path / "run", stats="none").diagnosis.remedies == ()
     (tmp_path / "run" / "step-00000040").mkdir()
     (tmp_path / "run" / "step-00000040" / ".muonckpt.saving").touch()  # as in a store
     page = muonckpt.report_run(tmp_path / "run", stats="none")
     named = "step-00000040 (incomplete), step-00000010 (faulty)"
     assert page.diagnosis.sentence == f"2 of 4 steps not whole: {named}"
-    assert page.diagnosis.remedies[0].command == f"muonckpt verify {tmp_path / 'run' / 'step-00000030'}"
-    assert [one.command for one in page.diagnosis.remedies[1:]] == commands
+    assert page.diagnosis.remedies == ()
+    (tmp_path / "run" / "step-00000030" / "__0_0.distcp").unlink()
+    shutil.copy(run / "10" / "__0_0.distcp", tmp_path / "run" / "step-00000010")
+    (tmp_path / "run" / "step-00000010" / "muonckpt.json").unlink()
+    page = muonckpt.report_run(tmp_path / "run", stats="none")
+    repair, way = [one.command for one in page.diagnosis.remedies]
+    assert repair.startswith("muonckpt reshard ") and way == "start the job again"
 
 
 def test_a_run_goes_on_from_a_faulty_step_of_which_nothing_is_lost(run, tmp_path):
@@ -399,8 +403,8 @@ def test_a_step_that_cannot_be_read_is_not_called_damaged(run, tmp_path, monkeyp
     diagnosis = muonckpt.report_run(tmp_path / "run", stats="none").diagnosis
     named = "step-00000030 (unread), step-00000010 (unread)"
     assert diagnosis.sentence == f"2 of 3 steps not whole, or cannot be read: {named}"
-    assert all(one.gives.startswith("says whether it can be read now") for one in diagnosis.remedies)
-    assert len(diagnosis.remedies) == 2
+    [remedy] = diagnosis.remedies
+    assert remedy.command == f"mv {tmp_path / 'run' / 'step-00000030'} ELSEWHERE" and remedy.step == "step-00000020"
 
 
 def test_damage_that_only_reading_shows_is_the_verdict_of_a_run(run, tmp_path):
@@ -416,8 +420,8 @@ def test_damage_that_only_reading_shows_is_the_verdict_of_a_run(run, tmp_path):
     assert data["newest_whole"] == "step-00000010" and "step-00000010" in dict(data["overview"])["newest whole"]
     named = "step-00000030 (faulty), step-00000020 (faulty)"
     assert data["verdict"]["sentence"] == f"2 of 3 steps not whole: {named}"
-    commands = [f"muonckpt verify {folder / f'step-000000{step}'}" for step in (10, 20)]
-    assert [one["command"] for one in data["verdict"]["remedies"]] == commands
+    [remedy] = data["verdict"]["remedies"]
+    assert remedy == {"command": "start the job again", "gives": "it resumes from step-00000010, not verified yet"}
     said = called("report", folder, "-o", tmp_path / "page.html")
     assert said.returncode == 1 and f"2 of 3 steps not whole: {named}" in said.stdout
     unread = muonckpt.report_run(folder, stats="none")

@@ -37,7 +37,8 @@ from muonckpt.runs.run_audit import verify_run
 from muonckpt.runs.step_folder import superfluous
 from muonckpt.store.formats import native
 from muonckpt.store.io.location import location
-from muonckpt.store.verify.run import StepName, run_of
+from muonckpt.store.verify.run import run_of
+from muonckpt.store.verify.step_names import StepName
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -151,7 +152,7 @@ def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
     with pytest.warns(RuntimeWarning, match="is not whole") as caught:
         assert series.latest().step == 1
     told = sorted(re.search(r"step-0000000\d is not", str(each.message))[0][12] for each in caught)
-    assert told == [*"234567"] and all(f"{whole} is the newest" in str(each.message) for each in caught)
+    assert told == [*"2345679"] and all(f"{whole} is the newest" in str(each.message) for each in caught)
     with pytest.warns(RuntimeWarning, match=f"restoring {whole} instead") as caught:
         assert restored(series) == 1
     assert {each.filename for each in caught} == {__file__}
@@ -312,10 +313,11 @@ def test_a_step_that_was_renamed_is_taken_by_its_name_with_a_warning(tmp_path):
         path = Path(Series(tmp_path).save(step, state(step)).path)
     renamed = path.rename(tmp_path / "step-00000900")
     with pytest.warns(
-        RuntimeWarning, match=f"{renamed} is taken, .* as step 2; the run takes 900, .* name it step-"
-    ) as w:
+        RuntimeWarning, match=f"{renamed} is taken, .* as step 2, and its name is step-00000900"
+    ) as warned:
         assert Series(tmp_path).restore(state(-1)).step == 900
-    renamed.rename(tmp_path / str(w[0].message).split("name it ")[1].split()[0])
+    [source, target] = re.findall(r"\(a\) mv (\S+) (\S+) ", str(warned[0].message))[0]
+    Path(source).rename(target)
     assert Series(tmp_path).restore(state(-1)).step == 2  # warns no more
 
 

@@ -219,10 +219,11 @@ def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file,
     way_back = f"To go on from step-00000001 instead: mv {run}/{NEWEST} ELSEWHERE"
     with pytest.raises(UnavailableError, match=rf"{file}.*\. {way_back}$"):
         Series(run).restore(state(0))
+    move = f"mv {run}/{NEWEST} ELSEWHERE"
     for command in ("verify", "inspect"):
-        assert f"next: {way_back}" in called(command, run).stdout
+        assert f"next: {move} (then start the job again: it resumes from" in called(command, run).stdout
     page = muonckpt.report_run(run, stats="none")
-    assert way_back in page.diagnosis.remedies[0].gives and f"{NEWEST} (unread)" in page.diagnosis.sentence
+    assert page.diagnosis.remedies[0].command == move and f"{NEWEST} (unread)" in page.diagnosis.sentence
     assert read_verification(tmp_path / "run" / NEWEST) is None
     Path(run, NEWEST).rename(tmp_path / NEWEST)
     assert Series(run).restore(state(0)).step == 1
@@ -260,7 +261,7 @@ def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call,
     report, _, note = verify_recorded(Path(run, NEWEST), muonckpt.verify)
     assert {finding.kind for finding in report.findings} >= {"disk"} and report.verdict == "faulty"
     assert "rank 0's file __0_0.distcp cannot be read, as a disk fails (EIO)" in report.diagnosis.sentence
-    assert "not recorded" in note and "Series.resume does not pass over it" in str(report.diagnosis)
+    assert "not recorded" in note and f"mv {run}/{NEWEST} ELSEWHERE" in str(report.diagnosis)
     assert called("verify", run).returncode == (1 if call == "preadv" else 3)  # all that tells steps apart is sizes
     assert not Path(run, RECORD, NEWEST).exists()
     with pytest.raises(

@@ -21,7 +21,8 @@ from muonckpt.store.io.location import entries_of, location
 from muonckpt.store.io.publish import MARK
 from muonckpt.store.io.regular import Pace
 from muonckpt.store.verify.audit import verify
-from muonckpt.store.verify.run import StepName, last_verification, run_of
+from muonckpt.store.verify.run import last_verification, run_of
+from muonckpt.store.verify.step_names import StepName
 from muonckpt.store.verify.verification import (
     RECORD,
     Verification,

@@ -27,7 +27,7 @@ def two_steps(folder: Path) -> Path:
     group = {"params": names, "algorithm": "muon", "lr": 0.02, "convention": "ema", "eps": float("inf")}
     for step in (10, 20):
         state = {"state": momentum, "param_groups": [group]}
-        muonckpt.save({"model": model, "optimizer": state}, folder / str(step), provenance={"step": step})
+        muonckpt.save({"model": model, "optimizer": state}, folder / str(step))
         model = {name: weight + 0.01 for name, weight in model.items()}
         momentum[names[-1]]["momentum_buffer"][3, 4] = torch.nan
     return folder

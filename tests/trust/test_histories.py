@@ -19,7 +19,7 @@ from muonckpt.names.version import VERSION
 from muonckpt.runs import run_audit, step_folder
 from muonckpt.runs.step_folder import DESCRIPTIONS, StepFolder
 from muonckpt.store.io import new_file, publish
-from muonckpt.store.verify.run import StepName
+from muonckpt.store.verify.step_names import StepName
 from muonckpt.store.verify.verification import Verification, look_at_files, record_verification
 
 MOST = 2000

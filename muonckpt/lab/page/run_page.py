@@ -24,11 +24,11 @@ from ...converters.look.run_history import (
 )
 from ...names.errors import LayoutError, SourceError
 from ...names.version import VERSION
-from ...names.wording import Finding, command, counted, listed, unnumbered
+from ...names.wording import Finding, unnumbered
 from ...store.io.location import Remote, is_there
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import NOTHING_LOST, Damage
-from ...store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of
+from ...store.verify.diagnosis import Diagnosis
 from ...store.verify.run import RunStep, judged
 from .checkpoint_page import Reading, StatsChoice, verdict_of
 from .document import HtmlPage, plain, rounded_columns
@@ -78,7 +78,7 @@ class RunPage(HtmlPage):
         history: its steps, and what changed between them by their metadata.
         stats: the choice of numbers to measure.
         numbers: by the name of the step; those whose metadata cannot be read have none.
-        diagnosis: which steps are not whole, and what to do.
+        diagnosis: what is wrong with the run, and what to do.
     """
 
     history: RunHistory
@@ -181,12 +181,10 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
                     earlier[1].opened.close()
                 earlier = step.name, source
     # The verdicts follow from what was read, so that row and exit code are of that.
-    steps = []
-    for step in history.steps:
-        damage = numbers.get(step.name, _NO_NUMBERS).damage
-        steps.append(step if damage is NOTHING_LOST else judged(step, damage))
-    history = replace(history, run=replace(history.run, steps=tuple(steps)))
-    return RunPage(history, reading.stats, numbers, _verdict(history, numbers))
+    read = {name: step.damage for name, step in numbers.items() if step.damage is not NOTHING_LOST}
+    steps = [judged(step, read[step.name]) if step.name in read else step for step in history.steps]
+    history = replace(history, run=replace(history.run, steps=tuple(steps)), read=read)
+    return RunPage(history, reading.stats, numbers, history.verdict.diagnosis)
 
 
 def _attempts(history: RunHistory) -> list[int]:
@@ -208,45 +206,6 @@ def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
     """Return the step that an attempt began with; none at the start, or if it is not here any more."""
     names = {PurePath(resume.path).name for resume in history.resumes if resume.attempt == attempt}
     return [step for step in history.steps if step.name in names]
-
-
-def _verdict(history: RunHistory, numbers: Mapping[str, StepNumbers]) -> Diagnosis:
-    """Say which steps of a run are not whole, and what to do: how it goes on first, then about older steps."""
-    steps, newest = history.steps, history.newest_whole
-    bad = [step for step in steps if step.state != "whole"]
-    if not bad:
-        return Diagnosis(history.run.path, "", ())
-    names = listed((f"{step.name} ({step.state})" for step in reversed(bad)), 3)  # the newest
-    # How the run goes on, as the newest step says if it is damaged; an unfinished save never was a step.
-    newer = steps[steps.index(newest) + 1 :] if newest else steps
-    damaged = [step for step in reversed(bad) if step.is_published and not history.run.replacement(step)]
-    remedies: list[Remedy] = []
-    if unread := history.run.unread:
-        damaged.remove(unread[-1])
-        gives = ". ".join(filter(None, (_ASKS_AGAIN, history.run.way_back())))
-        remedies.append(Remedy(command("verify", unread[-1].path), gives))
-    elif damaged and damaged[0] in newer:
-        # By what was read of it, or else by its files.
-        step, bad_names = damaged.pop(0), [step.name for step in bad if step.has_loss]
-        damage = numbers.get(step.name, _NO_NUMBERS).damage
-        is_read = damage is not NOTHING_LOST
-        known = diagnosis_of(step.path, damage, bad_names) if is_read else diagnosis_at(step.path, bad_names)
-        remedies += known.remedies
-    elif newest and newer:
-        remedies.append(Remedy(command("verify", newest.path), "reads the newest whole step; then resume from that"))
-    # Other steps need nothing done before that.
-    for step in damaged[:_MAX_STEPS]:
-        says = f"says what is wrong with {step.name}, and what to do" if step.state != "unread" else _ASKS_AGAIN
-        remedies.append(Remedy(command("verify", step.path), says))
-    verdict = "not whole, or cannot be read" if any(step.state == "unread" for step in bad) else "not whole"
-    sentence = f"{len(bad)} of {counted(len(steps), 'step')} {verdict}: {names}"
-    return Diagnosis(history.run.path, sentence, tuple(remedies))
-
-
-_ASKS_AGAIN = "says whether it can be read now"
-
-_MAX_STEPS = 2
-"""The most steps, besides the newest, about which a page says what to do."""
 
 
 def _numbers_of(

@@ -41,13 +41,17 @@ class Restored:
 
     @classmethod
     def recorded(
-        cls, step: int, path: str, loaded: Loaded, folder: Location, group: dist.ProcessGroup | None
+        cls, step: int, saved_as: int, path: str, loaded: Loaded, folder: Location, group: dist.ProcessGroup | None
     ) -> Restored:
-        """Return a result after recording in the run's folder that the run was resumed, as not checked yet."""
+        """Return a result after recording in the run's folder that the run was resumed, as not checked yet.
+
+        Args:
+            saved_as: the step that is recorded, which another name of the checkpoint does not change.
+        """
         state, record = loaded.state, None
         if is_coordinator(group):
             with going_on(f"the resume cannot be recorded in {folder}"):
-                record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
+                record = add_resume(folder, saved_as, path, state.world_size, len(group_ranks(group)))
         return cls(step, path, loaded.report, _loaded=state, _folder=folder, _group=group, _record=record)
 
     @called_like("proof = restored.check(model, optimizer, scheduler=scheduler)")

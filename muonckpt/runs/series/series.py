@@ -63,8 +63,9 @@ from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Choices
 from ...names.wording import by_fault, command, listed
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, is_there, location
-from ...store.verify.diagnosis import diagnosis_of_damaged, open
-from ...store.verify.run import StepName, way_back_beside
+from ...store.verify.diagnosis import diagnosis_of_damaged, open, way_back
+from ...store.verify.run import Run
+from ...store.verify.step_names import StepName
 from ..run_audit import record_damage
 from ..step_folder import Newest, StepFolder
 from .beginning import begin
@@ -497,11 +498,10 @@ class Series:
             (newest, followed), sent = send_checkpoint(self._group, find)
             if newest.name is None:
                 self._refuse_empty(newest.faults, required)
+                self._warn_of(newest, "")
                 return None
             saved = self._saved(newest.name)
-            is_lossy = newest.name in newest.faults
-            consequence = "restoring it but for fresh state" if is_lossy else f"restoring {saved.path} instead"
-            self._warn_of(newest, consequence, known)
+            self._warn_of(newest, f"restoring {saved.path} instead", known)
             known = newest.faults
             try:
                 with self._noting_half_loaded(saved.path):
@@ -510,8 +510,8 @@ class Series:
                     loaded = load_sent(load, sent)
             except UnavailableError as error:
                 unread = self._folder.path(newest.name)
-                way_back = broadcast_from_first(self._group, partial(way_back_beside, unread))
-                raise error.with_text(error.fault, ". ".join(filter(None, (error.advice, way_back)))) from error
+                advice = broadcast_from_first(self._group, partial(way_back, unread))
+                raise error.with_text(error.fault, ". ".join(filter(None, (error.advice, advice)))) from error
             except SourceError as error:
                 if not broadcast_from_first(self._group, partial(self._record_damage, newest.name, error.keys)):
                     continue  # it was removed while we read
@@ -521,7 +521,8 @@ class Series:
                 self._damaged[newest.name] = error.fault
                 lost.add(newest.name)
             else:
-                return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+                saved_as = saved.step if newest.saved_as is None else newest.saved_as
+                return Restored.recorded(saved.step, saved_as, saved.path, loaded, self._folder.place, self._group)
 
     def _record_damage(self, name: StepName, keys: Collection[str]) -> bool:
         """Record what ranks have found damaged of a checkpoint; return False if it was removed."""
@@ -551,10 +552,10 @@ class Series:
         place = self._folder.place
         if faults:
             lines = "\n- ".join(f"{names}: {fault}" for names, fault in by_fault(faults.items()))
-            newest, names = self._folder.path(max(faults)), [*map(str, faults)]
+            newest, run = self._folder.path(max(faults)), Run(place, ())
             raise DamageError(
                 f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {lines}",
-                broadcast_from_first(self._group, lambda: diagnosis_of_damaged(newest, names).advice),
+                broadcast_from_first(self._group, lambda: diagnosis_of_damaged(newest, run).advice),
             )
         if required:
             raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
@@ -585,8 +586,8 @@ class Series:
                     self._folder.clean()
                 name, replaced = self._folder.new_name(step, replace, self._damaged)
                 place = self._folder.path(name)
-                for old, reason in replaced.items():
-                    print(f"{place} replaces {old}, which is removed afterwards: {reason}", flush=True)
+                for old, consequence in replaced.items():
+                    print(f"{place} replaces {old}, {consequence}", flush=True)
                 decision = name, sorted({*chain.from_iterable(frozen for _, frozen in ranks)})
             name, frozen = work.broadcast(decision)
         details = {**(provenance or {}), "step": step, **({"fresh": self._fresh} if self._fresh else {})}
@@ -618,17 +619,21 @@ class Series:
         if not is_coordinator(self._group):
             return
         for name, fault in newest.faults.items():
-            if name in known:
+            # A run that goes on from a damaged step passes over no older one.
+            if name in known or (newest.name is not None and name < newest.name):
                 continue
             path = self._folder.path(name)
+            effect = "restoring it but for fresh state" if name == newest.name else consequence
             message = (
-                f"{path} is not whole: {fault}; {consequence}. A later save may remove it. "
+                f"{path} is not whole: {fault}; {effect}. A later save may remove it. "
                 f"Whether it can be recovered: {command('verify', path)}"
             )
             warn_on_rank(message, RuntimeWarning)
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
             warn_on_rank(message, RuntimeWarning)
+        for text in newest.missing:
+            warn_on_rank(f"{self._folder.place} lacks {text}", RuntimeWarning)
 
 
 def _check_step(step: object) -> None:

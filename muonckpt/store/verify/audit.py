@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...algebra.box import Index
 from ...algebra.fingerprint import as_hex, box_shares, combine
 from ...algebra.grouping import batches
-from ...names.errors import ChecksumError, DamageError, DiskError, LayoutError, SourceError
+from ...names.errors import ChecksumError, DiskError, LayoutError, SourceError
 from ...names.wording import Finding, counted, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE
 from ...record.record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord, first_rows_of, with_chunks
@@ -40,7 +40,7 @@ from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import HARMLESS, Damage, damage_by_files, damage_of_files, findings_by_files, with_causes
 from .diagnosis import Diagnosis, diagnosis_at, diagnosis_of
-from .run import has_lost_all
+from .run import is_damaged
 from .small_tensors import read_small
 from .verification import unless_removed
 
@@ -109,10 +109,11 @@ def verify(
         try:
             opened = OpenCheckpoint(place)
         except SourceError as error:
-            if not (isinstance(error, DamageError) or has_lost_all(place)):
+            if not is_damaged(place, error):
                 raise
-            finding = Finding("description", str(error))
-            return AuditReport(0, 0, 0, 0, 0, {}, (finding,), (), diagnosis_at(place))
+            diagnosis = diagnosis_at(place)
+            findings = (Finding("description", diagnosis.sentence),)
+            return AuditReport(0, 0, 0, 0, 0, {}, findings, (), diagnosis)
         with opened as checkpoint:
             checkpoint.payloads.pace = pace
             return audit(checkpoint, progress, jobs)
@@ -344,7 +345,7 @@ def _check_chunk(
         if chunk.crc32 not in (None, checksum):
             faults.append(("crc32", f"CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"))
         if checkpoint.format is OWN and not _is_framed(payloads, tensor, chunk, checksum):
-            faults.append(("metadata", "the item of torch.save around its elements is damaged"))
+            faults.append(("metadata", "torch cannot load it: bytes before or after its elements are damaged"))
         if num_nonfinite:
             faults.append(("nonfinite", f"{counted(num_nonfinite, 'element')} infinite or NaN"))
         return _ChunkResult(sums.share, faults)

@@ -44,6 +44,7 @@ from ..io.regular import read_text_file
 from ..open_checkpoint import DISK_FAILS, OpenCheckpoint
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
+from .step_names import StepName
 
 if TYPE_CHECKING:
     from ...programs.model_view import ModelView
@@ -359,7 +360,7 @@ def _is_as_dcp_says(checkpoint: OpenCheckpoint) -> bool:
         return False
 
 
-HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite"})
+HARMLESS = frozenset({"description", "metadata", "manifest", "nonfinite", "renamed"})
 """Kinds of findings with which all elements and items are those that were saved, and are read."""
 
 DESCRIPTIVE = frozenset({"description", "metadata", "manifest", "misdescribed", "key"})
@@ -392,21 +393,22 @@ def damage_at(path: Location) -> Damage:
 
 def damage_of_unreadable(path: Location, error: MuonckptError) -> Damage:
     """Return the damage of a checkpoint that cannot be opened; ``error`` is the reason."""
-    message = f"it cannot be opened: {str(error).removeprefix(f'{path}: ')}"
+    message = f"it cannot be opened: {str(error).removeprefix(f'{path}: ').removeprefix(f'{path}/')}"
+    if StepName.parsed(path.name) and is_file(path):
+        message = "it is a file, expected the folder of a checkpoint"
     # A manifest of a newer version of this package is not damaged.
     if not isinstance(error, DamageError):
         return replace(NOTHING_LOST, findings=(Finding("refused", message),))
-    return replace(NOTHING_LOST, findings=(Finding("unreadable", message + stock_description(path)),))
+    return replace(NOTHING_LOST, findings=(Finding("unreadable", message),))
 
 
-def stock_description(path: Location) -> str:
-    """Say how a checkpoint is read without our manifest; empty where DCP's description does not have it all."""
+def is_described_by_dcp(path: Location) -> bool:
+    """Return whether DCP's description has all of a checkpoint of ours, so that it is read without our manifest."""
     from ..formats import dcp  # not needed where nothing is wrong
 
     with suppress(SourceError):
-        if isinstance(path, Path) and is_there(path / MANIFEST_FILE) and not dcp.reader(path).faults:
-            return f"; with {MANIFEST_FILE} moved aside it is read as stock DCP by its {METADATA_FILE}"
-    return ""
+        return isinstance(path, Path) and is_there(path / MANIFEST_FILE) and not dcp.reader(path).faults
+    return False
 
 
 _KINDS_OF_FAULTS = {
@@ -435,7 +437,17 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
         items = items_beside(checkpoint.path)
         if text_fault := _text_fault(items, checkpoint.items_digest):
             findings.append(Finding("items", f"{items} {text_fault}"))
+    # A manifest of another save does not say what the step is.
+    named, saved = StepName.parsed(checkpoint.path.absolute().name), step_saved(checkpoint)
+    if named and saved not in (None, named.step) and not findings:
+        findings.append(Finding("renamed", f"it was saved as step {saved}, and its name is {named}"))
     return findings
+
+
+def step_saved(checkpoint: OpenCheckpoint) -> int | None:
+    """Return the step that a checkpoint of ours was saved as; None if it does not say."""
+    step = checkpoint.outline.provenance.get("step")
+    return step if type(step) is int else None
 
 
 def _text_fault(place: Location, digest: str | None) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from string import ascii_lowercase
 from typing import Any
@@ -21,10 +22,10 @@ from ...names.errors import (
     SourceError,
     UnavailableError,
 )
-from ...names.wording import command, counted, shell_line
+from ...names.wording import command, counted, enumerated, shell_line
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE
-from ...record.record import MANIFEST_FILE, Manifest
-from ..io.location import Location, Remote, is_there, location
+from ...record.record import MANIFEST_FILE
+from ..io.location import Location, Remote, entries_of, is_there, location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import (
     DESCRIPTIVE,
@@ -33,11 +34,12 @@ from .damage import (
     Damage,
     damage_by_files,
     damage_of_unreadable,
+    is_described_by_dcp,
     rank_in_name,
-    stock_description,
     with_causes,
 )
-from .run import NumberedName, Run, RunStep, StepName, has_lost_all, last_verification, new_attempt, whole_before
+from .run import Run, is_damaged, last_verification, newest_steps
+from .step_names import NumberedName, StepName, free_name, new_attempt
 from .verification import Verification
 
 
@@ -116,43 +118,45 @@ class Diagnosis:
         return {"sentence": self.sentence, "remedies": self.remedies, "lost": self.damage or None}
 
 
-def diagnosis_of(path: Location, damage: Damage, damaged_steps: Collection[str] = ()) -> Diagnosis:
+def diagnosis_of(path: Location, damage: Damage, run: Run | None = None) -> Diagnosis:
     """Say what to do about the damage of a checkpoint.
 
     Args:
-        damaged_steps: the names of other steps of its run that are known to be damaged.
+        run: the run that it is a step of; None looks at its newest steps.
     """
-    remedies = _remedies(path, damage, damaged_steps) if damage or damage.findings else ()
+    remedies = _remedies(path, damage, run) if damage or damage.findings else ()
     return Diagnosis(path, damage.sentence, tuple(remedies), damage)
 
 
-def diagnosis_by_files(checkpoint: OpenCheckpoint, damaged_steps: Collection[str] = ()) -> Diagnosis:
+def diagnosis_by_files(checkpoint: OpenCheckpoint, run: Run | None = None) -> Diagnosis:
     """Diagnose an open checkpoint by its descriptions, files' sizes and its last verification."""
     path, last = checkpoint.path, last_verification(checkpoint.path)
     damage = damage_by_files(checkpoint)
-    if last is None or not last.has_loss:
-        return replace(diagnosis_of(path, damage, damaged_steps), verified=last)
+    if last is None or last.is_whole or (damage.findings and not last.has_loss):
+        return replace(diagnosis_of(path, damage, run), verified=last)
+    if not last.has_loss:
+        return Diagnosis(path, last.finding, (Remedy(command("verify", path), _VERIFY),), damage, last)
     # The files do not show what reading has shown; some of their bytes tell where others are.
     causes = with_causes(checkpoint, damage, checkpoint.outline.columns.names)
-    remedies = _remedies(path, causes, damaged_steps, is_recorded=True)
-    return Diagnosis(path, last.sentence if damage else last.loss, tuple(remedies), damage, last)
+    remedies = _remedies(path, causes, run, is_recorded=True)
+    return Diagnosis(path, last.sentence if damage else last.finding, tuple(remedies), damage, last)
 
 
-def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
+def diagnosis_at(path: Location, run: Run | None = None) -> Diagnosis:
     """Diagnose a checkpoint by its descriptions and the names and sizes of its files."""
     try:
         with OpenCheckpoint(path) as checkpoint:
-            return diagnosis_by_files(checkpoint, damaged_steps)
+            return diagnosis_by_files(checkpoint, run)
     except (SourceError, LayoutError) as error:
-        return diagnosis_of(path, damage_of_unreadable(path, error), damaged_steps)
+        return diagnosis_of(path, damage_of_unreadable(path, error), run)
 
 
-def diagnosis_of_damaged(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
+def diagnosis_of_damaged(path: Location, run: Run | None = None) -> Diagnosis:
     """Diagnose a checkpoint in which reading has met damage, whether its files show that or not."""
-    diagnosis = diagnosis_at(path, damaged_steps)
+    diagnosis = diagnosis_at(path, run)
     if diagnosis:
         return diagnosis
-    return replace(diagnosis, remedies=tuple(_remedies(path, diagnosis.damage, damaged_steps, is_recorded=True)))
+    return replace(diagnosis, remedies=tuple(_remedies(path, diagnosis.damage, run, is_recorded=True)))
 
 
 def advice_on(path: Location) -> str:
@@ -164,34 +168,63 @@ def advice_on(path: Location) -> str:
     return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
 
 
-def next_step(run: Run, steps: Sequence[RunStep]) -> str:
-    """Say what to do about the newest faulty one of some steps of a run, or else about those that cannot be read."""
-    faulty, newest = [step for step in steps if step.state == "faulty" and not run.replacement(step)], run.newest_whole
-    if faulty:
-        # A resume passes over damage that is recorded, or that files show.
-        cures = [remedy.step for remedy in diagnosis_at(faulty[-1].path).remedies if remedy.gives != _VERIFY]
-        if newest and newest.verified and StepName.parsed(newest.name) and cures == [newest.name]:
-            return f"{_START} (it resumes from {newest.name})"
-        return f"{command('verify', faulty[-1].path)} (what to do about {faulty[-1].name})"
-    return run.way_back()
-
-
 # --- what to do -------------------------------------------------------------------------------------------------------
 
-_EARLIER_STEP = "reads step {}, the newest whole one by {}; "
-_START = "start the job again"
-_TAKEN = "Series.resume goes back by itself to step {}, which is whole by its last verification"
+
+def way_on(run: Run, name: str = "", is_passed: bool = True) -> Remedy | None:
+    """Return how a run goes on from its newest whole step; None if it has none.
+
+    Args:
+        name: of a step from which it is not to go on, and whether a resume passes over that by itself.
+    """
+    whole = [step for step in run.whole if step.name != name]
+    if not whole:
+        return None
+    newest = whole[-1]
+    newer = run.steps[run.steps.index(newest) + 1 :]
+    stuck = [step.name for step in newer if step.state == "unread" or (step.name == name and not is_passed)]
+    goal = f"{newest.name}, {newest.standing}"
+    is_of_series = StepName.parsed(newest.name) is not None
+    if not (stuck or is_of_series):
+        return Remedy(command("verify", newest.path), f"reads all of {goal}; then resume from that", newest.name)
+    if not stuck:
+        return Remedy("start the job again", f"it resumes from {goal}", newest.name)
+    line = f"move {enumerated(stuck)} out of {run.path}"
+    if not isinstance(run.path, Remote):
+        line = shell_line("mv", *(run.path / step for step in stuck), "ELSEWHERE")
+    verb = "start the job again: it resumes" if is_of_series else "resume"
+    return Remedy(line, f"then {verb} from {goal}", newest.name)
+
+
+def way_back(path: Location) -> str:
+    """Say how the run of a step that cannot be read goes on from an older one; empty if it cannot, or has none."""
+    if NumberedName.parsed(path.name) and (remedy := way_on(newest_steps(path), path.name, is_passed=False)):
+        return f"To go on from {remedy.step} instead: {remedy.command}"
+    return ""
+
+
+@contextmanager
+def naming_way_back(place: Location) -> Iterator[None]:
+    """Add to the error of a step that cannot be read how its run goes on without it."""
+    try:
+        yield
+    except UnavailableError as error:
+        advice = ". ".join(filter(None, (error.advice, way_back(place))))
+        raise error.with_text(error.fault, advice) from error
+
+
+def renaming(source: Location, step: int) -> Remedy:
+    """Return how a checkpoint gets the name of the step that it was saved as; another one with that name stays."""
+    place = source.parent / str(free_name(source.parent, step))
+    line = f"rename {source} to {place.name}" if isinstance(source, Remote) else shell_line("mv", source, place)
+    return Remedy(line, f"a resume then finds step {step} by its name")
+
+
 _AGAIN = "reads all of {}, the same step written again, so that this one is not needed"
-_RESUME = "then resume from that"
-_GOES_BACK = "Series.resume goes back to it by itself"
-_STAYS = f"{_RESUME}; move this one away first, as Series.resume does not pass over it"
 _COPY = "tells whether a copy of this checkpoint is whole: then copy the damaged files from there"
 _FRESH = "in Python: the state of {} begins from zero, also its undamaged part"
-_RENAME = "gives every file its name back; then verify it"
-_STOCK = (
-    f"makes {METADATA_FILE} the description, without digests and momentum conventions: CRC-32s are all that is "
-    "checked then"
-)
+_MOVED = "gives every file its name back; then verify it"
+_STOCK = f"writes the step again by its {METADATA_FILE}, checked by CRC-32s alone, without momentum conventions"
 _REWRITE = "writes the same elements with new descriptions"
 _VERIFY = "lists all that is damaged, and what to do"
 
@@ -199,9 +232,7 @@ _MAX_NAMES = 12
 """The most parameters that a line of Python names."""
 
 
-def _remedies(
-    path: Location, damage: Damage, damaged_steps: Collection[str], is_recorded: bool = False
-) -> Iterator[Remedy]:
+def _remedies(path: Location, damage: Damage, run: Run | None, is_recorded: bool = False) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
     A cure that gives up state is not among them where another one keeps it.
@@ -209,38 +240,36 @@ def _remedies(
     Args:
         is_recorded: whether reading has found a loss, which names and sizes of files may not show.
     """
-    kinds, is_unseen, place = damage.kinds, is_recorded and not damage, _named(path)
-    before, name = whole_before(place, damaged_steps), NumberedName.parsed(place.name)
-    if before and name and before.step == name.step.step and before.attempt > name.step.attempt:
-        yield Remedy(command("verify", before.path), _AGAIN.format(before.name), before.name)
+    kinds, place = damage.kinds, path.resolve() if path.name in ("", "..") else path
+    run = newest_steps(place) if run is None else run
+    if again := run.replacement(place.name):
+        yield Remedy(command("verify", again.path), _AGAIN.format(again.name), again.name)
         return
-    # Files get their names back.
+    # The step and its files get their names back.
+    if "renamed" in kinds and not damage:
+        yield renaming(place, damage.manifest.provenance["step"])
+    kinds -= {"renamed"}
     if damage.misplaced:
-        yield Remedy(_moves(path, damage.misplaced), _RENAME)
-        damage = damage.without_misplaced
-        if not damage:
-            return
+        yield Remedy(_moves(path, damage.misplaced), _MOVED)
+        damage, kinds, is_recorded = damage.without_misplaced, frozenset(), False
+    if not (damage or kinds or is_recorded):
+        return
     # Descriptions are written again, or copied where the checkpoint is not read without them.
     if not (damage or is_recorded) and kinds <= DESCRIPTIVE:
-        yield Remedy("muonckpt verify COPY", _COPY) if "misdescribed" in kinds else _rebuilt(path, damage.manifest)
+        is_copied = "misdescribed" in kinds
+        yield Remedy("muonckpt verify COPY", _COPY) if is_copied else Remedy(_rewriting(place, damage), _REWRITE)
         return
-    if (damage.is_mixed_up or "unreadable" in kinds) and stock_description(path):
-        yield Remedy(shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside"), _STOCK)
-    if is_unseen:
-        yield Remedy(command("verify", path), _VERIFY)
+    if (damage.is_mixed_up or "unreadable" in kinds) and is_described_by_dcp(path):
+        move = shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside")
+        yield Remedy(f"{move} && {_rewriting(place, damage)}", _STOCK)
     # The run goes on from another step, or a copy has the lost files.
-    if before:
-        # A series passes over a step without a manifest, whatever is wrong with it.
-        is_passed = is_recorded or not is_there(path / MANIFEST_FILE) or "unreadable" in kinds
-        is_proved = is_passed or (bool(damage) and not damage.is_of_disk)
-        is_of_series = StepName.parsed(place.name) is not None
-        if is_of_series and is_proved and before.verified:
-            yield Remedy(_START, _TAKEN.format(before.step), before.name)
-        else:
-            step = _EARLIER_STEP.format(before.step, "its last verification" if before.verified else "its files' sizes")
-            resume = _RESUME if not is_of_series else _GOES_BACK if is_proved else _STAYS
-            yield Remedy(command("verify", before.path), step + resume, before.name)
-    if before or is_unseen:
+    has_loss = any(step.has_loss for step in run.steps if step.name == place.name)
+    is_passed = has_loss or ((bool(damage) or is_recorded) and not damage.is_of_disk)
+    if remedy := way_on(run, place.name, is_passed):
+        yield remedy
+        return
+    if is_recorded and not damage:
+        yield Remedy(command("verify", path), _VERIFY)
         return
     if damage or not kinds <= HARMLESS:
         yield Remedy("muonckpt verify COPY", _COPY)
@@ -251,11 +280,6 @@ def _remedies(
     if is_state_alone and are_names and is_there(path / MANIFEST_FILE) and not damage.is_mixed_up:
         call = "Series.resume(..." if StepName.parsed(place.name) else f"muonckpt.load(state, {str(path)!r}"
         yield Remedy(f"{call}, fresh={names!r})", _FRESH.format(counted(len(names), "parameter")))
-
-
-def _named(path: Location) -> Location:
-    """Return a place whose last part is its name."""
-    return path.resolve() if path.name in ("", "..") else path
 
 
 def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
@@ -274,16 +298,15 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
     return " && ".join(commands)
 
 
-def _rebuilt(path: Location, manifest: Manifest) -> Remedy:
-    """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
-    place = _named(path)
+def _rewriting(place: Location, damage: Damage) -> str:
+    """Return the command that writes a checkpoint again with all its descriptions; its elements are whole."""
     # On as many ranks as wrote it, in the same format; as another attempt at the step of a run.
-    ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
-    options = ["--mesh", f"dp={max(1, len(ranks))}"]
-    if MEGATRON_FILE in manifest.files or is_there(path / MEGATRON_FILE):
+    names = damage.manifest.columns.names or [entry.name for entry in entries_of(place)]
+    options = ["--mesh", f"dp={max(1, len({rank_in_name(name) for name in names} - {None}))}"]
+    if MEGATRON_FILE in damage.manifest.files or is_there(place / MEGATRON_FILE):
         options += ["--format", "torch_dist"]
     name = new_attempt(place) or f"{place.name}-rebuilt"
-    return Remedy(command("reshard", path, place.parent / name, *options), _REWRITE)
+    return command("reshard", place, place.parent / name, *options)
 
 
 # --- opening what has to be whole, as far as descriptions and the sizes of files tell ---------------------------------
@@ -356,6 +379,6 @@ def open_damaged(place: Location) -> OpenCheckpoint:
     try:
         return OpenCheckpoint(place)
     except SourceError as error:
-        if not (isinstance(error, DamageError) or has_lost_all(place)):
+        if not is_damaged(place, error):
             raise
         raise diagnosis_at(place).error from error

@@ -5,17 +5,17 @@ Nothing but the files says what there is, so anyone may look at any time, also w
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnavailableError, warn_on_rank
-from ...names.wording import enumerated, listed, shell_line
+from ...names.wording import listed
 from ...programs.signs import METADATA_FILE
+from ...record.record import MANIFEST_FILE
 from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
 from ..io.location import (
@@ -23,6 +23,7 @@ from ..io.location import (
     Remote,
     entries_of,
     folders_with,
+    is_file,
     is_folder,
     is_there,
     kind_of,
@@ -31,54 +32,13 @@ from ..io.location import (
 )
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import HARMLESS, Damage, damage_at, damage_by_files
+from .damage import HARMLESS, Damage, damage_at, damage_by_files, step_saved
+from .step_names import NumberedName, StepName, siblings_of
 from .verification import Verification, look_at_files, read_verification
 
 T = TypeVar("T")
 
 State = Literal["whole", "faulty", "incomplete", "removed", "unread"]
-
-_OURS = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-
-
-class StepName(NamedTuple):
-    """The name of a checkpoint of ours: its step, and the number of the attempt at this step.  Names sort by age."""
-
-    step: int
-    attempt: int = 1
-
-    def __str__(self) -> str:
-        return f"step-{self.step:08}" + (f".{self.attempt}" if self.attempt > 1 else "")
-
-    @classmethod
-    def parsed(cls, text: str) -> StepName | None:
-        match = _OURS.fullmatch(text)
-        name = cls(int(match[1]), int(match[2] or 1)) if match else None
-        return name if str(name) == text else None
-
-
-_NUMBERED = re.compile(r"(?P<stem>(?:[^.].*[^0-9])?)(?P<step>[0-9]{1,18})(?:\.ckpt)?")
-"""Names of checkpoints that end with the number of a step, in whatever way a program writes it."""
-
-_ATTEMPT = re.compile(r"(?P<first>.*[0-9])\.(?P<attempt>[2-9]|[1-9][0-9])")
-"""Names of later attempts at a step: a checkpoint that was made again is beside the first one."""
-
-
-class NumberedName(NamedTuple):
-    """The step that the name of a checkpoint of any program tells, and the text before its number."""
-
-    stem: str
-    step: StepName
-
-    @classmethod
-    def parsed(cls, text: str) -> NumberedName | None:
-        if step := StepName.parsed(text):
-            return cls("step-", step)
-        attempt = _ATTEMPT.fullmatch(text)
-        if match := _NUMBERED.fullmatch(attempt["first"] if attempt else text):
-            return cls(match["stem"], StepName(int(match["step"]), int(attempt["attempt"]) if attempt else 1))
-        return None
-
 
 _POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files in which programs name the step to resume from: Megatron and verl, DeepSpeed."""
@@ -101,7 +61,7 @@ class RunStep:
             is known of it.
         fault: one sentence; empty if it is whole.
         bytes: of all of its files; None if they cannot be listed.
-        saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
+        saved: when its description was written, or else its last file, in seconds since 1970; None if not known.
         is_complete: whether its manifest and the sizes of its files are right, whatever else is damaged.
         verified: its last verification, if that was of the same files.
     """
@@ -128,6 +88,15 @@ class RunStep:
         return self.state not in ("incomplete", "removed")
 
     @property
+    def standing(self) -> str:
+        """How far a step without known losses has been checked: a phrase that follows its name."""
+        if self.fault:
+            return "which has lost nothing"
+        if self.verified is None:
+            return "not verified yet"
+        return "verified" if self.verified.verdict == "whole" else f"verified ({self.verified.verdict})"
+
+    @property
     def folder(self) -> Location:
         """The folder in that of the run."""
         return self.path if self.path.name == self.name else self.path.parent
@@ -149,12 +118,14 @@ class Run:
     Attributes:
         pointer: what the run's program says is the latest checkpoint, if it does.
         unpublished: the names of directories of saves that go on, or were stopped.
+        strays: checkpoints of ours with names that tell no step: by name, the step that each was saved as.
     """
 
     path: Location
     steps: tuple[RunStep, ...]
     pointer: Pointer | None = None
     unpublished: tuple[str, ...] = ()
+    strays: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> tuple[RunStep, ...]:
@@ -172,44 +143,12 @@ class Run:
         """The newest whole step; None if there is none, or if it is not known which it is."""
         return self.whole[-1] if self.whole and not self.unread else None
 
-    def replacement(self, step: RunStep) -> RunStep | None:
-        """Return a later attempt at the same step that is whole, so that this one is not needed; None without one."""
-        later = (each for each in self.whole if each.step == step.step and each.attempt > step.attempt)
-        return next(later, None)
-
-    def way_back(self, unread: Collection[str] = ()) -> str:
-        """Say how to go on from an older step than those that cannot be read; empty if there are no such steps.
-
-        Args:
-            unread: the names of steps that cannot be read, besides those of which looking at the run has shown it.
-        """
-        whole = [step for step in self.whole if step.name not in unread]
-        newer = self.steps[self.steps.index(whole[-1]) + 1 :] if whole else ()
-        names = [step.name for step in newer if step.state == "unread" or step.name in unread]
-        if not names:
-            return ""
-        line = f"move {enumerated(names)} out of {self.path}"
-        if not isinstance(self.path, Remote):
-            line = shell_line("mv", *(self.path / name for name in names), "ELSEWHERE")
-        return f"To go on from {whole[-1].name} instead: {line}"
-
-
-def way_back_beside(path: Location) -> str:
-    """Say how the run of a step that cannot be read goes on from an older one; empty if it cannot, or has none."""
-    if NumberedName.parsed(path.name):
-        with suppress(SourceError, UnavailableError):
-            return look_at_folder(path.parent, lambda opened: None)[0].way_back([path.name])
-    return ""
-
-
-@contextmanager
-def naming_way_back(place: Location) -> Iterator[None]:
-    """Add to the error of a step that cannot be read how its run goes on without it."""
-    try:
-        yield
-    except UnavailableError as error:
-        advice = ". ".join(filter(None, (error.advice, way_back_beside(place))))
-        raise error.with_text(error.fault, advice) from error
+    def replacement(self, name: str) -> RunStep | None:
+        """Return a later attempt at the step of this name that is whole, so that this is not needed."""
+        if (numbered := NumberedName.parsed(name)) is None:
+            return None
+        step, attempt = numbered.step
+        return next((each for each in self.whole if each.step == step and each.attempt > attempt), None)
 
 
 def run_of(path: Location) -> Run | None:
@@ -260,27 +199,40 @@ def look_at_folder(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple
         entries = entries_of(path)
     entries.sort(key=lambda entry: entry.name)
 
-    def look(entry: Location) -> tuple[str, RunStep, T | None] | None:
+    def look(entry: Location) -> tuple[str, RunStep | None, T | None]:
         name = NumberedName.parsed(entry.name)
-        if name is None:
-            return None
-        try:
-            kind = kind_of(entry)
-            if kind == "folder" or (kind == "file" and entry.name.endswith(".ckpt")):
-                return name.stem, *look_at_step(entry, name.step, view)
-        except UnavailableError as error:
-            return name.stem, RunStep(entry.name, entry, *name.step, "unread", str(error), None, None), None
-        return None
+        return (name.stem, *_look_at_entry(entry, name.step, view)) if name else ("", None, None)
 
-    looks = [result for result in map_each(path, look, entries) if result is not None]
-    # Other folders may end with a number, too: the run's are named as what holds checkpoints.
+    looks = [(stem, step, value) for stem, step, value in map_each(path, look, entries) if step]
+    # Other folders may end with a number, too: the run's are named as what holds checkpoints, in a series as ours.
     stems = {stem for stem, step, _ in looks if step.is_published}
     steps = [step for stem, step, _ in looks if not stems or stem in stems]
+    ours = [step for step in steps if StepName.parsed(step.name)]
+    if any(_has_manifest(step.folder) for step in ours):
+        steps = ours
     steps.sort(key=lambda step: (step.step, step.attempt, step.name))
-    views = {step.name: value for _, step, value in looks if value is not None}
+    views = {step.name: value for _, step, value in looks if value is not None and step in steps}
     names = [entry.name for entry in entries]
     unpublished = tuple(name for name in names if NumberedName.parsed(publish.staged_name(name) or ""))
-    return Run(path, tuple(steps), _pointer(path, {*names}, steps), unpublished), views
+    strays = strays_among([entry for entry in entries if entry.name not in {step.name for step in steps}])
+    return Run(path, tuple(steps), _pointer(path, {*names}, steps), unpublished, strays), views
+
+
+def strays_among(entries: Iterable[Location]) -> dict[str, int]:
+    """Return the names of checkpoints of ours that are no steps of their run, with the step that each was saved as."""
+    strays = {}
+    for entry in entries:
+        if not entry.name.startswith(".") and _has_manifest(entry):
+            with suppress(SourceError, UnavailableError), OpenCheckpoint(entry) as checkpoint:
+                if (step := step_saved(checkpoint)) is not None:
+                    strays[entry.name] = step
+    return strays
+
+
+def _has_manifest(entry: Location) -> bool:
+    with suppress(UnavailableError):
+        return is_there(entry / MANIFEST_FILE)
+    return False
 
 
 def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer | None:
@@ -308,60 +260,33 @@ def last_verification(checkpoint: Location) -> Verification | None:
     return None
 
 
-def new_attempt(checkpoint: Location) -> str | None:
-    """Return a free name by which the same step is found beside a checkpoint; None if its name tells no step.
+def newest_steps(checkpoint: Location) -> Run:
+    """Look at the steps beside a checkpoint, the newest first, and no further than to a whole one besides itself.
 
-    The last attempt at a step that is whole counts.
+    A folder that cannot be listed, or that is a checkpoint, has no steps: this is for advice.
     """
-    numbered = NumberedName.parsed(checkpoint.name)
-    if numbered is None:
-        return None
-    attempt = numbered.step.attempt
-    for _, step in _siblings(checkpoint):
-        if step.step == numbered.step.step:
-            attempt = max(attempt, step.attempt)
-    # Ours have their numbers in one form, those of other programs get a suffix.
-    if name := StepName.parsed(checkpoint.name):
-        return str(StepName(name.step, attempt + 1))
-    later = _ATTEMPT.fullmatch(checkpoint.name)
-    return f"{(later['first'] if later else checkpoint.name).removesuffix('.ckpt')}.{attempt + 1}"
-
-
-def _siblings(checkpoint: Location) -> list[tuple[str, StepName]]:
-    """Return the names in the folder of a checkpoint that tell steps of its run, or of any if its own tells none."""
-    numbered = NumberedName.parsed(checkpoint.name)
-    siblings = []
-    with suppress(FileNotFoundError):
-        for entry in entries_of(checkpoint.parent):
-            sibling = NumberedName.parsed(entry.name)
-            if sibling and (numbered is None or sibling.stem == numbered.stem):
-                siblings.append((entry.name, sibling.step))
-    return siblings
-
-
-def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep | None:
-    """Return the newest whole checkpoint of the same run, preferably of no later step; None if none is beside it.
-
-    Args:
-        besides: the names of others that are known to be damaged.
-    """
-    run, numbered = checkpoint.parent, NumberedName.parsed(checkpoint.name)
-
-    def preference(sibling: tuple[str, StepName]) -> tuple[object, ...]:
-        name, step = sibling
-        return numbered is not None and step.step > numbered.step.step, -step.step, -step.attempt, name
-
+    run, steps = checkpoint.parent, list[RunStep]()
     siblings: list[tuple[str, StepName]] = []
-    with suppress(OSError, SourceError, UnavailableError):  # of no use as advice
-        siblings = [] if _is_checkpoint(run) else sorted(_siblings(checkpoint), key=preference)
-    # Look at the best ones first, and no further than to one that is whole; pass over those that cannot be read.
-    for name, step in siblings:
-        with suppress(OSError, SourceError, UnavailableError):
-            if name not in (checkpoint.name, *besides):
-                candidate, _ = look_at_step(run / name, step, lambda opened: None)
-                if not candidate.has_loss:
-                    return candidate
-    return None
+    with suppress(SourceError, UnavailableError):
+        siblings = [] if _is_checkpoint(run) else siblings_of(checkpoint)
+    for name, step in sorted(siblings, key=lambda sibling: (sibling[1], sibling[0]), reverse=True):
+        looked, _ = _look_at_entry(run / name, step, lambda opened: None)
+        steps += filter(None, [looked])
+        if looked and name != checkpoint.name and not looked.has_loss:
+            break
+    return Run(run, tuple(reversed(steps)))
+
+
+def _look_at_entry(
+    entry: Location, name: StepName, view: Callable[[OpenCheckpoint], T]
+) -> tuple[RunStep | None, T | None]:
+    """Look at what has the name of a step in the folder of a run; None if that is no folder, and no checkpoint."""
+    try:
+        kind = kind_of(entry)
+        is_file = kind == "file" and (entry.name.endswith(".ckpt") or StepName.parsed(entry.name) is not None)
+        return look_at_step(entry, name, view) if kind == "folder" or is_file else (None, None)
+    except UnavailableError as error:
+        return RunStep(entry.name, entry, *name, "unread", str(error), None, None), None
 
 
 def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint], T]) -> tuple[RunStep, T | None]:
@@ -377,7 +302,7 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
     files, last = look_at_files(place), read_verification(place)
     # The last verification counts only if the files are the same as then.
     last = last if last and last.files == files.digest else None
-    step = RunStep(place.name, place, *name, "faulty", "", files.bytes, files.last_write, verified=last)
+    step = RunStep(place.name, place, *name, "faulty", "", files.bytes, files.saved, verified=last)
     # In a store, a removal leaves a mark until the last file is gone; what is there until then is no step any more.
     if isinstance(place, Remote) and is_there(place / publish.MARK):
         return replace(step, state="removed", fault="it is being removed"), None
@@ -400,10 +325,11 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
             step = replace(step, fault=damage_at(place).sentence)
         else:
             step = replace(step, state="incomplete", fault=_NOT_FINISHED)
-    except DamageError:
-        step = replace(step, fault=damage_at(step.path).sentence)
     except SourceError as error:
-        step = replace(step, state="unread", fault=str(error))
+        if is_damaged(step.path, error):
+            step = replace(step, fault=damage_at(step.path).sentence)
+        else:
+            step = replace(step, state="unread", fault=str(error))
     except OSError as error:  # a file was gone that had been listed
         step = replace(step, fault=str(error))
     # Files that come or go meanwhile are of a save or a removal.
@@ -424,9 +350,14 @@ def judged(step: RunStep, damage: Damage) -> RunStep:
     return replace(step, state="faulty" if fault else "whole", fault=fault, is_complete=step.is_complete and not damage)
 
 
-def has_lost_all(path: Location) -> bool:
-    """Return whether a folder has the name of a step of ours and no files: only a whole one gets its name."""
-    return StepName.parsed(path.name) is not None and is_folder(path) and not entries_of(path)
+def is_damaged(path: Location, error: SourceError) -> bool:
+    """Return whether an error is of damage: also where the name of a step of ours has a file or no files at all.
+
+    Only a whole step gets its name.
+    """
+    if isinstance(error, DamageError):
+        return True
+    return StepName.parsed(path.name) is not None and (is_file(path) or (is_folder(path) and not entries_of(path)))
 
 
 _GONE = "it is gone"

@@ -18,6 +18,8 @@ import xxhash
 
 from ...names.errors import RemovedError, SourceError, UnavailableError
 from ...names.wording import fields_of, listed, moment
+from ...programs.signs import METADATA_FILE
+from ...record.record import MANIFEST_FILE
 from ..io.location import Location, Remote, is_folder, is_link, is_there, local_errors, names_in
 from ..io.new_file import write_synced
 from ..io.publish import MARK
@@ -59,9 +61,9 @@ class Verification:
         return self.verdict != "faulty"
 
     @property
-    def loss(self) -> str:
-        """The loss that it has found, and when; empty if there is none."""
-        return f"verified {moment(self.timestamp)} UTC: {self.sentence}" if self.has_loss else ""
+    def finding(self) -> str:
+        """The fault that it has found, and when."""
+        return f"verified {moment(self.timestamp)} UTC: {self.sentence}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,12 @@ class FilesState:
 
     Attributes:
         bytes: of all of them.
-        last_write: in seconds since 1970; None where a store does not say.
+        saved: when its description was written, or else the last file, in seconds since 1970; None if not known.
         digest: over names, sizes, times and identities: another one for a changed checkpoint, and for a copy.
     """
 
     bytes: int
-    last_write: float | None
+    saved: float | None
     digest: str
 
 
@@ -94,10 +96,13 @@ def look_at_files(place: Location) -> FilesState:
     else:
         facts += _local_facts(place)
     facts = sorted(fact for fact in facts if not fact[0].startswith(f"{RECORD}/"))
+    # A file that has been damaged, or put back, since then has a later time.
     times = [time for _, _, time, _ in facts if time is not None]
+    described = [time for name, _, time, _ in facts if time is not None and name in (MANIFEST_FILE, METADATA_FILE)]
     names = json.dumps([(name, size, identity) for name, size, _, identity in facts])
     digest = xxhash.xxh3_128_hexdigest(names.encode())
-    return FilesState(sum(size for _, size, _, _ in facts), max(times, default=None), digest)
+    saved = min(described) if described else max(times, default=None)
+    return FilesState(sum(size for _, size, _, _ in facts), saved, digest)
 
 
 @contextmanager

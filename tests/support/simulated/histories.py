@@ -24,7 +24,7 @@ from muonckpt.names.errors import Interrupted, UnsyncedError
 from muonckpt.runs.step_folder import DESCRIPTIONS
 from muonckpt.store.io.new_file import write_synced
 from muonckpt.store.io.publish import MARK, sync_directory
-from muonckpt.store.verify.run import StepName
+from muonckpt.store.verify.step_names import StepName
 
 from .machine import KINDS, Fault, Hung, Killed, Machine, Task
 from .store import PROTOCOL

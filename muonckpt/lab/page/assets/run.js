@@ -39,24 +39,26 @@ function ofRole(role, name) {
 
 const PRESENT = [...new Set(DATA.series.map((row) => row.role))];
 const isOddStep = (i) => STEPS[i].state !== "whole";
+const numberFound = (i) => DATA.findings[i].length + (STEPS[i].fault ? 1 : 0);
 
 function stateCell(step) {
   return el("span", { class: step.state === "whole" ? "status-same" : "bad", title: step.fault }, STATES[step.state] + " " + step.state);
 }
 
+// The lines of the verdict that `inspect` prints: facts first, then each fault once.
 function runVerdict() {
-  const bad = STEPS.filter((step) => step.state !== "whole");
   const differing = DATA.resumes.filter((resume) => resume.proof && !resume.proof.equal);
-  const about = (wanted) => DATA.overview.filter(([label]) => wanted.includes(label)).map(([label, text]) => el("p", {}, el("b", { class: "plain" }, label + ": "), text));
-  const told = (step) => el("li", {}, el("span", { class: "mono" }, step.name), " is " + step.state + ": " + step.fault);
+  const lines = DATA.overview.filter(([label]) => label && !["run", "changed", "resumed"].includes(label));
+  const told = ([label, text]) => el("p", {}, el("b", { class: label in STATES || label === "missing" ? "bad" : "plain" }, label + ": "), text);
+  const faults = lines.filter(([label]) => label in STATES).map(told);
   const few = 3;
   return verdictSection({
     well: (STEPS.length === 1 ? "The step is" : "All " + count(STEPS.length, "step") + " are") + " whole, as far as files and the last verification tell.",
     verdict: DATA.verdict,
-    facts: [about(["newest whole", "newest usable", "latest"]),
+    facts: [lines.filter(([label]) => !(label in STATES)).map(told),
       differing.map((resume) => el("p", { class: "bad" }, "\u2715 resume " + resume.attempt + ", from step " + resume.step + ": " + resume.verdict)),
-      bad.length ? el("ul", {}, bad.slice(-few).reverse().map(told)) : null,
-      bad.length > few ? el("details", {}, el("summary", {}, count(bad.length - few, "earlier one")), el("ul", {}, bad.slice(0, -few).reverse().map(told))) : null],
+      faults.slice(0, few),
+      faults.length > few ? el("details", {}, el("summary", {}, count(faults.length - few, "other fault")), faults.slice(few)) : null],
   });
 }
 
@@ -66,14 +68,14 @@ function stepsSection() {
     columns: [
       { label: "step", value: (i) => i, text: (i) => STEPS[i].name },
       { label: "state", width: 104, value: (i) => STEPS[i].state, cell: (i) => stateCell(STEPS[i]) },
-      { label: "findings", width: 78, number: true, value: (i) => DATA.findings[i].length, text: (i) => (isOddStep(i) && !DATA.findings[i].length ? "-" : count(DATA.findings[i].length)) },
+      { label: "findings", width: 78, number: true, value: numberFound, text: (i) => count(numberFound(i)) },
       { label: "bytes", width: 80, number: true, value: (i) => STEPS[i].bytes, text: (i) => bytes(STEPS[i].bytes) },
       { label: "saved (UTC)", width: 132, value: (i) => STEPS[i].saved, text: (i) => when(STEPS[i].saved) },
       { label: "after", width: 84, number: true, value: (i) => BETWEEN[i], text: (i) => duration(BETWEEN[i]) },
       { label: "verified (UTC)", width: 130, value: (i) => (STEPS[i].verified ? STEPS[i].verified.timestamp : null), text: (i) => (STEPS[i].verified ? when(STEPS[i].verified.timestamp) : "never") },
     ],
   });
-  table.setRows(STEPS.map((_, i) => i));
+  table.setRows(STEPS.map((_, i) => i).reverse());
   return section("steps", "Steps", table.node, el("p", { class: "muted below" }, "Press a step for its norms, what was found at it, and what changed since the step before."));
 }
 
