@@ -309,8 +309,7 @@ def _joined(tensor: StateRecord, results: Sequence[_ChunkResult], unchecked: int
     return _Result(tensor.key, is_lost, fingerprint, unchecked, findings)
 
 
-_GONE = _ChunkResult(None)
-"""A chunk whose file is lost: a finding about the file says so already."""
+_GONE = _ChunkResult(None, (("unreadable", "its file is missing, was cut, or cannot be opened"),))
 
 
 def _check_chunk(
