@@ -274,22 +274,20 @@ def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Ite
         yield from writer.full_parts()
     for blob in blobs:
         writer.put(blob.key)
-        writer.put(_object("BytesStorageMetadata"))
+        writer.put_cached(("blob",), lambda: writer.put(_object("BytesStorageMetadata")))
     writer.out += pickle.SETITEMS
     # The paths of keys.
-    writer.put("planner_data")
-    writer.out += _DICT
     entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
-    for entry in entries:
-        writer.put(entry.key)
-        writer.put(entry.path)
-        yield from writer.full_parts()
-    writer.out += pickle.SETITEMS
+    writer.put("planner_data")
+    writer.put({entry.key: entry.path for entry in entries})
+    yield from writer.full_parts()
     # Where each item lies, and each chunk.
     writer.put("storage_data")
     writer.out += _DICT
     for blob in blobs:
-        writer.put(_object("MetadataIndex", {"fqn": blob.key, "index": None}))
+        writer.index(blob.key)
+        writer.put_word("index")
+        writer.out += pickle.NONE + _END
         writer.item(blob.item.file, blob.item.offset, blob.item.length)
         yield from writer.full_parts()
     for tensor in tensors:
@@ -325,10 +323,10 @@ class _MetadataWriter(Pickler):
 
     def begin(self, kind: str, module: str) -> None:
         """Begin an object whose attributes follow; `_END` ends it."""
-        self._put_cached((kind, module), lambda: self.put(Record(Global(f"{module} {kind}"), ())))
+        self.put_cached((kind, module), lambda: self.put(Record(Global(f"{module} {kind}"), ())))
         self.out += _DICT
 
-    def _put_cached(self, name: object, write: Callable[[], None]) -> None:
+    def put_cached(self, name: object, write: Callable[[], None]) -> None:
         """Write the value of this name, by the bytes of the last time if they are kept.
 
         The first time a value is written, it makes entries in the pickle's memo, and later bytes refer to them: bytes
@@ -342,49 +340,50 @@ class _MetadataWriter(Pickler):
         if len(self.memo) == memo_length:
             self._pickled[name] = bytes(self.out[start:])
 
-    def _put_word(self, word: str) -> None:
-        self._put_cached(word, lambda: self.put(word))
+    def put_word(self, word: str) -> None:
+        self.put_cached(word, lambda: self.put(word))
 
     def tensor(self, tensor: StateRecord) -> None:
         if tensor.dtype not in DTYPES:
             raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
-        self._put_cached(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
+        self.put_cached(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
 
     def item(self, file: str, offset: int, length: int) -> None:
         """Write the ``_StorageInfo`` of an item."""
 
         def write() -> None:
             self.begin("_StorageInfo", FILESYSTEM)
-            self._put_word("relative_path")
+            self.put_word("relative_path")
             self.put(file)
-            self._put_word("offset")
+            self.put_word("offset")
 
-        self._put_cached(("file", file), write)
+        self.put_cached(("file", file), write)
         self.out += integer(offset)
-        self._put_word("length")
+        self.put_word("length")
         self.out += integer(length) + _END
 
     def places(self, tensor: StateRecord) -> None:
         """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
         files, offsets, lengths = tensor.chunks.items
-        if tensor.boxes in self._offsets and self._pickled.keys() >= {("file", file) for file in {*files}}:
+        boxes = tensor.boxes
+        if boxes in self._offsets and self._pickled.keys() >= {("file", file) for file in {*files}}:
             self._repeat(tensor, files, offsets, lengths)
             return
         # One by one, until the bytes of every offset repeat.
-        corners = list(map(tuple, tensor.boxes.lo.tolist()))
+        corners = list(map(tuple, boxes.lo.tolist()))
         items = zip(files, offsets, lengths, strict=True)
         for number, (lo, item) in enumerate(zip(corners, items, strict=True)):
-            self._index(tensor.key)
-            self._put_cached(("offset", number, lo), partial(self._put_offset, number, lo))
+            self.index(tensor.key)
+            self.put_cached(("offset", number, lo), partial(self._put_offset, number, lo))
             self.item(*item)
         numbered = [("offset", number, lo) for number, lo in enumerate(corners)]
         if self._pickled.keys() >= set(numbered):
-            self._offsets[tensor.boxes] = tuple(map(self._pickled.__getitem__, numbered))
+            self._offsets[boxes] = tuple(map(self._pickled.__getitem__, numbered))
 
     def _repeat(self, tensor: StateRecord, files: list[str], offsets: list[int], lengths: list[int]) -> None:
         """Write the places of a tensor from bytes written before, except for its key and numbers."""
         start = len(self.out)
-        self._index(tensor.key)
+        self.index(tensor.key)
         index = bytes(self.out[start:])
         del self.out[start:]
         heads = {file: self._pickled["file", file] for file in {*files}}
@@ -394,9 +393,9 @@ class _MetadataWriter(Pickler):
             [index + box + heads[file] + integer(offset) + ends[length] for box, file, offset, length in places]
         )
 
-    def _index(self, key: str) -> None:
+    def index(self, key: str) -> None:
         self.begin("MetadataIndex", METADATA)
-        self._put_word("fqn")
+        self.put_word("fqn")
         self.put(key)
 
     def _put_offset(self, number: int, lo: Index) -> None:
