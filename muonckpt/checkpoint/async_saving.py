@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -489,14 +488,11 @@ class _Staged(NamedTuple):
                 lambda *copies: BoxedTensor(shape, dict(zip(boxes, copies, strict=True)), dtype, "cpu"),
             )
         if isinstance(tensor, DTensor):
-            return cls(tensor, [local_of(tensor)], partial(_placed_as, tensor._spec))
+            # from_local() would move the copy to the mesh's device.
+            placed: Any = DTensor
+            return cls(tensor, [local_of(tensor)], lambda copy: placed(copy, tensor._spec, requires_grad=False))
         local = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
         return cls(tensor, [local], lambda copy: copy)
-
-
-def _placed_as(spec: Any, local: Tensor) -> Tensor:
-    # from_local() would move it to the mesh's device.
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

@@ -454,8 +454,11 @@ def _places(read: _Read, targets: Sequence[_Target]) -> tuple[list[_Place], list
         first, last = max(low, start), min(high, stop)
         begin, end = (read.offset + (element - start) * size for element in (first, last))
         is_run = high - low == target.box.numel and end - begin >= _MIN_DIRECT_BYTES
-        if is_run and reached <= begin and _is_plain(target.elements):
-            memory = target.elements.reshape(-1)[first - low : last - low].view(torch.uint8)
+        # Host memory without gaps takes the bytes as they are.
+        elements = target.elements
+        is_plain = type(elements) is Tensor and elements.is_cpu and elements.is_contiguous() and elements.data_ptr()
+        if is_run and reached <= begin and is_plain:
+            memory = elements.reshape(-1)[first - low : last - low].view(torch.uint8)
             places += _Place(reached, begin, None), _Place(begin, end, memory)
             reached = end
         else:
@@ -469,11 +472,6 @@ def _flat_range(box: Box, shape: Index) -> tuple[int, int]:
     for low, high, length in zip(box.lo, box.hi, shape, strict=True):
         first, last = first * length + low, last * length + high - 1
     return first, last + 1
-
-
-def _is_plain(elements: Tensor) -> bool:
-    """Return whether elements are host memory without gaps."""
-    return type(elements) is Tensor and elements.is_cpu and elements.is_contiguous() and elements.data_ptr() != 0
 
 
 def _bytes_in(raw: Tensor) -> memoryview:

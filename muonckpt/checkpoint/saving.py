@@ -132,7 +132,9 @@ def run_save(
         with JointWork(group, DestinationError) as work:
             receipts = work.gather(_write_share(live, plan, place, group, progress))
             if staging is not None and plan.joint_plan is not None and receipts is not None:
-                manifest = plan.joint_plan.manifest(receipts, _with_programs(details, len(receipts)))
+                programs = {"program": PROGRAM, "torch": torch.__version__, "python": platform.python_version()}
+                origin = {**programs, "platform": sys.platform, "world": len(receipts), **details}
+                manifest = plan.joint_plan.manifest(receipts, origin)
                 # The description comes last, and then the one rename: a reader finds all of it or nothing.
                 native.write_native(manifest, staging.place)
                 staging.publish()
@@ -180,12 +182,6 @@ def _agree(group: dist.ProcessGroup | None, plans: AgreedPlans, live: LiveState)
     for former in list(plans)[:-_MOST_PLANS]:
         del plans[former]
     return plans[name]
-
-
-def _with_programs(details: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return the provenance of a save."""
-    programs = {"program": PROGRAM, "torch": torch.__version__, "python": platform.python_version()}
-    return {**programs, "platform": sys.platform, "world": num_ranks, **details}
 
 
 def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +279,9 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
     for key, lo in items:
         start = aligned(end)
         if lo is None:
-            blobs.append((_pickled(live, key), start))
+            stream = io.BytesIO()
+            torch.save(live.flat[key], stream)  # as DCP stores an object
+            blobs.append((stream.getbuffer(), start))
             end = start + len(blobs[-1][0])
         else:
             part = live.parts[key][lo]
@@ -361,7 +359,7 @@ def _write_bands(item: _BoxItem, output: Writing, progress: SaveProgress) -> byt
     """Write an item band by band, and return its row of the receipt."""
     part, lo, frame, start = item
     sums, end = Sums(), output.write(frame.head, start)
-    for band in sums.add_chunk(bits_of(_on_host(part)), lo):
+    for band in sums.add_chunk(bits_of(_resolved(part).cpu().contiguous()), lo):
         end = progress.written = output.write(band, end)
     output.write(frame.tail(sums.checksum), end)
     return receipt_row(sums.digest, sums.share, frame.length, sums.checksum)
@@ -371,21 +369,10 @@ def _witness(live: LiveState, item: Item) -> bytes:
     """Return the row for this rank's replica of a tensor's box that another rank writes: its digest alone."""
     key, lo = item
     assert lo is not None, "objects were compared before"
-    words = bits_of(_on_host(live.parts[key][lo]))
+    words = bits_of(_resolved(live.parts[key][lo]).cpu().contiguous())
     return receipt_row(xxh3_128([words.reshape(-1).view(np.uint8).data]))
-
-
-def _on_host(part: torch.Tensor) -> torch.Tensor:
-    return _resolved(part).cpu().contiguous()
 
 
 def _resolved(part: torch.Tensor) -> torch.Tensor:
     """Return a part whose memory has the values that it shows."""
     return part.detach().resolve_conj().resolve_neg()
-
-
-def _pickled(live: LiveState, key: str) -> memoryview:
-    """Return an object as DCP stores it."""
-    stream = io.BytesIO()
-    torch.save(live.flat[key], stream)
-    return stream.getbuffer()

@@ -27,6 +27,21 @@ from ..store.io.limits import LimitError
 from ..store.reading.dtypes import DTYPES
 from .bits import dtype_name
 
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """Return whether neither we nor DCP can look at the elements of this class."""
+    # A class that dispatches for itself may hide its elements, unless it defines how DCP writes them.
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
+        return False
+    # It is tried on no elements at all, which costs nothing; a class may raise anything there.
+    try:
+        tensor.detach().reshape(-1)[:0].cpu().view(torch.uint8).numpy()
+    except Exception:
+        return True
+    return False
+
+
 _UNWRITABLE: Mapping[str, Callable[[Tensor], bool]] = {
     "has not been initialized": is_lazy,
     "is nested": lambda tensor: tensor.is_nested,
@@ -34,7 +49,7 @@ _UNWRITABLE: Mapping[str, Callable[[Tensor], bool]] = {
     "has the layout {0.layout}": lambda tensor: tensor.layout is not torch.strided,
     "is on the device meta, without elements": lambda tensor: tensor.is_meta,
     "has the dtype {0.dtype}": lambda tensor: dtype_name(tensor.dtype) not in DTYPES,
-    "is a {0.__class__.__name__}": lambda tensor: _is_opaque(tensor),
+    "is a {0.__class__.__name__}": _is_opaque,
 }
 """The tensors that no checkpoint holds, in the words of an error."""
 
@@ -63,20 +78,6 @@ def _unwritable(value: Tensor) -> str | None:
         if is_so(local):
             return phrase.format(local)
     return None
-
-
-def _is_opaque(tensor: Tensor) -> bool:
-    """Return whether neither we nor DCP can look at the elements of this class."""
-    # A class that dispatches for itself may hide its elements, unless it defines how DCP writes them.
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
-        return False
-    # It is tried on no elements at all, which costs nothing; a class may raise anything there.
-    try:
-        tensor.detach().reshape(-1)[:0].cpu().view(torch.uint8).numpy()
-    except Exception:
-        return True
-    return False
 
 
 def refuse_unstorable(flat: Mapping[str, object]) -> None:

@@ -148,9 +148,14 @@ class WholePlan:
         # Receipts become one table, and replicas are compared before anything is described.
         tables = [np.frombuffer(receipt, _ROWS) for receipt in receipts]
         rows, ranks = np.concatenate(tables), np.repeat(np.arange(len(tables)), expected)
-        self._compare(rows["digest"], ranks)
+        digests, (witness_rows, stored_rows) = rows["digest"], self.witnesses
+        for number in np.flatnonzero((digests[witness_rows] != digests[stored_rows]).any(axis=1)):
+            writer, witness = ranks[stored_rows[number]], ranks[witness_rows[number]]
+            raise _drifted(self.names[number], self.global_ranks[writer], self.global_ranks[witness])
         # Ranks lay their items end to end, so lengths alone say where each of them begins.
-        starts = np.concatenate([_starts(table["length"]) for table in tables])
+        unit = aligned(1)
+        spaces = [(table["length"].astype(np.int64) + unit - 1) // unit * unit for table in tables]
+        starts = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in spaces])
         blobs = []
         for key, path, row in self.objects:
             item = Extent(rank_file(int(ranks[row])), int(starts[row]), int(rows["length"][row]))
@@ -180,13 +185,6 @@ class WholePlan:
             self.tensors, ends.tolist(), prints, strict=False
         ):
             yield record_of(key, path, name, kind, Chunks(columns, start, boxes), fingerprint)
-
-    def _compare(self, digests: NDArray[Any], ranks: NDArray[np.int64]) -> None:
-        """Check that replicas of tensors are equal, as only one of them is stored."""
-        rows, stored_rows = self.witnesses
-        for number in np.flatnonzero((digests[rows] != digests[stored_rows]).any(axis=1)):
-            writer, witness = ranks[stored_rows[number]], ranks[rows[number]]
-            raise _drifted(self.names[number], self.global_ranks[writer], self.global_ranks[witness])
 
 
 _Placed = tuple[int, int]
@@ -413,14 +411,6 @@ def _columns_of(placed: Sequence[_Placed]) -> tuple[Column, Column]:
 def rank_file(rank: int) -> str:
     """Return the name of a rank's file in stock DCP's form."""
     return f"__{rank}_0.distcp"
-
-
-def _starts(lengths: NDArray[Any]) -> Column:
-    """Return where items with the lengths begin in a file; items of length 0 are not stored."""
-    unit = aligned(1)
-    spaces: Column = (lengths.astype(np.int64) + unit - 1) // unit * unit
-    starts: Column = np.cumsum(spaces) - spaces
-    return starts
 
 
 def _drifted(label: str, writer: int, rank: int) -> LayoutError:

@@ -217,27 +217,24 @@ class TensorReader:
         Raises:
             RemovedError: the checkpoint is not there any more, as where a run has removed an old step.
         """
+        kind = dtype(tensor.dtype)
         try:
-            return self._words(tensor, box)
+            # Chunks that overlap, leave a hole or are cut are refused before memory is taken for their elements.
+            tensor.chunk_layout()
+            chunks = self._chunks(tensor, box)
+            for chunk in chunks:
+                payload = payload_of(tensor, chunk)
+                self._reader.payloads.open_file(payload.file, payload.end)
+            words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
+            for chunk in chunks:
+                common = chunk.box & box
+                assert common is not None, "the chunk was chosen because they have elements in common"
+                words[slices_within(common, box.lo)] = self._elements(tensor, chunk, common)
+            return words
         except DamageError as error:
             if is_there(self._place):
                 raise
             raise RemovedError(f"{self._place} was removed while it was read. Open the newest whole step") from error
-
-    def _words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
-        # Chunks that overlap, leave a hole or are cut are refused before memory is taken for their elements.
-        tensor.chunk_layout()
-        kind, chunks = dtype(tensor.dtype), self._chunks(tensor, box)
-        for chunk in chunks:
-            payload = payload_of(tensor, chunk)
-            self._reader.payloads.open_file(payload.file, payload.end)
-
-        words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
-        for chunk in chunks:
-            common = chunk.box & box
-            assert common is not None, "the chunk was chosen because they have elements in common"
-            words[slices_within(common, box.lo)] = self._elements(tensor, chunk, common)
-        return words
 
     def parts(self, tensor: StateRecord, box: Box) -> tuple[StoredPart, ...]:
         """Return the parts of a box of a tensor, one for each chunk that has some of it."""

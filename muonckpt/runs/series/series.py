@@ -574,7 +574,9 @@ class Series:
         """Return the name to save under, once all ranks have given the same step, and what the manifest says."""
         decision: tuple[StepName, list[str]] | None = None
         with JointWork(self._group, DestinationError) as work:
-            _check_step(step)
+            if type(step) is not int or step < 0:
+                line = "; it comes before the state dict: series.save(step, state_dict)" * isinstance(step, Mapping)
+                raise ArgumentError(f"a step is an integer, 0 or more; found {value_in_short(step)}{line}")
             if also is not None:
                 _check_form(also)
             # Each stage of a pipeline has a model, and frozen parameters, of its own.
@@ -634,13 +636,6 @@ class Series:
             warn_on_rank(message, RuntimeWarning)
         for text in newest.missing:
             warn_on_rank(f"{self._folder.place} lacks {text}", RuntimeWarning)
-
-
-def _check_step(step: object) -> None:
-    if type(step) is not int or step < 0:
-        actual = value_in_short(step)
-        line = "; it comes before the state dict: series.save(step, state_dict)" if isinstance(step, Mapping) else ""
-        raise ArgumentError(f"a step is an integer, 0 or more; found {actual}{line}")
 
 
 def _check_form(form: str) -> None:
