@@ -38,10 +38,8 @@ from .json_fields import (
     compact,
     field_of_all,
     integers,
-    key_path,
     layout,
     matching,
-    optional,
     provenance,
     sealed_parts,
     string,
@@ -310,7 +308,7 @@ class Manifest:
                 ColumnReader(data["data_files"], data["boxes"]),
                 _layout_reader(data["layouts"]),
             ),
-            blobs=tuple(map(_blob, data["blobs"])),
+            blobs=_blobs(data["blobs"]),
             provenance=provenance(data["provenance"]),
             files={string(name): matching(DIGEST)(digest) for name, digest in data.get("files", {}).items()},
         )
@@ -428,13 +426,11 @@ def _tensors(
     )
 
 
-def _blob(data: dict[str, Any]) -> Blob:
-    return Blob(
-        key=string(data["key"]),
-        path=key_path(data["path"]),
-        item=Extent(string(data["file"]), *integers(data["item"])),
-        digest=optional(matching(DIGEST), data["digest"]),
-    )
+def _blobs(entries: Sequence[Any]) -> tuple[Blob, ...]:
+    rows = list(map(itemgetter("key", "path", "file", "item", "digest"), entries))
+    keys, paths, files, items, digests = zip(*rows, strict=True) if rows else ((),) * 5
+    extents = (Extent(file, *item) for file, item in zip(all_strings(files), all_integers(items), strict=True))
+    return tuple(map(Blob, all_strings(keys), all_key_paths(paths), extents, all_optional(matching(DIGEST), digests)))
 
 
 # Keys that people ask for, so that a pattern means the same wherever people give one.
