@@ -129,6 +129,8 @@ class Refusal:
         """Return the next step where names are those of the checkpoint; empty if the phrases contain it."""
         matching, call = self.matching, self.call
         # 1. Missing keys.
+        if line := self._changed_objects():
+            return line
         if matching.missing_keys:
             return self._advice_on_missing()
         # 2. Dtypes and shapes.
@@ -159,11 +161,24 @@ class Refusal:
             line = self._absent_objects() or "To load it, give it to Series"
         return f"{line}; to leave it there: {call}(..., allow_extra={extra if len(extra) <= MOST_GLOBS else True!r})"
 
+    def _changed_objects(self) -> str:
+        """Return how other objects of a run get state that had other keys when it was saved; empty if none had."""
+        differing_roots = {key.partition(".")[0] for key in (*self.matching.missing_keys, *self.matching.extra_keys)}
+        saved_roots = {str(entry.path[0]) for entry in self.stored.entries.values()}
+        roots = {str(root) for root in self.live.nested} & saved_roots & differing_roots
+        roots -= {MODEL, OPTIMIZER, SCHEDULER}
+        if self.call != RESUME or not roots:
+            return ""
+        return (
+            f"The state of {listed(map(repr, sorted(roots)))} had other keys when it was saved. Before resume, give it "
+            f"those, as muonckpt.open({self._source!r}).items has them"
+        )
+
     def _absent_objects(self) -> str:
         """Return how a series gets the objects that only the checkpoint has the state of; empty if there are none."""
         roots = {str(self.stored.entries[key].path[0]) for key in self.matching.extra_keys}
         roots -= {str(path[0]) for path in self.live.paths.values()}
-        others = sorted(roots - {SCHEDULER})
+        others = sorted(filter(str.isidentifier, roots - {SCHEDULER}))
         names, arguments = [*map(repr, others)], []
         if SCHEDULER in roots:
             names.append("a scheduler")
@@ -360,9 +375,12 @@ class Refusal:
         return {key for key in tensors if not key.startswith(prefixes)}
 
     def _saved_shape(self) -> str:
-        """Return the next step where the checkpoint has a tensor in another shape; empty if it has none."""
+        """Return the next step where a tensor has another shape in the checkpoint, or is none; empty without any."""
         for key, value in self.live.flat.items():
             entry = self.stored.entries.get(self.matching.sources.get(key, key))
+            if entry is not None and isinstance(value, Tensor) is not isinstance(entry, StateRecord):
+                saved = "a tensor" if isinstance(entry, StateRecord) else "no tensor"
+                return f"Give {key!r} as it was saved, {saved}, and change it after loading"
             if isinstance(value, Tensor) and isinstance(entry, StateRecord) and entry.shape != value.shape:
                 return (
                     f"No call cuts a saved tensor: build the model with the saved shapes ({key!r}: {entry.shape}), and "

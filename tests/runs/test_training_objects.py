@@ -352,6 +352,36 @@ def test_a_scheduler_and_a_loader_that_a_run_was_saved_without_come_in_by_a_new_
     assert [optimizer.param_groups[0]["lr"] for optimizer in again.optimizers] == [0.02 * 0.9 * 0.9 * 0.9, 1e-3 * 0.1]
 
 
+class Losses:
+    """An object whose state gets keys while a run trains."""
+
+    def __init__(self, values: dict[str, float]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": dict(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def test_an_object_with_other_keys_than_when_it_was_saved_is_loaded_by_the_advice(tmp_path):
+    def begun(values: dict[str, float]) -> tuple[Losses, muonckpt.Series]:
+        net, losses = nn.Linear(6, 6), Losses(values)
+        return losses, muonckpt.Series(tmp_path, net, torch.optim.AdamW(net.parameters()), extra={"losses": losses})
+
+    begun({"code": 0.5, "math": 0.25})[1].save(0)
+    line = r"The state of 'losses' had other keys when it was saved. Before resume, give it those, as (.*) has them$"
+    for values in ({}, {"code": 0.0}, {"prose": 0.0}):
+        with pytest.raises(muonckpt.SourceError, match=line) as refused:
+            begun(values)[1].resume()
+        [items] = re.findall(line, str(refused.value))
+        saved = {key: value for key, value in eval(items, {"muonckpt": muonckpt}).items() if key.startswith("losses.")}
+        losses, run = begun({key.removeprefix("losses.values."): 0.0 for key in saved})
+        assert run.resume(strict=True) == 1
+        assert losses.values == {"code": 0.5, "math": 0.25}
+
+
 def test_objects_that_a_run_has_no_longer_stay_in_its_checkpoint(tmp_path):
     job = Job(tmp_path)
     job.series.save(2)
