@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from ...names.errors import SourceError, TargetError, UnknownOptimizerError
@@ -20,15 +19,15 @@ from ...names.wording import listed
 from ...programs.detection import Detected
 from ...programs.dialect import Dialect
 from ...programs.model_view import AVERAGES, Entry, ModelView, ParameterGroup, Role, StoredParameter, matrix_sides
-from ...programs.signs import GROUP_MEMBERS, unsaid_by_name
+from ...programs.signs import unsaid_by_name
 from ...record.record import Blob, Manifest, StateRecord, entry_keys
 from ...store.open_checkpoint import Values
-from ..engine.outputs import Findings, OutputTensor, unnamed_state
-from .choices import TranslationChoices
+from ..engine.outputs import Action, Findings, OutputTensor, Topic, unnamed_state
 from .conventions import WeightsFrom, agreed_convention
 from .groups import common_options, structure_options
 from .matrices import UNKNOWN, Matrices
 from .parse import other_items
+from .request import Request
 from .structure import TranslatedParameter, apply_rules, unflattened
 
 
@@ -48,7 +47,7 @@ class TranslatedModel:
         findings: gets every difference from the source.
     """
 
-    choices: TranslationChoices
+    choices: Request
     manifest: Manifest
     values: Values
     detected: Detected
@@ -72,6 +71,21 @@ class TranslatedModel:
         return self.target is self.dialect
 
     @property
+    def copies_groups(self) -> bool:
+        """Return whether groups are in the same words, and so are copied but for what rules and the user change."""
+        return self.is_same_dialect and self.choices.like is None
+
+    @property
+    def common_items(self) -> list[Blob]:
+        """The items in which Megatron has all groups."""
+        return [item for item in self.items if self.target.holds_groups(item.path)]
+
+    @property
+    def copies_common_state(self) -> bool:
+        """Return whether these are copied whole: no group changes its words or its optimizer."""
+        return bool(self.common_items) and (self.is_same_dialect or not self.groups)
+
+    @property
     def stateful(self) -> list[TranslatedParameter]:
         return [parameter for parameter in self.parameters.values() if parameter.is_stateful]
 
@@ -86,28 +100,10 @@ class TranslatedModel:
         return {parameter.listed: parameter for parameter in (*self.stateful, *self.stateless)}
 
     @cached_property
-    def _unsaid(self) -> Mapping[str, frozenset[str]]:
-        return unsaid_by_name(self.manifest.provenance)
-
-    def unsaid_options(self, parameter: TranslatedParameter) -> frozenset[str]:
-        """Return the options of a parameter's group that the source has from no run, but from a new optimizer."""
-        return frozenset().union(*(self._unsaid.get(alias, frozenset()) for alias in parameter.aliases))
-
-    @cached_property
     def new_names(self) -> Mapping[str, Collection[str]]:
         """The names that groups list in place of others, by these."""
         new_names = _listed_by_alias(self.parameters.values())
         return {alias: names for alias, names in new_names.items() if [*names] != [alias]}
-
-    def renamed_members(self) -> dict[str, list[list[str]]]:
-        """Return what the provenance says of the members of Megatron's groups, under the target's names."""
-        members: dict[str, list[list[str]]] = {}
-        for chain_name, groups in self.manifest.provenance.get(GROUP_MEMBERS, {}).items():
-            members[chain_name] = []
-            for names in groups:
-                new_names = chain.from_iterable(self.new_names.get(name, (name,)) for name in names)
-                members[chain_name].append([*dict.fromkeys(new_names)])
-        return members
 
     def convention(self, parameter: TranslatedParameter) -> tuple[Convention | None, str]:
         """Return the convention of a parameter's momentum, and why it is this one.
@@ -180,18 +176,17 @@ def _option(group: ParameterGroup | None, name: str | None) -> Any:
     return group.options.get(name) if group and name else None
 
 
-def translate_model(
+def rename(
     view: ModelView,
     manifest: Manifest,
     values: Values,
     detected: Detected,
     target: Dialect,
-    choices: TranslationChoices,
+    choices: Request,
 ) -> TranslatedModel:
-    """Give the parameters of a view the target's names, and choose what of the checkpoint is written.
+    """Choose what of a checkpoint is written, and give its parameters the target's names.
 
     Raises:
-        SourceError: state belongs to no method or to several; or parts of a parameter differ.
         TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
@@ -235,7 +230,7 @@ def translate_model(
                 f"{rules.rules[0]}"
             )
         stored = renamed
-    model = TranslatedModel(
+    return TranslatedModel(
         choices,
         manifest,
         values,
@@ -250,19 +245,31 @@ def translate_model(
         left_out,
         tuple(entry_keys(private)),
     )
-    _refuse_ungrouped(model)
-    parameters = {name: _with_method(model, parameter) for name, parameter in stored.items()}
-    _refuse_forms(model, parameters)
-    groups = _with_members(view.groups, parameters, structure_options(dialect))
-    parameters |= _stateless(model, groups, parameters)
-    if target is not dialect:
-        has_method = (p for p in parameters.values() if p.is_stateful or p.is_stateless)
-        target = target.with_optimizers_of(parameter.method.name for parameter in has_method)
-    return replace(model, target=target, parameters=parameters, groups=groups)
 
 
 def _matches(entry: Entry, globs: Collection[str]) -> bool:
     return any(fnmatchcase(entry.key, glob) for glob in globs)
+
+
+def for_target(model: TranslatedModel) -> TranslatedModel:
+    """Return a model with the methods, groups and steps of its parameters, and with what the target has for these.
+
+    Raises:
+        SourceError: state belongs to no method or to several; parts of a parameter differ; the target has no place.
+    """
+    dialect, target = model.dialect, model.target
+    _refuse_ungrouped(model)
+    parameters = {name: _with_method(model, parameter) for name, parameter in model.parameters.items()}
+    _refuse_forms(model, parameters)
+    groups = _with_members(model.view.groups, parameters, structure_options(dialect))
+    parameters |= _stateless(model, groups, parameters)
+    # The target's methods and optimizers of those that have a method.
+    with_method = {name: p for name, p in parameters.items() if p.is_stateful or p.is_stateless}
+    if target is not dialect:
+        target = target.with_optimizers_of(parameter.method.name for parameter in with_method.values())
+    model = replace(model, target=target, groups=groups)
+    unsaid = unsaid_by_name(model.manifest.provenance)
+    return replace(model, parameters=parameters | {n: _for_target(model, p, unsaid) for n, p in with_method.items()})
 
 
 # Parameters.
@@ -423,6 +430,44 @@ def _stateless(
                 continue  # it is stepped otherwise than its siblings
             stateless[name] = replace(parameter, method=methods[0], group=group, step=0, chains=chains)
     return stateless
+
+
+def _for_target(
+    model: TranslatedModel, parameter: TranslatedParameter, unsaid: Mapping[str, frozenset[str]]
+) -> TranslatedParameter:
+    """Return a parameter with the target's method and optimizer, and the matrices that its options have to say."""
+    dialect, target = model.dialect, model.target
+    method = parameter.method if model.is_same_dialect else target.writes(parameter.method)
+    chain_name = ""
+    if target.chained:
+        if len(parameter.chains) > 1:
+            chains = sorted(parameter.chains)
+            raise SourceError(f"parameter {parameter.name!r} is made of state of more than one optimizer: {chains}")
+        if target.keys.optimizers == dialect.keys.optimizers:
+            chain_name = next(iter(parameter.chains), "")
+        chain_name = chain_name or target.chains.get(method.name, "")
+    # Groups that are copied say what they said, unless rules have changed the parameter.
+    matrices = None
+    if parameter.regrouped or not model.copies_groups:
+        matrices = parameter.matrices if parameter.regrouped and "momentum" in parameter.method.slots else None
+        reason = ""
+        if matrices is None or not matrices.is_known:
+            reasons = (hides_pieces(source, dialect, model.values) for source in parameter.sources)
+            reason = next(filter(None, reasons), "")
+        if reason:
+            hint = dialect.hints.get("pieces", "give pieces where the optimizer is made")
+            reason, matrices = f"{reason}, and no option says how: {hint}", UNKNOWN
+        elif matrices is not None and matrices.options() is None:
+            reason = "its parts are cut into matrices in several ways, and no options say that"
+        if reason:
+            model.findings.check(Action.SET, f"pieces of {parameter.name}", reason=reason, topic=Topic.OPTIONS)
+    return replace(
+        parameter,
+        target_method=method,
+        chain=chain_name,
+        target_matrices=matrices,
+        unsaid=frozenset().union(*(unsaid.get(alias, frozenset()) for alias in parameter.aliases)),
+    )
 
 
 def _refuse_forms(model: TranslatedModel, parameters: Mapping[str, TranslatedParameter]) -> None:

@@ -12,7 +12,7 @@ from ...algebra.layout import Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import Convention, KeyPath
-from ...programs.dialect import Dialect, StoredMethod
+from ...programs.dialect import Dialect
 from ...programs.model_view import AVERAGES
 from ...record.record import Blob, StateRecord, no_chunks
 from ...store.formats.torch_save.plain_item import plain_item
@@ -25,39 +25,24 @@ _MAX_COUNTS: Mapping[str, int] = {"bfloat16": 256, "float16": 2048}
 """The number to which a counter of this dtype counts: adding one to it changes nothing."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StateWriter:
     """Writes the weights and the state of a translated model in the keys of a program.
 
     Attributes:
         numbers: what keys of state have in place of names, if the target knows parameters by number.
-        constants: tensors of one element that the source does not have, by dtype and bytes.
+        constants: tensors of one element that the source does not have, by dtype and bytes; made when first used.
     """
 
     source: TranslatedModel
-    numbers: dict[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str]
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
 
     @property
     def target(self) -> Dialect:
         return self.source.target
 
-    def method(self, parameter: TranslatedParameter) -> StoredMethod:
-        """Return how the target stores the state of a parameter."""
-        return parameter.method if self.source.is_same_dialect else self.target.writes(parameter.method)
-
     # Keys.
-
-    def chain(self, parameter: TranslatedParameter) -> str:
-        """Return the chain of a parameter in the target's keys; empty if they have none."""
-        if not self.target.chained:
-            return ""
-        if len(parameter.chains) > 1:
-            chains = sorted(parameter.chains)
-            raise SourceError(f"parameter {parameter.name!r} is made of state of more than one optimizer: {chains}")
-        has_same_keys = self.target.keys.optimizers == self.source.dialect.keys.optimizers
-        source_chain = next(iter(parameter.chains), "") if has_same_keys else ""
-        return source_chain or self.target.chains.get(self.method(parameter).name, "")
 
     def path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
         name = parameter.name
@@ -65,7 +50,7 @@ class StateWriter:
             raise SourceError(
                 f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
             )
-        return self.target.keys.write_state(self.numbers.get(name, name), slot, self.chain(parameter))
+        return self.target.keys.write_state(self.numbers.get(name, name), slot, parameter.chain)
 
     # Tensors.
 
@@ -77,7 +62,7 @@ class StateWriter:
 
     def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
         """Return the tensor of a slot; momentum is in the convention of the target."""
-        tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
+        tensor, slot = parameter.slots[common], parameter.target_method.slots[common]
         record = replace(_at(tensor, self.path(parameter, slot)).record, name=parameter.name, slot=slot)
         # The user may round averages; counters and rows of variances keep their dtype.
         target_dtype = (common in AVERAGES and self.source.choices.state_dtype) or record.dtype
@@ -114,7 +99,7 @@ class StateWriter:
 
     def step_counter(self, parameter: TranslatedParameter) -> OutputTensor | OutputItem:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
-        slot = self.method(parameter).slots["step"]
+        slot = parameter.target_method.slots["step"]
         path = self.path(parameter, slot)
         # The source's own counter moves unchanged, where it can count on; else the number is written again.
         counter = next(iter(parameter.counters), None) if self.source.choices.step is None else None
@@ -134,7 +119,7 @@ class StateWriter:
         elif counter is not None and self.source.is_same_dialect:
             return written_at(path, counter)
         if parameter.step is None:
-            raise self.unknown_steps(parameter)
+            raise unknown_steps(parameter, self.target)
         record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=parameter.name, slot=slot)
         return self._filled(record, struct.pack("<f", parameter.step))
 
@@ -145,18 +130,12 @@ class StateWriter:
             self.constants[content] = constant(self.source.values.payloads, *content)
         return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
 
-    def unknown_steps(self, parameter: TranslatedParameter) -> SourceError:
-        return SourceError(
-            f"parameter {parameter.name!r}: {self.target.name} stores the number of steps, which neither its "
-            "state nor its group says; give `step=`"
-        )
-
     # Parameters without state.
 
     def zero_state(self, parameter: TranslatedParameter) -> Iterator[OutputTensor]:
         """Yield the first state of a parameter: zeros, and a master that is the weight."""
         weight = parameter.weight
-        slots = {common: slot for common, slot in self.method(parameter).slots.items() if common != "step"}
+        slots = {common: slot for common, slot in parameter.target_method.slots.items() if common != "step"}
         unknown = [slot for common, slot in slots.items() if common not in (*AVERAGES, "dion_rows", "master")]
         if weight is None or unknown:
             reason = f"not known how {', '.join(unknown)} begins" if weight else "no weight tells the shape"
@@ -183,6 +162,13 @@ class StateWriter:
                 conventions = self.target.convention, choices.target_convention, self.source.dialect.convention
                 record = replace(record, convention=next(filter(None, conventions), None))
             yield self._filled(record)
+
+
+def unknown_steps(parameter: TranslatedParameter, target: Dialect) -> SourceError:
+    return SourceError(
+        f"parameter {parameter.name!r}: {target.name} stores the number of steps, which neither its state nor its "
+        "group says; give `step=`"
+    )
 
 
 def moved(tensor: StateRecord, path: KeyPath) -> OutputTensor:

@@ -41,9 +41,13 @@ class TranslatedParameter:
         matrices: in it; they count where it is ``regrouped``: where rules have split or joined what groups list.
         is_flattened: whether the source stores its momentum as a matrix, though it has more dims.
         method: how the source updates and stores it, if that is known.
+        target_method: how the target does.
         group: the source's group with its options.
         step: the number of updates, if the source or the user says it.
         chains: the optimizers, as keys name them, that its state belongs to.
+        chain: the target's optimizer that its state belongs to, as its keys name it; empty if they name none.
+        target_matrices: in it, where they are not those that the options of its group say.
+        unsaid: options of its group that the source has from no run, but from a new optimizer.
     """
 
     name: str
@@ -55,9 +59,13 @@ class TranslatedParameter:
     regrouped: bool = False
     is_flattened: bool = False
     method: StoredMethod = _NO_METHOD
+    target_method: StoredMethod = _NO_METHOD
     group: ParameterGroup | None = None
     step: int | None = None
     chains: frozenset[str] = frozenset()
+    chain: str = ""
+    target_matrices: Matrices | None = None
+    unsaid: frozenset[str] = frozenset()
 
     @property
     def weight(self) -> OutputTensor | None:

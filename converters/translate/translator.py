@@ -7,6 +7,7 @@ data, and reports every difference from the source.  Only the manifest and a few
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -17,11 +18,12 @@ from ...programs.signs import GROUP_MEMBERS, SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest
 from ...store.formats.torch_save.inert_pickle import Record
 from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, OutputItem, Outputs, OutputTensor, Topic
-from .choices import TranslationChoices
-from .group_writer import GroupWriter
-from .parameters import TranslatedModel, translate_model
+from ..engine.outputs import Action, Check, OutputItem, Outputs, OutputTensor, Topic
+from .group_writer import TargetGroups, common_members, derived_slots, translate_groups, write_groups
+from .groups import WrittenOptions
+from .parameters import TranslatedModel, for_target, rename
 from .parse import parse, stored_groups
+from .request import Request
 from .state_writer import StateWriter, moved
 
 _MASTERS = (
@@ -43,7 +45,7 @@ _WITHOUT_STATE = (
 )
 
 
-def translate(manifest: Manifest, values: Values, choices: TranslationChoices) -> Outputs:
+def translate(manifest: Manifest, values: Values, choices: Request) -> Outputs:
     """Translate a checkpoint to another dialect, or change names, structure or the convention in its own dialect.
 
     Args:
@@ -57,90 +59,99 @@ def translate(manifest: Manifest, values: Values, choices: TranslationChoices) -
     """
     # Find the source's dialect: the keys tell it, unless the options of its groups cannot be that program's.
     detected = detect(manifest, choices.source)
-    groups = stored_groups(manifest, detected.dialect, values)
+    stored = stored_groups(manifest, detected.dialect, values)
     if choices.source is None:
-        detected = confirm(manifest, detected, (group.options for group in groups))
+        detected = confirm(manifest, detected, (group.options for group in stored))
     target = target_of(choices.target, detected.dialect, manifest.provenance)
     if not target.writable:
         raise SourceError(
             f"checkpoints of {target.name} can be read but not written; choose another program with `to_dialect=`"
         )
-    # Parse the source into a view that is in no dialect, translate its names, and render it in the target's keys.
-    view = parse(manifest, values, detected.dialect, groups)
-    model = translate_model(view, manifest, values, detected, target, choices)
-    target, findings = model.target, model.findings
-    state = StateWriter(model)
-    group_writer = GroupWriter(model, state)
-    tensors, items = _outputs(state, group_writer)
-    num_parameters = Counter(state.method(parameter).name for parameter in model.listed.values())
-    for (method, check), names in group_writer.option_findings.items():
-        # Parameters are named where others of the method have another value, or none to tell of.
-        owners = f"{method} groups" if len(names) == num_parameters[method] else listed(sorted(names), 3)
-        findings.checks.add((Topic.OPTIONS, replace(check, subject=f"{check.subject} of {owners}")))
-    constants = tuple(state.constants.values())
-    # Report how momentum was read, the omitted state, and options that the target cannot express.
-    with_momentum = [parameter for parameter in model.stateful if "momentum" in parameter.slots]
-    counts = Counter(map(model.convention, with_momentum))
-    slots = {model.convention(parameter): state.method(parameter).slots["momentum"] for parameter in with_momentum}
-    for (convention, reason), count in counts.items():
-        subject = f"momentum of {count} parameters" if len(counts) > 1 else "momentum"
-        sentence = f"{subject}: {convention or 'unknown'}, because {reason}"
-        findings.momenta.append((slots[convention, reason], sentence))
-    for slot, count in Counter(model.left_out.values()).items():
-        findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
+    # Parse the source into a view that is in no dialect.
+    view = parse(manifest, values, detected.dialect, stored)
+    # Choose what is written, under the target's names, and find the methods of its parameters in source and target.
+    model = for_target(rename(view, manifest, values, detected, target, choices))
+    # Write groups in the target's words, which decides its numbers of parameters, and then all in its keys.
+    groups = translate_groups(model)
+    state = StateWriter(model, groups.numbers)
+    tensors, items = _outputs(model, groups, state)
+    # Report every difference; the manifest keeps the source's roots, options that no run said, and members of groups.
+    _report_options(model, groups.options)
     _report_losses(model)
+    target, findings = model.target, model.findings
     findings.programs.extend((f"source: {detected}", f"target: {target.name} ({target.who})"))
-    left_out = (*model.left_out, *model.private)
     roots = roots_of(detected.dialect) if target.name != detected.dialect.name else {}
     provenance: dict[str, object] = {SOURCE_ROOTS: roots} if roots else {}
-    if group_writer.unsaid or UNSAID in manifest.provenance:
-        provenance[UNSAID] = unsaid_record(group_writer.unsaid)
-    if group_writer.members or GROUP_MEMBERS in manifest.provenance:
-        provenance[GROUP_MEMBERS] = group_writer.members
-    return Outputs(tensors, items, left_out, findings, (), constants, provenance)
+    unsaid = {name: written.unsaid for name, written in groups.options.items() if written.unsaid}
+    if unsaid or UNSAID in manifest.provenance:
+        provenance[UNSAID] = unsaid_record(unsaid)
+    if (members := common_members(model, groups.groups)) or GROUP_MEMBERS in manifest.provenance:
+        provenance[GROUP_MEMBERS] = members
+    left_out = (*model.left_out, *model.private)
+    return Outputs(tensors, items, left_out, findings, (), tuple(state.constants.values()), provenance)
 
 
-def _outputs(state: StateWriter, groups: GroupWriter) -> tuple[list[OutputTensor], list[OutputItem]]:
-    """Return the outputs; ``groups`` come before keys, which may have the numbers of parameters in them."""
-    source, target = state.source, state.source.target
-    stateful, stateless = source.stateful, source.stateless
-    if target.numbered and source.dialect.numbered:
-        state.numbers = {name: number for number, name in source.view.names.items()}
-    # All methods before any group: the first that the target lacks is refused.
-    for parameter in stateful:
-        state.method(parameter)
-    of_groups = groups.outputs()
+def _outputs(
+    model: TranslatedModel, groups: TargetGroups, state: StateWriter
+) -> tuple[list[OutputTensor], list[OutputItem]]:
+    """Return the outputs, tensors in the order of files: what only moves, weights, state by slot, counters."""
+    target, stateful, stateless = model.target, model.stateful, model.stateless
     # Parameters without state stay so, unless the user wants zeros.
-    filled = stateless if source.choices.fill_missing else []
+    filled = stateless if model.choices.fill_missing else []
     zeros = list(chain.from_iterable(map(state.zero_state, filled)))
     if stateless:
         action, subject, reason = _FILLED if filled else _WITHOUT_STATE
-        source.findings.check(action, subject, *sorted(p.name for p in stateless), reason=reason)
-    counters = [state.step_counter(p) for p in (*stateful, *filled) if "step" in state.method(p).slots]
-    derived = list(groups.own_derived())
-    # In the order of files: what only moves, weights, state by slot, counters.
-    tensors = [moved(tensor, tensor.path) for tensor in source.tensors]
-    tensors += [state.weight(p, p.weight) for p in source.parameters.values() if p.weight]
+        model.findings.check(action, subject, *sorted(p.name for p in stateless), reason=reason)
+    counters = [state.step_counter(p) for p in (*stateful, *filled) if "step" in p.target_method.slots]
+    derived, of_groups = list(derived_slots(model, groups, state)), list(write_groups(model, groups))
+    tensors = [moved(tensor, tensor.path) for tensor in model.tensors]
+    tensors += [state.weight(p, p.weight) for p in model.parameters.values() if p.weight]
     for slot in dict.fromkeys(chain.from_iterable(parameter.slots for parameter in stateful)):
         tensors += [state.slot(parameter, slot) for parameter in stateful if slot in parameter.slots]
     tensors += [*zeros, *(entry for entry in (*of_groups, *counters, *derived) if isinstance(entry, OutputTensor))]
-    items = [entry for entry in derived if isinstance(entry, OutputItem)]
+    # Items: the source's but for groups that are written again, counters, and options.
+    derived_items = [entry for entry in derived if isinstance(entry, OutputItem)]
+    items = derived_items if model.is_same_dialect else []
     group_items = [entry for entry in of_groups if isinstance(entry, OutputItem)]
     is_rewritten = any(target.holds_groups(item.path) for item in group_items)
-    for blob in source.items:
-        if is_rewritten and target.holds_groups(blob.path):
-            continue
-        key = blob.key if source.is_same_dialect else target.item(blob.key)
-        items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
+    for blob in model.items:
+        if not (is_rewritten and target.holds_groups(blob.path)):
+            key = blob.key if model.is_same_dialect else target.item(blob.key)
+            items.append(OutputItem(key, blob.path if key == blob.key else (key,), blob))
     items += [counter for counter in counters if isinstance(counter, OutputItem)]
-    for item in group_items:
-        items.append(replace(item, is_option=target.keys.read_state(item.path) is None))
-    return tensors, items
+    items += [replace(item, is_option=True) for item in group_items]
+    return tensors, items if model.is_same_dialect else items + derived_items
+
+
+# The report.
+
+
+def _report_options(model: TranslatedModel, options: Mapping[str, WrittenOptions]) -> None:
+    """Report differences in options, each with the parameters whose they are."""
+    names_by_finding: defaultdict[tuple[str, Check], list[str]] = defaultdict(list)
+    for name, written in options.items():
+        for finding in written.findings:
+            names_by_finding[model.listed[name].target_method.name, finding].append(name)
+    num_parameters = Counter(parameter.target_method.name for parameter in model.listed.values())
+    for (method, check), names in names_by_finding.items():
+        # Parameters are named where others of the method have another value, or none to tell of.
+        owners = f"{method} groups" if len(names) == num_parameters[method] else listed(sorted(names), 3)
+        model.findings.checks.add((Topic.OPTIONS, replace(check, subject=f"{check.subject} of {owners}")))
 
 
 def _report_losses(model: TranslatedModel) -> None:
-    """Report what the target's program has no use for, what it takes to use it, and what its runs have to set."""
+    """Report how momentum was read, what the target has no use for, and what its runs have to set."""
     source, target, findings, step = model.dialect, model.target, model.findings, model.choices.step
+    # The conventions of momentum, and why each is known.
+    momenta: defaultdict[tuple[object, str], list[str]] = defaultdict(list)
+    for parameter in model.stateful:
+        if "momentum" in parameter.slots:
+            momenta[model.convention(parameter)].append(parameter.target_method.slots["momentum"])
+    for (convention, why), slots in momenta.items():
+        subject = f"momentum of {len(slots)} parameters" if len(momenta) > 1 else "momentum"
+        findings.momenta.append((slots[-1], f"{subject}: {convention or 'unknown'}, because {why}"))
+    for slot, count in Counter(model.left_out.values()).items():
+        findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
     if model.private:
         reason = f"{target.name} has no use for them"
         findings.check(Action.LEFT, "items of the program", *model.private, reason=reason, topic=Topic.ALL)
@@ -160,9 +171,9 @@ def _report_losses(model: TranslatedModel) -> None:
     # Where no program is known, slots alone tell methods, and other programs may mean others by them.
     if not (source.unique_keys or source.marks):
         methods = Counter((p.method.name, ", ".join(p.method.slots.values())) for p in model.stateful)
-        for (method, slots), count in methods.items():
+        for (method, method_slots), count in methods.items():
             parameters = counted(count, "parameter")
-            findings.add(f"the state of {parameters} was taken for {method} by its slots alone ({slots})")
+            findings.add(f"the state of {parameters} was taken for {method} by its slots alone ({method_slots})")
     grouped = set[str]().union(*(members for _, members in model.groups))
     ungrouped = [parameter.name for parameter in model.stateful if parameter.listed not in grouped]
     if model.groups and ungrouped:
