@@ -269,7 +269,9 @@ class _Side:
             blobs = [blob for blob in opened.outline.blobs if blob.key not in without]
             outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in blobs])
         else:
-            outputs = Request(program(from_dialect), program(to_dialect)).outputs(opened)
+            from ..translate.translator import requested_outputs  # not needed without a program
+
+            outputs = requested_outputs(opened, Request(program(from_dialect), program(to_dialect)))
         tensors_by_key, notes = by_key(outputs.tensors), outputs.notes
         quantised = scales_of_quantised(tensor.record for tensor in outputs.tensors)
         if quantised:

@@ -258,12 +258,23 @@ def for_target(model: TranslatedModel) -> TranslatedModel:
         SourceError: state belongs to no method or to several; parts of a parameter differ; the target has no place.
     """
     dialect, target = model.dialect, model.target
-    _refuse_ungrouped(model)
+    # State of parameters that are in no group has no rates; Megatron's torch_dist does not say whose its groups are.
+    grouped = model.view.groups_by_name.keys() if dialect.common is None else ()
+    stateful = [parameter.aliases for parameter in model.parameters.values() if {*parameter.tensors} != {None}]
+    if grouped and (ungrouped := sorted(aliases[0] for aliases in stateful if grouped.isdisjoint(aliases))):
+        without_state = sorted(grouped - set[str]().union(*stateful))
+        raise SourceError(
+            f"found state of {listed(ungrouped)}, which no parameter group of {dialect.name} lists"
+            + (f" (groups list {listed(without_state)}, which has none)" if without_state else "")
+            + ", so their options would be lost: give `rules=` that make the names of both the same, or "
+            "first make a copy without that state, by `select=` of muonckpt.convert"
+        )
+    # The source's methods, and its groups under the target's names, with their parameters without state.
     parameters = {name: _with_method(model, parameter) for name, parameter in model.parameters.items()}
     _refuse_forms(model, parameters)
     groups = _with_members(model.view.groups, parameters, structure_options(dialect))
     parameters |= _stateless(model, groups, parameters)
-    # The target's methods and optimizers of those that have a method.
+    # The target's methods and optimizers.
     with_method = {name: p for name, p in parameters.items() if p.is_stateful or p.is_stateless}
     if target is not dialect:
         target = target.with_optimizers_of(parameter.method.name for parameter in with_method.values())
@@ -321,22 +332,6 @@ def _matrices(parameter: TranslatedParameter, dialect: Dialect, values: Values) 
     if any(tensor.shape == matrix for tensor in source.state.values()):
         common[FLATTEN] = True
     return Matrices.of(common, shape)
-
-
-def _refuse_ungrouped(model: TranslatedModel) -> None:
-    """Refuse state of parameters that are in no group: their rates are unknown."""
-    grouped = model.view.groups_by_name.keys()
-    if not grouped or model.dialect.common is not None:  # Megatron's torch_dist does not say whose its groups are
-        return
-    stateful = [parameter.aliases for parameter in model.parameters.values() if {*parameter.tensors} != {None}]
-    if ungrouped := sorted(aliases[0] for aliases in stateful if grouped.isdisjoint(aliases)):
-        without_state = sorted(grouped - set[str]().union(*stateful))
-        raise SourceError(
-            f"found state of {listed(ungrouped)}, which no parameter group of {model.dialect.name} lists"
-            + (f" (groups list {listed(without_state)}, which has none)" if without_state else "")
-            + ", so their options would be lost: give `rules=` that make the names of both the same, or "
-            "first make a copy without that state, by `select=` of muonckpt.convert"
-        )
 
 
 def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> TranslatedParameter:

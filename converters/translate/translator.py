@@ -12,13 +12,15 @@ from dataclasses import replace
 from itertools import chain
 
 from ...names.errors import SourceError
+from ...names.keys import key_of
 from ...names.wording import counted, listed
 from ...programs.detection import confirm, detect, roots_of, target_of
+from ...programs.dialect import Keys
 from ...programs.signs import GROUP_MEMBERS, SOURCE_ROOTS, UNSAID, unsaid_record
 from ...record.record import Manifest
 from ...store.formats.torch_save.inert_pickle import Record
-from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, Check, OutputItem, Outputs, OutputTensor, Topic
+from ...store.open_checkpoint import OpenCheckpoint, Values
+from ..engine.outputs import Action, Check, OutputItem, Outputs, OutputTensor, Topic, unchanged
 from .group_writer import TargetGroups, common_members, derived_slots, translate_groups, write_groups
 from .groups import WrittenOptions
 from .parameters import TranslatedModel, for_target, rename
@@ -43,6 +45,49 @@ _WITHOUT_STATE = (
     "frozen, or never had a gradient, or kept by another rank that owns it and was not saved; where the target makes "
     "all state at once, `fill_missing=True` writes zeros, and fresh=[…] of muonckpt.load lets them start from zero",
 )
+
+
+def requested_outputs(source: OpenCheckpoint, request: Request) -> Outputs:
+    """Return the outputs of a request made from a checkpoint, translated only if it asks for something.
+
+    Raises:
+        SourceError, TargetError, LayoutError: as in `translate` and `unchanged`; or the model has no weights.
+    """
+    if request.model_only:
+        return _model_outputs(source, request)
+    outputs = translate(source.manifest, source.values, request) if request.translates else unchanged(source)
+    return outputs.tensors_only() if request.tensors_only else outputs
+
+
+def _model_outputs(source: OpenCheckpoint, request: Request) -> Outputs:
+    """Return the weights and buffers of the model, named as the target names them; without one as the source does.
+
+    Nothing has to be known of the optimizer, unless the request needs it, as masters that become weights do.  Where
+    the program is unknown, tensors that are no state are the model's.
+    """
+    # The target names weights, and decides no more.
+    outputs = requested_outputs(source, replace(request, target=None, model_only=False))
+    keys: Keys | None = None
+    try:
+        dialect = detect(source.manifest, request.source).dialect
+        keys, target_keys = dialect.keys, target_of(request.target, dialect, source.manifest.provenance).keys
+    except SourceError:
+        if request.target is not None:
+            raise
+    tensors: list[OutputTensor] = []
+    left_keys = dict.fromkeys(outputs.keys)
+    for tensor in outputs.tensors:
+        record = tensor.record
+        reading = keys.read_weight(record.path) if keys else None
+        if record.slot is None and (keys is None or reading):
+            path = target_keys.write_weight(reading.name, reading.chain) if reading else record.path
+            tensors.append(replace(tensor, record=replace(record, key=key_of(path), path=path)))
+            del left_keys[tensor.key]
+    if not tensors:
+        raise SourceError(f"{source.path}: expected weights of a model under {keys and keys.model_form}, found none")
+    kept_keys = {*outputs.keys} - left_keys.keys()
+    reduced = outputs.reduced_to(tensors, (), kept_keys, "`model_only=True`")
+    return replace(reduced, left_out=(*outputs.left_out, *left_keys))
 
 
 def translate(manifest: Manifest, values: Values, choices: Request) -> Outputs:

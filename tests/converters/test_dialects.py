@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from muonckpt.converters.options import grouped
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
+from muonckpt.converters.translate.translator import requested_outputs
 from muonckpt.names.keys import KeyPlace
 from muonckpt.names.vocabulary import Convention
 from muonckpt.programs.detection import detect, with_slots, with_slots_of
@@ -272,10 +275,9 @@ def test_a_group_of_another_program_beside_that_of_a_known_one_is_not_taken_for_
 def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, overrides, tmp_path):
     """What torch alone writes says as well that its momentum is an average."""
     path = read(f"{source}_fsdp4/ckpt")[0]
-    run_job(
-        make_job(path, Target({"dp": 2}), make_outputs=Request(target=DIALECTS["dcp"], **overrides).outputs),
-        tmp_path / "out",
-    )
+    request = Request(target=DIALECTS["dcp"], **overrides)
+    job = make_job(path, Target({"dp": 2}), make_outputs=partial(requested_outputs, request=request))
+    run_job(job, tmp_path / "out")
     as_stock(tmp_path / "out")
     found = detect(muonckpt.open(tmp_path / "out").outline)
     assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
