@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..names.errors import ArgumentError, TargetError, constructed_like
@@ -18,9 +19,18 @@ from .report import Report, report_of
 from .translate.names import NameRules, load_rules
 
 if TYPE_CHECKING:
+    from ..store.open_checkpoint import OpenCheckpoint
+    from .engine.outputs import Outputs
     from .translate.request import Request
 
 Choice = TypeVar("Choice", bound=str)
+
+
+def outputs_of(request: Request) -> Callable[[OpenCheckpoint], Outputs]:
+    """Return a function that makes the outputs of a request from a checkpoint."""
+    from .translate.translator import requested_outputs  # most reshards start sooner without it
+
+    return partial(requested_outputs, request=request)
 
 
 @constructed_like("muonckpt.Translation(rules='hf-qkv', convention='ema')")

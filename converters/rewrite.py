@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from .engine.container import Container, container_of
 from .engine.job import Job, check_destination, make_job
 from .engine.outputs import unchanged
 from .engine.workers import joined
-from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
+from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation, outputs_of
 from .report import Report
 from .target.topology import ROWS, AxisCut, Target
 
@@ -88,12 +88,7 @@ def reshard(
     with joined(os.environ, execution.timeout) as workers:
         # Arguments are checked against each other before anything is read.
         translates = to_dialect is not None or translation != AS_THE_SOURCE_SAYS
-        request, make_outputs = None, unchanged
-        if translates:
-            from .translate.translator import requested_outputs  # most reshards start sooner without it
-
-            request = translation.request(to_dialect)
-            make_outputs = partial(requested_outputs, request=request)
+        request = translation.request(to_dialect) if translates else None
         target = Target.of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
         workers.refuse_unseen(location(source, SourceError))
@@ -102,7 +97,7 @@ def reshard(
             container = container_of(format or _default_format(opened, program), shard_size)
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place)
-            job = make_job(opened, target, select, make_outputs, container)
+            job = make_job(opened, target, select, outputs_of(request) if request else unchanged, container)
             # Report arguments that the format has no use for, and what lies beside the source and is not read.
             notes: list[str] = []
             if not container.of_ranks and math.prod((mesh or {}).values()) > 1:

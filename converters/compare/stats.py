@@ -180,7 +180,7 @@ def measured(
 ) -> tuple[TensorFigures, ...]:
     """Measure these tensors, but those that are not numbers; ``passed`` receives bytes that have been read."""
     numeric = [(role, record) for role, record in tensors if is_numeric(record.dtype)]
-    labels = [(look.view.identity(record)[0], str(role)) for role, record in numeric]
+    labels = [(look.view.owners.get(record.key, record.key), str(role)) for role, record in numeric]
     records = opened.locate([record for _, record in numeric])
     thread_memory = memory // jobs
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from ...algebra.box import Index
 from ...names.wording import LAYER_NUMBER, Finding, counted
-from ...programs.model_view import ModelView, Role, StoredParameter, matrix_sides
+from ...programs.model_view import AVERAGES, ModelView, Role, StoredParameter, matrix_sides
 from ...store.verify.damage import Damage
 from .contents import FirstLook
 
@@ -103,7 +103,9 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
             )
     # Averages and masters have an element for each of the parameter.
     for parameter in view.parameters.values():
-        for tensor in parameter.shaped():
+        common_names = parameter.method.slots if parameter.method else {}
+        shaped = {slot for common, slot in common_names.items() if common in (*AVERAGES, "master")}
+        for tensor in (tensor for slot, tensor in parameter.state.items() if slot in shaped):
             if tensor.shape not in (parameter.shape, matrix_sides(parameter.shape, flatten=True)):
                 message = f"{tensor.key} has shape {tensor.shape}, its parameter {parameter.shape}"
                 yield Finding("shape", message, (parameter.name,))

@@ -383,11 +383,11 @@ def derived_slots(
         for parameter in model.parameters.values():
             for slot in own_slots:
                 # The first of several parts says it for the whole.
-                entry = next((source.slots[slot] for source in parameter.sources if slot in source.slots), None)
-                if entry is not None and parameter.regrouped:
+                entries = parameter.entries.get(slot, ())
+                if entries and parameter.regrouped:
                     slots.append((parameter, slot))
-                elif entry is not None:
-                    yield written_at(state.path(parameter, slot), entry)
+                elif entries:
+                    yield written_at(state.path(parameter, slot), entries[0])
     else:
         for parameter in map(model.listed.__getitem__, groups.options):
             slots += [(parameter, slot) for slot in parameter.target_method.derived]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from ...names.errors import SourceError, TargetError, UnknownOptimizerError
@@ -112,7 +113,7 @@ class TranslatedModel:
         """
         dialect, requested = self.dialect, self.choices.convention
         slot = parameter.method.slots["momentum"]
-        parts = [source.state[slot] for source in parameter.sources if slot in source.state]
+        parts = [part for part in parameter.entries.get(slot, ()) if isinstance(part, StateRecord)]
         recorded = {f"the manifest ({part.key})": part.convention for part in parts}
         doubt = ""  # a checkpoint without any groups, as a copy of its tensors only is, raises none
         if dialect.convention is not None and self.groups:
@@ -156,22 +157,6 @@ class TranslatedModel:
         return float(stored)
 
 
-def hides_pieces(parameter: StoredParameter, dialect: Dialect, values: Values) -> str:
-    """Say why a parameter seems split into matrices that no option names; empty if nothing shows that.
-
-    A slot that follows from the options has another value then: XTuner takes the sizes from its constructor.
-    """
-    group, method = parameter.group, parameter.method
-    if group is None or method is None or parameter.items.keys().isdisjoint(dialect.derived):
-        return ""
-    for slot, value_of in method.derived.items():
-        common = common_options(group.options, dialect, method, parameter.shape).common
-        expected, stored = value_of(common, parameter.shape), values.item(parameter.items[slot])
-        if expected is not None and not math.isclose(stored, expected, rel_tol=1e-6):
-            return f"{dialect.name} has {slot}={stored!r} and not {expected!r} of it, so its rows are split"
-    return ""
-
-
 def _option(group: ParameterGroup | None, name: str | None) -> Any:
     return group.options.get(name) if group and name else None
 
@@ -200,7 +185,7 @@ def rename(
     if choices.weights is WeightsFrom.MODEL:
         drop |= dialect.slots_called("master")
     left_slots = drop if dialect is target else drop | dialect.derived
-    stored, left_out = _stored_parameters(view, dialect, left_slots, choices.weights)
+    stored, left_out = _stored_parameters(view, dialect, target, values, choices, left_slots)
     others: list[Entry] = [*view.tensors_of(Role.OTHER), *other_items(manifest, dialect)]
     for entry in others if dialect.opaque != target.opaque else ():
         if _matches(entry, dialect.opaque):
@@ -213,18 +198,10 @@ def rename(
     private_globs = dialect.private - target.private
     private = [entry for entry in others if _matches(entry, private_globs)]
     copied = [entry for entry in others if not _matches(entry, private_globs)]
-    # Momentum of a convolution that some scripts keep as the matrix has the dims of the parameter in other programs.
-    for name, parameter in stored.items() if dialect is not target else ():
-        tensors = dict(parameter.tensors)
-        for slot in dialect.slots_called("momentum") & tensors.keys():
-            tensors[slot] = unflattened(tensors[slot], parameter.sources[0].shape)
-        is_flattened = any(tensor is not parameter.tensors[slot] for slot, tensor in tensors.items())
-        stored[name] = replace(parameter, tensors=tensors, is_flattened=is_flattened)
-    # All parameters under the target's names, with a method for each that has state.
+    # All parameters under the target's names.
     if rules.rules:
-        with_matrices = {name: replace(p, matrices=_matrices(p, dialect, values)) for name, p in stored.items()}
-        renamed = apply_rules(rules, with_matrices)
-        if not view.names and all(renamed.get(name) is parameter for name, parameter in with_matrices.items()):
+        renamed = apply_rules(rules, stored)
+        if not view.names and all(renamed.get(name) is parameter for name, parameter in stored.items()):
             raise TargetError(
                 f"no rule matches a parameter; parameters are {listed(sorted(stored), 3)}, and the first rule is "
                 f"{rules.rules[0]}"
@@ -287,18 +264,21 @@ def for_target(model: TranslatedModel) -> TranslatedModel:
 
 
 def _stored_parameters(
-    view: ModelView, dialect: Dialect, left_slots: Set[str], weights: WeightsFrom | None
+    view: ModelView, dialect: Dialect, target: Dialect, values: Values, choices: Request, left_slots: Set[str]
 ) -> tuple[dict[str, TranslatedParameter], dict[str, str]]:
     """Return the parameters with their weights and state but for these slots; and the keys left out, with slots."""
     parameters, left_out = dict[str, TranslatedParameter](), dict[str, str]()
-    masters = dialect.slots_called("master") if weights is WeightsFrom.MASTERS else frozenset()
-    has_masters = False
+    masters = dialect.slots_called("master") if choices.weights is WeightsFrom.MASTERS else frozenset()
+    # Which matrices are in a parameter matters where rules cut or join it, and for options that are written again.
+    has_rules, has_masters = bool(choices.rules.rules), False
+    is_rewritten = has_rules or dialect is not target or choices.like is not None
     for name, stored in view.parameters.items():
+        entries: dict[str | None, Entry] = {None: stored.weight} if stored.weight else {}
+        entries.update(stored.slots.items())
         left_out |= {entry.key: slot for slot, entry in stored.slots.items() if slot in left_slots}
-        written = {slot: entry for slot, entry in stored.slots.items() if slot not in left_slots}
-        records: dict[str | None, StateRecord] = {None: stored.weight} if stored.weight else {}
-        for slot, entry in written.items():
-            if slot in dialect.slots_called("step") | dialect.derived:
+        records: dict[str | None, StateRecord] = {}
+        for slot, entry in entries.items():
+            if slot in left_slots | dialect.slots_called("step") | dialect.derived:
                 continue
             if isinstance(entry, Blob):
                 raise SourceError(
@@ -310,26 +290,57 @@ def _stored_parameters(
             has_masters = True
             left_out |= {stored.weight.key: "weights"} if stored.weight else {}
             records[None] = replace(records.pop(slot), name=None, slot=None)
+        if not records:
+            continue
         tensors = {slot: OutputTensor.copy_of(record) for slot, record in records.items()}
-        if tensors:
-            parameters[name] = TranslatedParameter(name, name, (name,), (stored,), tensors)
-    if weights is WeightsFrom.MASTERS and not has_masters:
+        # Momentum of a convolution that some scripts keep as the matrix has the parameter's dims in other programs.
+        is_flattened = False
+        for slot in dialect.slots_called("momentum") & tensors.keys() if dialect is not target else ():
+            copied, tensors[slot] = tensors[slot], unflattened(tensors[slot], stored.shape)
+            is_flattened |= tensors[slot] is not copied
+        hidden_pieces = _hidden_pieces(stored, dialect, values) if is_rewritten else ""
+        parameters[name] = TranslatedParameter(
+            name,
+            name,
+            (name,),
+            {slot: (entry,) for slot, entry in entries.items()},
+            tensors,
+            _matrices(stored, dialect, hidden_pieces) if has_rules else UNKNOWN,
+            hidden_pieces=hidden_pieces,
+            is_flattened=is_flattened,
+        )
+    if choices.weights is WeightsFrom.MASTERS and not has_masters:
         raise TargetError('`weights="masters"`: the source has no float32 masters; leave it out')
     return parameters, left_out
 
 
-def _matrices(parameter: TranslatedParameter, dialect: Dialect, values: Values) -> Matrices:
+def _hidden_pieces(parameter: StoredParameter, dialect: Dialect, values: Values) -> str:
+    """Say why a parameter seems split into matrices that no option names; empty if nothing shows that.
+
+    A slot that follows from the options has another value then: XTuner takes the sizes from its constructor.
+    """
+    group, method = parameter.group, parameter.method
+    if group is None or method is None or parameter.items.keys().isdisjoint(dialect.derived):
+        return ""
+    for slot, value_of in method.derived.items():
+        common = common_options(group.options, dialect, method, parameter.shape).common
+        expected, stored = value_of(common, parameter.shape), values.item(parameter.items[slot])
+        if expected is not None and not math.isclose(stored, expected, rel_tol=1e-6):
+            return f"{dialect.name} has {slot}={stored!r} and not {expected!r} of it, so its rows are split"
+    return ""
+
+
+def _matrices(parameter: StoredParameter, dialect: Dialect, hidden_pieces: str) -> Matrices:
     """Return the matrices in a parameter that the options of its group say."""
-    (source,), shape = parameter.sources, parameter.shape
-    group, method = source.group, source.method
+    group, method, shape = parameter.group, parameter.method, parameter.shape
     if group is None or method is None or "momentum" not in method.slots:
         return Matrices.of({}, shape)
-    if hides_pieces(source, dialect, values):
+    if hidden_pieces:
         return UNKNOWN
     common = dict(common_options(group.options, dialect, method, shape).common)
     # Momentum that is stored as the matrix was flattened.
     matrix = (shape[0], math.prod(shape[1:])) if len(shape) > 2 else None
-    if any(tensor.shape == matrix for tensor in source.state.values()):
+    if any(tensor.shape == matrix for tensor in parameter.state.values()):
         common[FLATTEN] = True
     return Matrices.of(common, shape)
 
@@ -340,7 +351,7 @@ def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> Tran
     # Slots tell the method; the group may name it, or count the steps that no slot counts.
     counters = dialect.slots_called("step") - dialect.derived - model.left_slots
     slots = {slot for slot in parameter.tensors if slot is not None}
-    slots |= {slot for source in parameter.sources for slot in source.slots if slot in counters}
+    slots |= counters & parameter.entries.keys()
     if not slots:
         return parameter
     groups = (model.view.groups_by_name.get(alias) for alias in parameter.aliases)
@@ -362,10 +373,9 @@ def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> Tran
         )
     # State of several optimizers cannot become state of one.
     chains: set[str] = set()
-    for source in parameter.sources:
-        for entry in source.slots.values():
-            reading = dialect.keys.read_state(entry.path)
-            chains.add(reading.chain if reading else "")
+    for entry in chain.from_iterable(entries for slot, entries in parameter.entries.items() if slot is not None):
+        reading = dialect.keys.read_state(entry.path)
+        chains.add(reading.chain if reading else "")
     parameter = replace(parameter, method=method, group=group, chains=frozenset(chains))
     return replace(parameter, step=_step(model, parameter))
 
@@ -446,12 +456,9 @@ def _for_target(
     if parameter.regrouped or not model.copies_groups:
         matrices = parameter.matrices if parameter.regrouped and "momentum" in parameter.method.slots else None
         reason = ""
-        if matrices is None or not matrices.is_known:
-            reasons = (hides_pieces(source, dialect, model.values) for source in parameter.sources)
-            reason = next(filter(None, reasons), "")
-        if reason:
+        if (matrices is None or not matrices.is_known) and parameter.hidden_pieces:
             hint = dialect.hints.get("pieces", "give pieces where the optimizer is made")
-            reason, matrices = f"{reason}, and no option says how: {hint}", UNKNOWN
+            reason, matrices = f"{parameter.hidden_pieces}, and no option says how: {hint}", UNKNOWN
         elif matrices is not None and matrices.options() is None:
             reason = "its parts are cut into matrices in several ways, and no options say that"
         if reason:

@@ -56,7 +56,7 @@ class StateWriter:
 
     def weight(self, parameter: TranslatedParameter, weight: OutputTensor) -> OutputTensor:
         """Return the weight of a parameter, which stays in its chunk where the target has the source's."""
-        paths = (source.weight.path for source in parameter.sources if source.weight)
+        paths = (entry.path for entry in parameter.entries.get(None, ()))
         reading = self.source.dialect.keys.read_weight(next(paths, ()))
         return _at(weight, self.target.keys.write_weight(parameter.name, reading.chain if reading else ""))
 

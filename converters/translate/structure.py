@@ -19,7 +19,7 @@ from ...names.errors import LayoutError, about
 from ...names.renaming import compiled, filled
 from ...names.wording import listed
 from ...programs.dialect import StoredMethod
-from ...programs.model_view import Entry, ParameterGroup, StoredParameter
+from ...programs.model_view import Entry, ParameterGroup
 from ...record.record import StateRecord, no_chunks
 from ..engine.outputs import OutputTensor
 from . import matrices
@@ -36,9 +36,10 @@ class TranslatedParameter:
     Attributes:
         listed: the name by which the target's groups know it: the whole's, where rules split only tensors.
         aliases: the names by which the source's groups may know it.
-        sources: the parameters of the source that it is made of.
-        tensors: its state, by the source's slot, and its weight under None; with the source's records and keys.
+        entries: the source's that it is made of: those of its state by slot, and weights under None.
+        tensors: those that are written, likewise; with the source's records and keys.
         matrices: in it; they count where it is ``regrouped``: where rules have split or joined what groups list.
+        hidden_pieces: why it seems split into matrices that no option names; empty if nothing shows that.
         is_flattened: whether the source stores its momentum as a matrix, though it has more dims.
         method: how the source updates and stores it, if that is known.
         target_method: how the target does.
@@ -53,10 +54,11 @@ class TranslatedParameter:
     name: str
     listed: str
     aliases: tuple[str, ...]
-    sources: tuple[StoredParameter, ...] = ()
+    entries: Mapping[str | None, tuple[Entry, ...]] = field(default_factory=dict)
     tensors: Mapping[str | None, OutputTensor] = field(default_factory=dict)
     matrices: Matrices = matrices.UNKNOWN
     regrouped: bool = False
+    hidden_pieces: str = ""
     is_flattened: bool = False
     method: StoredMethod = _NO_METHOD
     target_method: StoredMethod = _NO_METHOD
@@ -81,10 +83,9 @@ class TranslatedParameter:
         return self.method is not _NO_METHOD and self.tensors.keys() <= {None}
 
     @property
-    def counters(self) -> list[Entry]:
+    def counters(self) -> tuple[Entry, ...]:
         """The step counters of its parts, if they have such."""
-        slot = self.method.slots.get("step", "")
-        return [source.slots[slot] for source in self.sources if slot in source.slots]
+        return self.entries.get(self.method.slots.get("step", ""), ())
 
     @property
     def slots(self) -> dict[str, OutputTensor]:
@@ -147,7 +148,7 @@ def apply_rules(rules: NameRules, parameters: Mapping[str, TranslatedParameter])
             results[name] = replace(
                 stateful,
                 aliases=tuple(dict.fromkeys((*stateless.aliases, *stateful.aliases))),
-                sources=(*stateless.sources, *stateful.sources),
+                entries=_merged_entries([stateless, stateful]),
                 tensors={**stateless.tensors, **stateful.tensors},
                 matrices=stateless.matrices if stateless.regrouped else stateful.matrices,
                 regrouped=stateless.regrouped or stateful.regrouped,
@@ -225,12 +226,20 @@ def _join(rule: NameRule, parts: Sequence[TranslatedParameter]) -> TranslatedPar
     return replace(
         parts[0],
         aliases=tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts))),
-        sources=tuple(chain.from_iterable(part.sources for part in parts)),
+        entries=_merged_entries(parts),
         tensors=tensors,
         matrices=matrices.joined(parts_matrices, origins, ranges, rule.dim),
         regrouped=not rule.keeps_groups or any(part.regrouped for part in parts),
+        hidden_pieces=next(filter(None, (part.hidden_pieces for part in parts)), ""),
         is_flattened=any(part.is_flattened for part in parts),
     )
+
+
+def _merged_entries(parts: Iterable[TranslatedParameter]) -> dict[str | None, tuple[Entry, ...]]:
+    entries: dict[str | None, tuple[Entry, ...]] = {}
+    for slot, part_entries in chain.from_iterable(part.entries.items() for part in parts):
+        entries[slot] = (*entries.get(slot, ()), *part_entries)
+    return entries
 
 
 def _joined_tensor(rule: NameRule, parts: Sequence[OutputTensor]) -> OutputTensor:

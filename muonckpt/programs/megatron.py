@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..algebra.box import Index
 from ..names.keys import KeyPlace
@@ -157,27 +157,6 @@ class _TorchDistKeys(Keys):
         return self._checked((f"{chain}optimizer.state.{slot}.{name}",), self.read_state, KeyMeaning(name, slot, chain))
 
 
-def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
-    return Dialect(
-        name,
-        who,
-        None,
-        _methods(_MASTER, {}),
-        keys=_TorchDistKeys(),
-        unique_keys=True,
-        hints=_HINTS,
-        common=(COMMON_STATE,),
-        chains=chains,
-        # The key of an item ends with its shard's number and the number of shards.
-        item=lambda key: key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1",
-        private=_ITEMS,
-        arguments=_code_settings,
-        opaque=_BUCKETS,
-        format="torch_dist",
-        runs_keep=Convention.EMA,
-    )
-
-
 FSDP_DTENSOR = Dialect(
     "fsdp_dtensor",
     "dialect A: Megatron-LM with Megatron-FSDP",
@@ -192,11 +171,28 @@ FSDP_DTENSOR = Dialect(
     arguments=_code_settings,
     runs_keep=Convention.EMA,
 )
-TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
-TORCH_DIST_CHAINED = _torch_dist(
-    "torch_dist_chained",
-    "the same of more than one optimizer: Muon's state first, then AdamW's or Lion's",
-    {"muon": "chained_0.", "adamw": "chained_1.", "lion": "chained_1."},
+TORCH_DIST = Dialect(
+    "torch_dist",
+    "Megatron torch_dist with layer-wise Muon",
+    None,
+    _methods(_MASTER, {}),
+    keys=_TorchDistKeys(),
+    unique_keys=True,
+    hints=_HINTS,
+    common=(COMMON_STATE,),
+    # The key of an item ends with its shard's number and the number of shards.
+    item=lambda key: key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1",
+    private=_ITEMS,
+    arguments=_code_settings,
+    opaque=_BUCKETS,
+    format="torch_dist",
+    runs_keep=Convention.EMA,
+)
+TORCH_DIST_CHAINED = replace(
+    TORCH_DIST,
+    name="torch_dist_chained",
+    who="the same of more than one optimizer: Muon's state first, then AdamW's or Lion's",
+    chains={"muon": "chained_0.", "adamw": "chained_1.", "lion": "chained_1."},
 )
 LAYER_WISE = Dialect(
     "layer_wise",

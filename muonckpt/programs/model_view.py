@@ -140,12 +140,6 @@ class StoredParameter:
         """Return whether there is more than one row and column to orthogonalise."""
         return len(self.shape) >= 2 and min(self.sides) > 1
 
-    def shaped(self) -> list[StateRecord]:
-        """Return the state that has to be shaped like the parameter."""
-        common_names = self.method.slots if self.method else {}
-        slots = {slot for common, slot in common_names.items() if common in (*AVERAGES, "master")}
-        return [tensor for slot, tensor in self.state.items() if slot in slots]
-
 
 @dataclass(frozen=True)
 class ModelView:
@@ -197,10 +191,6 @@ class ModelView:
             return "weights" if len(self.tensors) > 1 else "tensors"
         return _NOUNS.get(role, role)
 
-    def identity(self, tensor: StateRecord) -> tuple[str, str | None]:
-        """Return the parameter and the slot of a tensor, by which it is known in any program's keys; else its key."""
-        return (self.owners[tensor.key], tensor.slot) if tensor.key in self.owners else (tensor.key, None)
-
     def conventions(self, tensor: StateRecord) -> Mapping[str, str]:
         """Return the convention of a tensor by each source that says it; the first counts.
 
@@ -214,9 +204,6 @@ class ModelView:
             if self.dialect:
                 stated[f"{self.dialect.name} has no other"] = self.dialect.convention
         return {source: str(convention) for source, convention in stated.items() if convention}
-
-    def convention(self, tensor: StateRecord) -> str | None:
-        return next(iter(self.conventions(tensor).values()), None)
 
 
 def model_view(

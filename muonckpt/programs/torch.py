@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..names import vocabulary
 from ..names.coefficients import COEFFICIENTS
 from ..names.keys import KeyPlace
 from ..names.vocabulary import Convention
 from .codings import ALGORITHM, COUPLED, betas, coefficients, scale
-from .dialect import (
-    FLAT,
-    RATES,
-    TRIPLE,
-    UNFUSED,
-    Dialect,
-    Keys,
-    Mark,
-    StoredMethod,
-)
+from .dialect import FLAT, RATES, TRIPLE, UNFUSED, Dialect, Keys, Mark, StoredMethod
 
 KELLER = COEFFICIENTS["keller"].tail
 SCALES = {"original": ("original", None), "match_rms_adamw": ("match_rms_adamw",)}
@@ -76,14 +68,11 @@ PROGRAM = Dialect(
     constant_options={"muon": {**PLAIN, "pieces": None, **STANDARD}, "adamw": PLAIN},
 )
 
-TITAN = Dialect(
-    "titan",
-    "torchtitan: a flat optimizer, the model at the top",
-    Convention.EMA,
-    (muon({**SCALES, "spectral": ("spectral_unclamped",)}), ADAMW),
-    ALWAYS,
-    _BESIDE,
-    kinds={"ns_coefficients": TRIPLE},
+TITAN = replace(
+    PROGRAM,
+    name="titan",
+    who="torchtitan: a flat optimizer, the model at the top",
+    methods=(muon({**SCALES, "spectral": ("spectral_unclamped",)}), ADAMW),
     keys=Keys((FLAT,), (KeyPlace(()),)),
     marks=(Mark(options=ALWAYS, at_home=True),),
     constant_options={"muon": {**PLAIN, **STANDARD}, "adamw": PLAIN},
@@ -92,19 +81,16 @@ TITAN = Dialect(
 
 # torch's keys and slots, of an unknown program.
 
-_NEVER_ADDED = frozenset({"ns_coefficients"})
-BY_NUMBER = Dialect(
-    "fully_shard",
-    "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",
-    None,
-    METHODS,
-    keys=Keys(numbered=frozenset(Keys().optimizers)),
-    unwritten_options=_NEVER_ADDED,
-)
 UNKNOWN = Dialect(
     "dcp",
     "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C",
     None,
     METHODS,
-    unwritten_options=_NEVER_ADDED,
+    unwritten_options=frozenset({"ns_coefficients"}),
+)
+BY_NUMBER = replace(
+    UNKNOWN,
+    name="fully_shard",
+    who="fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",
+    keys=Keys(numbered=frozenset(Keys().optimizers)),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -16,11 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.options import grouped
+from muonckpt.converters.options import grouped, outputs_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
-from muonckpt.converters.translate.translator import requested_outputs
 from muonckpt.names.keys import KeyPlace
 from muonckpt.names.vocabulary import Convention
 from muonckpt.programs.detection import detect, with_slots, with_slots_of
@@ -276,7 +273,7 @@ def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(
     """What torch alone writes says as well that its momentum is an average."""
     path = read(f"{source}_fsdp4/ckpt")[0]
     request = Request(target=DIALECTS["dcp"], **overrides)
-    job = make_job(path, Target({"dp": 2}), make_outputs=partial(requested_outputs, request=request))
+    job = make_job(path, Target({"dp": 2}), make_outputs=outputs_of(request))
     run_job(job, tmp_path / "out")
     as_stock(tmp_path / "out")
     found = detect(muonckpt.open(tmp_path / "out").outline)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from ...checkpoint.training import MODEL, OPTIMIZER, Training
 from ...converters.engine.container import container_of
 from ...converters.engine.job import make_job
 from ...converters.engine.workers import joined_ranks
-from ...converters.options import Execution, Translation
+from ...converters.options import Execution, Translation, outputs_of
 from ...converters.target.topology import Target
-from ...converters.translate.translator import requested_outputs
 from ...names.errors import (
     ArgumentError,
     DamageError,
@@ -252,11 +250,10 @@ def _convert(source: str, copy: Location, group: dist.ProcessGroup | None) -> tu
     with joined_ranks(group) as workers, open(location(source, SourceError)) as opened:
         container, target, is_known = container_of("dcp", None), Target({"dp": 1}), True
         try:
-            request = Translation().request("muonckpt")
-            job = make_job(opened, target, (), partial(requested_outputs, request=request), container)
+            job = make_job(opened, target, (), outputs_of(Translation().request("muonckpt")), container)
         except UnknownOptimizerError:
             is_known, request = False, Translation(model_only=True).request("muonckpt")
-            job = make_job(opened, target, (), partial(requested_outputs, request=request), container)
+            job = make_job(opened, target, (), outputs_of(request), container)
         except (DamageError, LimitError, RemovedError, UnnamedStateError):  # no choice of the user makes it readable
             raise
         except SourceError as error:

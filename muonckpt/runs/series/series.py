@@ -42,9 +42,8 @@ from ...checkpoint.training import Training
 from ...converters.engine.container import container_of
 from ...converters.engine.job import check_destination, make_job
 from ...converters.engine.workers import joined_ranks
-from ...converters.options import Execution, Translation
+from ...converters.options import Execution, Translation, outputs_of
 from ...converters.target.topology import Target
-from ...converters.translate.translator import requested_outputs
 from ...names.errors import (
     ArgumentError,
     AttestError,
@@ -664,7 +663,7 @@ def _export_model(
         container = container_of("safetensors", shard_size)
         check_destination(opened.path, destination)
         try:
-            job = make_job(opened, Target({"dp": 1}), (), partial(requested_outputs, request=request), container)
+            job = make_job(opened, Target({"dp": 1}), (), outputs_of(request), container)
         except SourceError as error:
             roots = {tensor.path[0] for tensor in opened.manifest.tensors}
             if isinstance(error, DamageError) or "model" in roots:
