@@ -161,6 +161,15 @@ def _notes_on_momentum(job: Job, source: Manifest) -> tuple[str, ...]:
         return ()
     if recorded := {tensor.convention for tensor in source.tensors if tensor.convention is not None}:
         return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
-    from ..programs.detection import momentum_note  # most reshards start sooner without it
+    from ..programs.detection import detect, with_slots_of  # most reshards start sooner without it
 
-    return momentum_note(source)
+    try:
+        detected = detect(source)
+    except SourceError:
+        return ()
+    dialect, reason = detected.dialect, detected.reasons[-1]
+    slots = dialect.slots_called("momentum")
+    if not any(tensor.slot in slots for tensor in with_slots_of(source, dialect).tensors):
+        return ()
+    why = f"that is what {dialect.name} keeps: {reason}" if dialect.convention else reason
+    return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)

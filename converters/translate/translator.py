@@ -121,7 +121,7 @@ def translate(manifest: Manifest, values: Values, choices: Request) -> Outputs:
     state = StateWriter(model, groups.numbers)
     tensors, items = _outputs(model, groups, state)
     # Report every difference; the manifest keeps the source's roots, options that no run said, and members of groups.
-    _report_options(model, groups.options)
+    _report_meanings(model, groups.options)
     _report_losses(model)
     target, findings = model.target, model.findings
     findings.programs.extend((f"source: {detected}", f"target: {target.name} ({target.who})"))
@@ -171,8 +171,15 @@ def _outputs(
 # The report.
 
 
-def _report_options(model: TranslatedModel, options: Mapping[str, WrittenOptions]) -> None:
-    """Report differences in options, each with the parameters whose they are."""
+def _report_meanings(model: TranslatedModel, options: Mapping[str, WrittenOptions]) -> None:
+    """Report how momentum was read and why, and differences in options, each with the parameters whose they are."""
+    momenta: defaultdict[tuple[object, str], list[str]] = defaultdict(list)
+    for parameter in model.stateful:
+        if "momentum" in parameter.slots:
+            momenta[model.convention(parameter)].append(parameter.target_method.slots["momentum"])
+    for (convention, why), slots in momenta.items():
+        subject = f"momentum of {len(slots)} parameters" if len(momenta) > 1 else "momentum"
+        model.findings.momenta.append((slots[-1], f"{subject}: {convention or 'unknown'}, because {why}"))
     names_by_finding: defaultdict[tuple[str, Check], list[str]] = defaultdict(list)
     for name, written in options.items():
         for finding in written.findings:
@@ -185,16 +192,8 @@ def _report_options(model: TranslatedModel, options: Mapping[str, WrittenOptions
 
 
 def _report_losses(model: TranslatedModel) -> None:
-    """Report how momentum was read, what the target has no use for, and what its runs have to set."""
+    """Report what the target's program has no use for, what it takes to use it, and what its runs have to set."""
     source, target, findings, step = model.dialect, model.target, model.findings, model.choices.step
-    # The conventions of momentum, and why each is known.
-    momenta: defaultdict[tuple[object, str], list[str]] = defaultdict(list)
-    for parameter in model.stateful:
-        if "momentum" in parameter.slots:
-            momenta[model.convention(parameter)].append(parameter.target_method.slots["momentum"])
-    for (convention, why), slots in momenta.items():
-        subject = f"momentum of {len(slots)} parameters" if len(momenta) > 1 else "momentum"
-        findings.momenta.append((slots[-1], f"{subject}: {convention or 'unknown'}, because {why}"))
     for slot, count in Counter(model.left_out.values()).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
     if model.private:

@@ -418,20 +418,6 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
     return replace(manifest, tensors=tuple(tensors))
 
 
-def momentum_note(manifest: Manifest) -> tuple[str, ...]:
-    """Say which convention the momenta of a checkpoint have by its program, and why; empty if it has none."""
-    try:
-        detected = detect(manifest)
-    except SourceError:
-        return ()
-    dialect = detected.dialect
-    slots = dialect.slots_called("momentum")
-    if not any(tensor.slot in slots for tensor in with_slots_of(manifest, dialect).tensors):
-        return ()
-    why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
-    return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)
-
-
 def _unknown_program(keys: Keys, *reasons: str) -> Detected:
     numbered = keys.numbered and keys.numbered == {*keys.optimizers}
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
