@@ -34,19 +34,19 @@ class StateWriter:
         constants: tensors of one element that the source does not have, by dtype and bytes; made when first used.
     """
 
-    source: TranslatedModel
+    model: TranslatedModel
     numbers: Mapping[str, str]
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
 
     @property
     def target(self) -> Dialect:
-        return self.source.target
+        return self.model.target
 
     # Keys.
 
     def path(self, parameter: TranslatedParameter, slot: str) -> KeyPath:
         name = parameter.name
-        if self.numbers and name not in self.numbers and not self.source.dialect.numbered:
+        if self.numbers and name not in self.numbers and not self.model.dialect.numbered:
             raise SourceError(
                 f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
             )
@@ -57,7 +57,7 @@ class StateWriter:
     def weight(self, parameter: TranslatedParameter, weight: OutputTensor) -> OutputTensor:
         """Return the weight of a parameter, which stays in its chunk where the target has the source's."""
         paths = (entry.path for entry in parameter.entries.get(None, ()))
-        reading = self.source.dialect.keys.read_weight(next(paths, ()))
+        reading = self.model.dialect.keys.read_weight(next(paths, ()))
         return _at(weight, self.target.keys.write_weight(parameter.name, reading.chain if reading else ""))
 
     def slot(self, parameter: TranslatedParameter, common: str) -> OutputTensor:
@@ -65,21 +65,21 @@ class StateWriter:
         tensor, slot = parameter.slots[common], parameter.target_method.slots[common]
         record = replace(_at(tensor, self.path(parameter, slot)).record, name=parameter.name, slot=slot)
         # The user may round averages; counters and rows of variances keep their dtype.
-        target_dtype = (common in AVERAGES and self.source.choices.state_dtype) or record.dtype
+        target_dtype = (common in AVERAGES and self.model.choices.state_dtype) or record.dtype
         source_dtype = record.dtype if target_dtype != record.dtype else None
         if source_dtype is not None:
             record = replace(record, dtype=target_dtype, fingerprint=None)
         if common != "momentum":
             return replace(tensor, record=record, source_dtype=source_dtype)
         # Only momentum has a convention: between two of them all its elements are scaled.
-        about, requested = f"parameter {parameter.name!r}", self.source.choices.target_convention
-        convention, _ = self.source.convention(parameter)
+        about, requested = f"parameter {parameter.name!r}", self.model.choices.target_convention
+        convention, _ = self.model.convention(parameter)
         statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
         target_convention = agreed_convention(about, "`target_convention=`", statements) or convention
-        scale = momentum_factor(convention, target_convention, self.source.mu(parameter), about)
+        scale = momentum_factor(convention, target_convention, self.model.mu(parameter), about)
         # A momentum that is written unchanged, and that runs of the target's program take for another.
         runs_keep = self.target.runs_keep
-        if runs_keep not in (None, target_convention, self.source.dialect.runs_keep):
+        if runs_keep not in (None, target_convention, self.model.dialect.runs_keep):
             factor = "1 / (1 - μ)" if runs_keep is Convention.EMA else "1 - μ"
             reason = f"runs of {self.target.name} keep {runs_keep}, and take it for that: "
             if target_convention is None:
@@ -87,7 +87,7 @@ class StateWriter:
             else:
                 reason += f'it is {factor} times what they expect; convert with `target_convention="{runs_keep}"`'
             said = target_convention or "unknown"
-            self.source.findings.check(Action.SET, "the momentum's convention", said, reason=reason)
+            self.model.findings.check(Action.SET, "the momentum's convention", said, reason=reason)
         if scale is not None and record.dtype == "float16":
             raise SourceError(
                 f"{about}: its momentum is float16, in which a {convention} multiplied by {scale:.4g} may overflow or "
@@ -102,9 +102,9 @@ class StateWriter:
         slot = parameter.target_method.slots["step"]
         path = self.path(parameter, slot)
         # The source's own counter moves unchanged, where it can count on; else the number is written again.
-        counter = next(iter(parameter.counters), None) if self.source.choices.step is None else None
+        counter = next(iter(parameter.counters), None) if self.model.choices.step is None else None
         if isinstance(counter, StateRecord):
-            if counter.dtype == "float32" or (self.source.is_same_dialect and counter.dtype not in _MAX_COUNTS):
+            if counter.dtype == "float32" or (self.model.is_same_dialect and counter.dtype not in _MAX_COUNTS):
                 tensor = moved(counter, path)
                 return replace(tensor, record=replace(tensor.record, name=parameter.name, slot=slot))
             reason, max_count = "written in float32", _MAX_COUNTS.get(counter.dtype)
@@ -113,10 +113,10 @@ class StateWriter:
                     f"; in {counter.dtype} one more than {max_count} is {max_count} again, so the run may have taken "
                     "more: if it did, give `step=`"
                 )
-            self.source.findings.check(
+            self.model.findings.check(
                 Action.SET, f"step counters in {counter.dtype}", str(parameter.step), reason=reason
             )
-        elif counter is not None and self.source.is_same_dialect:
+        elif counter is not None and self.model.is_same_dialect:
             return written_at(path, counter)
         if parameter.step is None:
             raise unknown_steps(parameter, self.target)
@@ -127,7 +127,7 @@ class StateWriter:
         """Return a tensor whose elements all have the given bytes, or are zero if none are given."""
         content = record.dtype, element
         if content not in self.constants:
-            self.constants[content] = constant(self.source.values.payloads, *content)
+            self.constants[content] = constant(self.model.values.payloads, *content)
         return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
 
     # Parameters without state.
@@ -144,7 +144,7 @@ class StateWriter:
                 "that out, and let the parameter start with fresh=[…] of muonckpt.load, or leave the slot out with "
                 "`drop=`"
             )
-        choices = self.source.choices
+        choices = self.model.choices
         for common, slot in slots.items():
             path, shape, dtype = self.path(parameter, slot), weight.record.shape, weight.record.dtype
             record = StateRecord(key_of(path), path, shape, "float32", no_chunks(len(shape)), parameter.name, slot)
@@ -153,13 +153,13 @@ class StateWriter:
                 continue
             # Zeros are like the state of the others: of their dtype, and in their convention, whichever that is.
             source_slot = parameter.method.slots[common]
-            others = (other.tensors[source_slot] for other in self.source.stateful if source_slot in other.tensors)
+            others = (other.tensors[source_slot] for other in self.model.stateful if source_slot in other.tensors)
             dtypes = (other.record.dtype for other in others)
             requested_dtype = choices.state_dtype if common in AVERAGES else None
             shape = (*shape[:-1], 1) if common == "dion_rows" else shape
             record = replace(record, shape=shape, dtype=requested_dtype or next(dtypes, dtype))
             if common == "momentum":
-                conventions = self.target.convention, choices.target_convention, self.source.dialect.convention
+                conventions = self.target.convention, choices.target_convention, self.model.dialect.convention
                 record = replace(record, convention=next(filter(None, conventions), None))
             yield self._filled(record)
 
