@@ -204,7 +204,7 @@ def unusable(advice: str = "") -> Iterator[None]:
     except LostRankError:  # says it
         raise
     except MuonckptError as error:
-        loss = f"THE STATE DICT IS UNUSABLE NOW, overwritten in part: load another checkpoint into it{advice}"
+        loss = f"THE STATE DICT IS UNUSABLE NOW: load another checkpoint into it{advice}"
         raise error.with_text(
             error.fault, ". ".join(filter(None, (error.advice, loss))), has_overwritten=True
         ) from error

@@ -134,21 +134,18 @@ def test_a_damaged_metadata_file_has_one_verdict_and_costs_no_step(damaged, seri
 def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()
-    lost = (
-        "rank 1's file __1_0.distcp is missing: 2 of 2 weights and 2 of 2 momenta have lost elements ("
-        "model.layers.0.weight, model.layers.1.weight, optimizer.state.layers.0.weight.momentum_buffer and 1 more)"
-    )
+    lost = "rank 1's file __1_0.distcp is missing: all 4 tensors have lost elements"
     assert diagnosed(broken).sentence.startswith(lost)
     assert muonckpt.inspect(broken).diagnosis.sentence.startswith(lost)
     for command in (["verify"], ["inspect"]):
         assert called(*command, broken).stdout.startswith(f"{broken}: {lost}")
-    for call in (
-        lambda: muonckpt.diff(broken, series / "step-00000002"),
-        lambda: muonckpt.load(state(0), broken),
+    for call, fault in (
+        (lambda: muonckpt.diff(broken, series / "step-00000002"), lost),
+        (lambda: muonckpt.load(state(0), broken), f"cannot open {broken / '__1_0.distcp'}: No such file"),
     ):
-        with pytest.raises(DamageError, match="What to do: ") as caught:
+        with pytest.raises(DamageError, match=r"What to do: .*step-00000002") as caught:
             call()
-        assert lost in str(caught.value) and "step-00000002" in str(caught.value)
+        assert fault in str(caught.value) and len(str(caught.value).split()) <= 60
     with pytest.raises(DamageError, match="What to do: ") as caught:
         muonckpt.open(as_stock(broken))
     assert lost in str(caught.value)
@@ -187,7 +184,7 @@ def test_a_loss_is_counted_by_kind(tmp_path):
         files = {chunk.item.file for chunk in opened.tensors["model.layers.5.weight"].record.chunks}
     (tmp_path / "cut" / max(files)).unlink()
     found = diagnosed(tmp_path / "cut").sentence
-    assert "5 of 5 weights and 5 of 5 momenta have lost elements (model.layers.0.weight, " in found
+    assert "all 10 tensors have lost elements" in found
 
 
 def test_flipped_bytes_and_a_file_of_another_save_are_counted(series):
@@ -198,7 +195,7 @@ def test_flipped_bytes_and_a_file_of_another_save_are_counted(series):
         "optimizer.state.layers.1.weight.momentum_buffer)"
     )
     shutil.copyfile(series / "step-00000002" / "__1_0.distcp", broken / "__1_0.distcp")
-    assert "rank 1's file __1_0.distcp has damaged bytes: 2 of 2 weights" in diagnosed(broken).sentence
+    assert "rank 1's file __1_0.distcp has damaged bytes: all 4 tensors have lost" in diagnosed(broken).sentence
 
 
 def test_a_manifest_of_another_save_is_told_from_files_whose_bytes_are_damaged(series, saves):
@@ -356,7 +353,7 @@ def test_what_is_lost_besides_is_said(uneven, tmp_path):
     assert called("verify", path).returncode == 1
     assert muonckpt.inspect(path).diagnosis.remedies == found.remedies, "a few bytes give the exact cure again"
     assert found.sentence.startswith(f"2 files with other names than when it was saved: that of {A} is called {B}")
-    assert f"; rank 2's file {C} is missing: 2 of 2 weights and 2 of 2 momenta" in found.sentence
+    assert f"; rank 2's file {C} is missing: all 4 tensors have lost elements" in found.sentence
     subprocess.run(["bash", "-ec", found.remedies[0].command], check=True)
     assert diagnosed(path).sentence.startswith(f"rank 2's file {C} is missing")
 
@@ -402,7 +399,7 @@ def test_of_a_run_without_a_whole_step_restore_says_what_each_has_lost_and_what_
     (series / "step-00000003" / "__1_0.distcp").unlink()
     with pytest.raises(DamageError, match="found none among 2") as caught:
         Series(series).restore(state(0))
-    assert str(caught.value).count("2 of 2 weights and 2 of 2 momenta have lost elements") == 2
+    assert str(caught.value).count("all 4 tensors have lost elements") == 2
     assert "(a) muonckpt verify COPY (tells whether a copy of this checkpoint is whole" in str(caught.value)
     # One fault of several steps is listed once.
     for name in ("step-00000002/__1_0.distcp", "step-00000003/__0_0.distcp"):
@@ -471,7 +468,7 @@ def test_a_load_does_not_need_the_files_of_what_begins_anew(stock, saves, tmp_pa
     true, template = state(3), {"model": state(0)["model"]}
     muonckpt.load(template, broken, allow_extra=True)
     assert all(torch.equal(template["model"][name], true["model"][name]) for name in NAMES)
-    with pytest.raises(DamageError, match="is cut short"):
+    with pytest.raises(DamageError, match=r"it was cut|expected 1024 bytes at byte [0-9]+ of the file, found 9"):
         muonckpt.load(state(0), broken)
 
 

@@ -218,7 +218,9 @@ class Damage:
                 nouns = sorted(counts, key="weights".__ne__)
                 kinds = enumerated([f"{counts[noun]} of {totals[noun]} {noun}" for noun in nouns])
                 have = "has" if len(tensors) == 1 else "have"
-                losses.append(f"{kinds} {have} lost elements ({listed(entry_keys(tensors), 3)})")
+                some = f"{kinds} {have} lost elements ({listed(entry_keys(tensors), 3)})"
+                are_all = len(tensors) == len(self.manifest.tensors) > 1
+                losses.append(f"all {len(tensors)} tensors have lost elements" if are_all else some)
             if lost.items:
                 count, total = len(lost.items), len(self.manifest.blobs)
                 some = f"{count} of {total} other items are lost ({listed(sorted(lost.items), 2)})"

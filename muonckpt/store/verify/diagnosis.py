@@ -160,12 +160,11 @@ def diagnosis_of_damaged(path: Location, run: Run | None = None) -> Diagnosis:
 
 
 def advice_on(path: Location) -> str:
-    """Return the message where reading a checkpoint has found damage: the losses, and the next step."""
+    """Return what to do about damage that reading a checkpoint has met."""
     try:
-        diagnosis = diagnosis_of_damaged(path)
+        return diagnosis_of_damaged(path).advice
     except UnavailableError:  # the damage is the news
         return ""
-    return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ _FRESH = "in Python: the state of {} begins from zero, also its undamaged part"
 _MOVED = "gives every file its name back; then verify it"
 _STOCK = f"writes the step again by its {METADATA_FILE}, checked by CRC-32s alone, without momentum conventions"
 _REWRITE = "writes the same elements with new descriptions"
-_VERIFY = "lists all that is damaged, and what to do"
+_VERIFY = "lists all damage"
 
 _MAX_NAMES = 12
 """The most parameters that a line of Python names."""
