@@ -298,16 +298,16 @@ def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
         # Placements say which ranks hold a part: each of them must request it.
         shape: Index = ()
         boxes = list[Box]()
-        ranks_by_placement: dict[tuple[MeshPlacement, Index], int] = {}
+        placements: dict[int, tuple[MeshPlacement, int]] = {}
         for rank, number in numbers.items():
             kind = ranks[rank].form.kinds[number]
             assert kind is not None, "only tensors are requested by boxes"
             shape = kind.shape
             boxes += ranks[rank].boxes_by_kind[number]
             if kind.placement is not None:
-                ranks_by_placement.setdefault((kind.placement, shape), rank)
-        for (placement, whole), rank in ranks_by_placement.items():
-            for rank_without in placement.holders(whole):
+                placements.setdefault(id(kind.placement), (kind.placement, rank))
+        for placement, rank in placements.values() if len(numbers) < len(ranks) else ():
+            for rank_without in placement.holders(shape):
                 if rank_without not in ranks or rank_without in numbers:
                     continue
                 raise LayoutError(
@@ -316,7 +316,7 @@ def prove_asked_whole(ranks: Mapping[int, RankState], attest: bool) -> None:
                     "load with the same keys on all ranks that hold the tensor"
                 )
         # Boxes say nothing of ranks that lack the tensor: only a whole one leaves them nothing.
-        if ranks_by_placement or (len(numbers) == len(ranks) and not attest):
+        if placements or (len(numbers) == len(ranks) and not attest):
             continue
         for hole in unheld(shape, boxes):
             if attest:

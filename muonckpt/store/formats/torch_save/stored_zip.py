@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
+from typing import NamedTuple
 
 from ....names.errors import DamageError, SourceError
 from ...io import limits
@@ -64,8 +65,7 @@ class ZipEntry:
         return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipMember:
+class ZipMember(NamedTuple):
     """Locates a member of an item: its name without the archive's, and its data as a range of bytes in the file.
 
     ``crc32`` is None where the writer switched checksums off, so that all checksums in the item are 0.
@@ -219,7 +219,7 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     # Each local header says the same name, and its data end before the next one: no two readers see different bytes.
     has_checksums = any(crc32 for *_, crc32 in entries)
     ends = [*(header_offset for header_offset, *_ in entries[1:]), directory_offset]
-    members = []
+    members = list[tuple[str, int, int, int | None]]()
     for (header_offset, entry_name, size, crc32), end, name in zip(entries, ends, names, strict=True):
         expected_name = entry_name.encode()
         header = part(header_offset, _LOCAL.size + len(expected_name))
@@ -232,8 +232,8 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
         start = header_offset + len(header) + int(extra_length)
         if start + size > end:
             raise SourceError(f"expected {name} to end by byte {end} of the item, found {start + size}")
-        members.append(ZipMember(name, offset + start, size, crc32 if has_checksums else None))
-    return tuple(members)
+        members.append((name, offset + start, size, crc32 if has_checksums else None))
+    return tuple(map(ZipMember._make, members))
 
 
 def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
