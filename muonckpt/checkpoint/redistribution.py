@@ -134,13 +134,7 @@ def redistribute(
     source = source.known_as(offers[place].state)
     with JointWork(group, SourceError) as work:
         target = LiveState.of(target_state_dict, "to redistribute into")
-        # What this rank asks for overwrites nothing that it has to give.
-        matching = match(target, stored, choices)
-        keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
-        tied = tied_origins(target, keys, matching.zeros)
-        check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
-        request = _Request(matching, target.described.boxes(keys), target.devices, tied)
-        requests = work.broadcast(work.gather(request))
+        requests = work.broadcast(work.gather(_ask(source, target, stored, choices)))
     matching, report = judge([request.matching for request in requests], stored, choices)
     if not matching.fits:
         refusal = Refusal(matching, choices, stored, target, None, REDISTRIBUTE)
@@ -174,6 +168,15 @@ def redistribute(
     return Redistribution(
         report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.wire_bytes
     )
+
+
+def _ask(source: LiveState, target: LiveState, stored: Stored, choices: Choices) -> _Request:
+    """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
+    matching = match(target, stored, choices)
+    keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
+    tied = tied_origins(target, keys, matching.zeros)
+    check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
+    return _Request(matching, target.described.boxes(keys), target.devices, tied)
 
 
 def _refuse_overwriting(source: LiveState, pairs: Collection[tuple[str, str]], group: dist.ProcessGroup | None) -> None:
