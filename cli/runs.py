@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..converters.look.run_history import STEP_HEADERS, RunHistory, overview_of_run, step_row
 from ..names.errors import SourceError
-from ..names.wording import counted
+from ..names.wording import counted, fitted
 from ..store.io.location import Location
 from ..store.verify.run import Run, run_of
 from .printing import print_labelled, print_line, print_section
@@ -37,8 +37,9 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
         )
     steps = run.whole[-count:]
     if len(steps) < count:
-        faults = "".join(f"; {step.name}: {step.fault}" for step in run.steps if step.fault)
-        raise SourceError(f"expected {counted(count, 'whole step')} in {run.path}, found {len(steps)}{faults}")
+        failure = f"expected {counted(count, 'whole step')} in {run.path}, found {len(steps)}"
+        faults = fitted((f"{step.name}: {step.fault}" for step in run.steps if step.fault), "; ", failure)
+        raise SourceError(f"{failure}; {faults}" if faults else failure)
     names = " and ".join(step.name for step in steps)
     print_line(f"of {counted(len(run.steps), 'step')} in {run.path}, the newest whole: {names}", err=True)
     for step in run.steps[run.steps.index(steps[-1]) + 1 :]:
