@@ -69,13 +69,16 @@ def message_of(call, *arguments, **choices):
 
 
 def follow(message, **names):
-    """Run the first command that a message prints, with names for what it writes in capitals; return what that says."""
-    [command] = re.findall(r"(?:muonckpt|mv) (?:[^\s(;,.]|\.(?=\S)| (?![(]))+", message)[:1]
-    words = [names.get(word, word) for word in shlex.split(command)]
-    print("$", *words)
-    program = [sys.executable, "-m", *words] if words[0] == "muonckpt" else words
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    return show(done.stdout + done.stderr)
+    """Run the first line that a message prints, with names for what it writes in capitals; return what that says."""
+    [line] = re.findall(r"(?:muonckpt|mv) (?:[^\s(;,.]|\.(?=\S)| (?![(]))+", message)[:1]
+    output = ""
+    for command in line.split(" && "):
+        words = [names.get(word, word) for word in shlex.split(command)]
+        print("$", *words)
+        program = [sys.executable, "-m", *words] if words[0] == "muonckpt" else words
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        output += done.stdout + done.stderr
+    return show(output)
 
 
 def show(text):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..names.wording import by_fault, counted, enumerated, listed, moment
 from ..store.io.location import Location
 from ..store.verify.damage import Damage
-from ..store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of, renaming, way_on
+from ..store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of, moving, renaming, way_on
 from ..store.verify.run import Run
 from .resumes import Resume
 
@@ -98,17 +98,23 @@ def verdict_on(run: Run, resumes: Sequence[Resume], read: Mapping[str, Damage]) 
         state = "not whole, or cannot be read" if any(step.state == "unread" for step in bad) else "not whole"
         names = listed((f"{step.name} ({step.state})" for step in bad), 3)
         sentences.insert(0, f"{len(bad)} of {counted(len(run.steps), 'step')} {state}: {names}")
-    # Names that come back, the repair of damaged steps, the newest first, and at last the way on without them.
-    repairs, ways = [remedy for _, remedy in missing if remedy], list[Remedy]()
+    # Names that come back, the repair of damaged steps, the newest first, the way on, and what it does not need.
+    repairs, way, needless = [remedy for _, remedy in missing if remedy], None, list[str]()
     for step in [step for step in bad if step.state == "faulty" and not run.replacement(step.name)][:_MAX_STEPS]:
         is_read = step.name in read
         known = diagnosis_of(step.path, read[step.name], run) if is_read else diagnosis_at(step.path, run)
-        is_older = newest is not None and run.steps.index(step) < run.steps.index(newest)
-        repairs += [remedy for remedy in known.remedies if not remedy.step]
-        ways += [remedy for remedy in known.remedies if remedy.step and not is_older]
-    if not ways and (run.unread or texts) and (way := way_on(run)):
-        ways.append(way)
-    remedies = {remedy.command: remedy for remedy in (*repairs, *ways[:1])}
+        of_step = [remedy for remedy in known.remedies if not remedy.step]
+        repairs += of_step
+        if newest is None or run.steps.index(step) >= run.steps.index(newest):
+            way = way or next((remedy for remedy in known.remedies if remedy.step), None)
+        elif not of_step:
+            needless.append(step.name)
+    if run.unread or texts:
+        way = way or way_on(run)
+    remedies = {remedy.command: remedy for remedy in (*repairs, *filter(None, [way]))}
+    if newest and needless:
+        line = moving(run.path, needless)
+        remedies[line] = Remedy(line, f"a resume from {newest.name} does not need it", newest.name)
     return RunVerdict(run, tuple(texts), Diagnosis(run.path, "; ".join(sentences), tuple(remedies.values())))
 
 
@@ -128,12 +134,12 @@ def missing_steps(
     for name, step in sorted(strays.items()):
         if step > newest_whole:
             names.setdefault(step, []).append(name)
-    last = resumes[-1] if resumes and resumes[-1].step > newest else None
-    for step in sorted({*names, *([last.step] if last else [])}, reverse=True):
-        resumed = last is not None and last.step == step
-        text = f"step {step}"
-        if last and resumed:
-            text += f", from which the run was resumed {moment(last.timestamp)} UTC"
+    resumed = {}
+    for last in resumes[-1:]:
+        if last.step > newest:
+            resumed[last.step] = f", from which the run was resumed {moment(last.timestamp)} UTC"
+    for step in sorted({*names, *resumed}, reverse=True):
+        text = f"step {step}{resumed.get(step, '')}"
         if step in names:
             yield f"{text}, which is called {enumerated(names[step])}", renaming(place / names[step][0], step)
         else:

@@ -358,17 +358,18 @@ def test_each_step_is_compared_with_the_one_before_in_its_attempt(run, tmp_path)
 
 
 def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
-    """Nothing is to be done about an older damaged step without a repair, or an unfinished one."""
+    """An older damaged step without a repair is not needed; nothing is to be done about an unfinished one."""
     for step in (10, 20, 30):
         shutil.copytree(run / "10", tmp_path / "run" / f"step-000000{step}")
     (tmp_path / "run" / "step-00000010" / "__0_0.distcp").unlink()
-    assert muonckpt.report_run(tmp_path / "run", stats="none").diagnosis.remedies == ()
+    [needless] = muonckpt.report_run(tmp_path / "run", stats="none").diagnosis.remedies
+    assert needless.command == f"mv {tmp_path / 'run' / 'step-00000010'} ELSEWHERE"
     (tmp_path / "run" / "step-00000040").mkdir()
     (tmp_path / "run" / "step-00000040" / ".muonckpt.saving").touch()  # as in a store
     page = muonckpt.report_run(tmp_path / "run", stats="none")
     named = "step-00000040 (incomplete), step-00000010 (faulty)"
     assert page.diagnosis.sentence == f"2 of 4 steps not whole: {named}"
-    assert page.diagnosis.remedies == ()
+    assert page.diagnosis.remedies == (needless,)
     (tmp_path / "run" / "step-00000030" / "__0_0.distcp").unlink()
     shutil.copy(run / "10" / "__0_0.distcp", tmp_path / "run" / "step-00000010")
     (tmp_path / "run" / "step-00000010" / "muonckpt.json").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -31,6 +32,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonckpt
 from muonckpt import ArgumentError, DamageError, DestinationError, MuonckptError, Series, SourceError
 from muonckpt.checkpoint import all_ranks
+from muonckpt.converters.look.run_history import history_of
 from muonckpt.optimizer import Muon
 from muonckpt.runs import step_folder
 from muonckpt.runs.run_audit import verify_run
@@ -319,6 +321,34 @@ def test_a_step_that_was_renamed_is_taken_by_its_name_with_a_warning(tmp_path):
     [source, target] = re.findall(r"\(a\) mv (\S+) (\S+) ", str(warned[0].message))[0]
     Path(source).rename(target)
     assert Series(tmp_path).restore(state(-1)).step == 2  # warns no more
+
+
+def test_a_half_published_step_that_is_saved_again_is_named_and_moved_away(tmp_path, capfd):
+    """It is of no manifest, so that no save removes it; the printed command does."""
+    for step in (1, 2):
+        path = Path(Series(tmp_path).save(step, state(step)).path)
+    for name in (".metadata", "muonckpt.json"):
+        (path / name).unlink()
+    Series(tmp_path).save(2, state(2))
+    assert f"{path}.2 replaces step-00000002, which stays, as it has no muonckpt.json" in capfd.readouterr().out
+    Series(tmp_path, keep_last=1).save(3, state(3))
+    verdict = history_of(tmp_path).verdict
+    [remedy] = verdict.diagnosis.remedies
+    assert verdict.exit_code == 1 and remedy.command == f"mv {path} ELSEWHERE"
+    path.rename(tmp_path.with_name("elsewhere"))
+    verdict = history_of(tmp_path).verdict
+    assert (verdict.exit_code, verdict.diagnosis.remedies) == (0, ()) and restored(Series(tmp_path)) == 3
+
+
+def test_a_restore_with_fresh_names_the_step_that_it_takes_and_no_older_one(tmp_path):
+    for step in (1, 2):
+        [file] = Path(Series(tmp_path).save(step, state(step)).path).glob("*.distcp")
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(RuntimeWarning) as caught, contextlib.suppress(SourceError):
+        Series(tmp_path).restore(state(-1), fresh=["x*"], allow_extra=True)
+    told = [str(each.message) for each in caught if "restoring it but for fresh state" in str(each.message)]
+    assert len(told) == 1 and "step-00000002 is not whole" in told[0]
+    assert not [each for each in caught if "step-00000001 is not whole" in str(each.message)]
 
 
 @pytest.mark.parametrize("record", ["written", "refused"])

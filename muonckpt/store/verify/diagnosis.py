@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from string import ascii_lowercase
@@ -188,11 +188,15 @@ def way_on(run: Run, name: str = "", is_passed: bool = True) -> Remedy | None:
         return Remedy(command("verify", newest.path), f"reads all of {goal}; then resume from that", newest.name)
     if not stuck:
         return Remedy("start the job again", f"it resumes from {goal}", newest.name)
-    line = f"move {enumerated(stuck)} out of {run.path}"
-    if not isinstance(run.path, Remote):
-        line = shell_line("mv", *(run.path / step for step in stuck), "ELSEWHERE")
     verb = "start the job again: it resumes" if is_of_series else "resume"
-    return Remedy(line, f"then {verb} from {goal}", newest.name)
+    return Remedy(moving(run.path, stuck), f"then {verb} from {goal}", newest.name)
+
+
+def moving(run: Location, names: Sequence[str]) -> str:
+    """Return the command that moves steps out of their run."""
+    if isinstance(run, Remote):
+        return f"move {enumerated(names)} out of {run}"
+    return shell_line("mv", *(run / name for name in names), "ELSEWHERE")
 
 
 def way_back(path: Location) -> str:

@@ -48,8 +48,8 @@ function stateCell(step) {
 // The lines of the verdict that `inspect` prints: facts first, then each fault once.
 function runVerdict() {
   const differing = DATA.resumes.filter((resume) => resume.proof && !resume.proof.equal);
-  const lines = DATA.overview.filter(([label]) => label && !["run", "changed", "resumed"].includes(label));
-  const told = ([label, text]) => el("p", {}, el("b", { class: label in STATES || label === "missing" ? "bad" : "plain" }, label + ": "), text);
+  const lines = DATA.overview.filter(([label]) => label && !["run", "missing", "changed", "resumed"].includes(label));
+  const told = ([label, text]) => el("p", {}, el("b", { class: label in STATES ? "bad" : "plain" }, label + ": "), text);
   const faults = lines.filter(([label]) => label in STATES).map(told);
   const few = 3;
   return verdictSection({
