@@ -135,7 +135,9 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
         row = 0
         for tensors in batches(manifest.tensors, lambda tensor: len(tensor.chunks), _BATCH_CHUNKS):
             stop = row + sum(len(tensor.chunks) for tensor in tensors)
-            results += _check_tensors(checkpoint, tensors, by_files.chunks[row:stop], pool, jobs, advance)
+            results += _check_tensors(
+                checkpoint, tensors, by_files.chunks[row:stop], by_files.files, pool, jobs, advance
+            )
             row = stop
     item_findings = []
     for blob in manifest.blobs:
@@ -239,6 +241,7 @@ def _check_tensors(
     checkpoint: OpenCheckpoint,
     tensors: Sequence[StateRecord],
     is_lost: NDArray[np.bool_],
+    file_faults: Mapping[str, str],
     pool: ThreadPoolExecutor,
     jobs: int,
     advance: Callable[[int], None],
@@ -247,6 +250,7 @@ def _check_tensors(
 
     Args:
         is_lost: for each chunk whether it is lost, by the files' sizes alone.
+        file_faults: the reasons, by the names of files.
     """
     payloads = checkpoint.payloads
     # The elements of chunks are found in their items; those of chunks that are lost are not looked for.
@@ -268,7 +272,12 @@ def _check_tensors(
             continue
         check = partial(_check_chunk, checkpoint, tensor, errors, advance)
         chunk_results = iter([*pool.map(check, part.chunks)])
-        yield _joined(tensor, [_GONE if gone else next(chunk_results) for gone in of_tensor], unchecked)
+        results = list[_ChunkResult]()
+        for chunk, gone in zip(tensor.chunks, of_tensor, strict=True):
+            fault = file_faults.get(chunk.item.file, "has other bytes")
+            kind = "disk" if fault == DISK_FAILS else "unreadable"
+            results.append(_ChunkResult(None, ((kind, f"its file {fault}"),)) if gone else next(chunk_results))
+        yield _joined(tensor, results, unchecked)
 
 
 def _small_fingerprints(checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]) -> list[str | None]:
@@ -307,9 +316,6 @@ def _joined(tensor: StateRecord, results: Sequence[_ChunkResult], unchecked: int
         message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
         findings.append(Finding("fingerprint", message, (tensor.key,)))
     return _Result(tensor.key, is_lost, fingerprint, unchecked, findings)
-
-
-_GONE = _ChunkResult(None, (("unreadable", "its file is missing, was cut, or cannot be opened"),))
 
 
 def _check_chunk(
