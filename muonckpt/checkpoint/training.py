@@ -68,13 +68,22 @@ class Training:
         """Return the state of all objects; ``extra`` unchanged, as `muonckpt.load` sets it by itself.
 
         Raises:
-            ArgumentError: an optimizer steps other tensors than the parameters of the model.
+            ArgumentError: an optimizer steps other tensors than the parameters of the model, or those of another one.
         """
         for name, fault in foreign_parameters(self.model, self.optimizers):
             raise ArgumentError(
                 f"{name} {fault}. Make the optimizer after what replaces parameters: fully_shard, "
                 "parallelize_module, .to() of another device, load_state_dict(assign=True)"
             )
+        optimizer_of: dict[int, Optimizer] = {}
+        for optimizer in self.optimizers:
+            for param in chain.from_iterable(group[PARAMS] for group in optimizer.param_groups):
+                if optimizer_of.setdefault(id(param), optimizer) is not optimizer:
+                    [name, *_] = (name for name, each in self.model.named_parameters() if each is param)
+                    raise ArgumentError(
+                        f"parameter {name!r} is in two optimizers, and a checkpoint has one state of each parameter. "
+                        "Give the second optimizer a Series of its own"
+                    )
         unstepped = self.unstepped
         weights, state = get_state_dict(self.model, self.optimizers)
         # Torch makes state that an optimizer lacks by a step with gradients of zero, and its counters count that step.

@@ -264,6 +264,18 @@ def test_a_group_without_parameters_keeps_its_options(tmp_path):
     again.step()
 
 
+def test_a_parameter_in_two_optimizers_is_refused(tmp_path):
+    """The state of one of them would be lost."""
+    net = nn.Linear(6, 6)
+    first, second = torch.optim.AdamW(net.parameters()), torch.optim.AdamW([net.bias])
+    with pytest.raises(muonckpt.ArgumentError, match="parameter 'bias' is in two optimizers"):
+        muonckpt.Series(tmp_path, net, [first, second]).save(0)
+    for folder, optimizer in {"first": first, "second": second}.items():
+        run = muonckpt.Series(tmp_path / folder, net, [optimizer, optimizer])
+        run.save(0)
+        assert run.resume(strict=True) == 1
+
+
 def test_state_of_a_parameter_that_is_frozen_now_is_loaded_by_the_advice(tmp_path):
     """Torch leaves the state of frozen parameters out of the state dict of a new optimizer."""
 
