@@ -257,7 +257,7 @@ def for_target(model: TranslatedModel) -> TranslatedModel:
         target = target.with_optimizers_of(parameter.method.name for parameter in with_method.values())
     model = replace(model, target=target, groups=groups)
     unsaid = unsaid_by_name(model.manifest.provenance)
-    return replace(model, parameters=parameters | {n: _for_target(model, p, unsaid) for n, p in with_method.items()})
+    return replace(model, parameters=parameters | {n: _targeted(model, p, unsaid) for n, p in with_method.items()})
 
 
 # Parameters.
@@ -437,7 +437,7 @@ def _stateless(
     return stateless
 
 
-def _for_target(
+def _targeted(
     model: TranslatedModel, parameter: TranslatedParameter, unsaid: Mapping[str, frozenset[str]]
 ) -> TranslatedParameter:
     """Return a parameter with the target's method and optimizer, and the matrices that its options have to say."""

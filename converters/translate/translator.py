@@ -50,22 +50,16 @@ _WITHOUT_STATE = (
 def requested_outputs(source: OpenCheckpoint, request: Request) -> Outputs:
     """Return the outputs of a request made from a checkpoint, translated only if it asks for something.
 
+    Those of the model alone have the target's names, and without a target the source's.
+
     Raises:
         SourceError, TargetError, LayoutError: as in `translate` and `unchanged`; or the model has no weights.
     """
-    if request.model_only:
-        return _model_outputs(source, request)
-    outputs = translate(source.manifest, source.values, request) if request.translates else unchanged(source)
-    return outputs.tensors_only() if request.tensors_only else outputs
-
-
-def _model_outputs(source: OpenCheckpoint, request: Request) -> Outputs:
-    """Return the weights and buffers of the model, named as the target names them; without one as the source does.
-
-    Nothing has to be known of the optimizer, unless the request needs it, as masters that become weights do.  Where
-    the program is unknown, tensors that are no state are the model's.
-    """
-    # The target names weights, and decides no more.
+    if not request.model_only:
+        outputs = translate(source.manifest, source.values, request) if request.translates else unchanged(source)
+        return outputs.tensors_only() if request.tensors_only else outputs
+    # The target names weights, and decides no more: nothing has to be known of the optimizer, unless the request needs
+    # it, as masters that become weights do.
     outputs = requested_outputs(source, replace(request, target=None, model_only=False))
     keys: Keys | None = None
     try:
@@ -74,6 +68,7 @@ def _model_outputs(source: OpenCheckpoint, request: Request) -> Outputs:
     except SourceError:
         if request.target is not None:
             raise
+    # Where the program is unknown, tensors that are no state are the model's.
     tensors: list[OutputTensor] = []
     left_keys = dict.fromkeys(outputs.keys)
     for tensor in outputs.tensors:
