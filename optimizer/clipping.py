@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts.tensors import is_first_copy, local_of
 from ..names.errors import ArgumentError, called_like
+from ..names.wording import listed
 from .ground.tensors import cut_portions, rounded_once
 from .planning.schedule import Ranks
 from .state import check_gradients
@@ -80,12 +81,11 @@ def clip_grad_norm_(
     if pipeline is not None or any(widest):
         refuse_other_limits(max_norm, torch.stack(limits))
     if any(widest) and differs:
-        peers = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
+        peers = " and ".join(f"ranks {listed(ranks)}" for ranks in widest if ranks) or "another pipeline stage"
         raise ArgumentError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "
             "have gradients that others lack, such as experts, or other values of shared parameters. Put such "
-            "parameters on a mesh of all these ranks, sharded on the axis along which they differ, or reduce the "
-            "gradients first"
+            "parameters on a mesh of all these ranks, or reduce the gradients first"
         )
     gradients = [local_of(param.grad) for param in params if param.grad is not None]
     return clip_with(gradients, squares, max_norm, error_if_nonfinite)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..algebra.box import Index
 from ..algebra.fingerprint import as_hex, combine
 from ..names.errors import AttestError, SourceError, about
-from ..names.wording import fitted
+from ..names.wording import fitted, listed
 from ..store.io.location import location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
@@ -358,7 +358,7 @@ def _says(ranks: Mapping[K, Sequence[int]], shown: Callable[[K], str]) -> str:
     phrases = []
     for value, holders in ranks.items():
         subject, verb = ("ranks", "hold") if len(holders) > 1 else ("rank", "holds")
-        phrases.append(f"{subject} {', '.join(map(str, holders))} {verb} {shown(value)}")
+        phrases.append(f"{subject} {listed(holders)} {verb} {shown(value)}")
     return ", ".join(phrases)
 
 

@@ -307,8 +307,8 @@ class LayerWise(CollectiveOptimizer):
         self.finish_gradients()
         if self._outside_ranks:
             raise ArgumentError(
-                f"the ranks {self._outside_ranks} of expert_group are not in group, which has "
-                f"{ranks_of_group(self._group)}: they would have another norm; give a group that contains "
+                f"the ranks {listed(self._outside_ranks)} of expert_group are not in group, which has "
+                f"{listed(ranks_of_group(self._group))}: they would have another norm; give a group that contains "
                 "expert_group, or do not clip"
             )
         # Each rank has other parts, so their squares add up to those of the model.

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...names.errors import ArgumentError
 from ...names.vocabulary import EXP_AVG, MOMENTUM, ParamGroup
+from ...names.wording import listed
 from ...ranks.new_group import new_group, time_out
 from ..methods.matrix import is_matrix_method
 from ..planning.schedule import Ranks
@@ -89,8 +90,8 @@ def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessG
     """
     if ranks and dist.get_rank() not in ranks:
         raise ArgumentError(
-            f"rank {dist.get_rank()} is not on the mesh of a parameter (ranks {ranks}); give each rank parameters that "
-            "it holds, and no others"
+            f"rank {dist.get_rank()} is not on the mesh of a parameter (ranks {listed(ranks)}); give each rank "
+            "parameters that it holds, and no others"
         )
     world = dist.group.WORLD
     if world is None or len(ranks) < 2:

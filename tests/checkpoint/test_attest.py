@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonckpt
 from muonckpt import AttestError, Fingerprints, LayoutError, SourceError
 from muonckpt.algebra.fingerprint import fingerprint
+from muonckpt.checkpoint.attestation import held_together, shares_of
 from muonckpt.checkpoint.bits import bits_of, share_by_numpy, share_by_torch, share_of, unsigned
+from muonckpt.checkpoint.live_state import LiveState
 
 LARGE = [((3_000_017,), torch.uint8), ((1_500_007, 2), torch.uint8), ((3, 800_011), torch.uint16),
          ((2, 3, 400_009), torch.uint8), ((1_100_003,), torch.int64), ((7, 1, 5, 70_001), torch.bfloat16)]  # fmt: skip
@@ -259,3 +261,10 @@ def test_load_attests_what_is_in_memory_when_it_is_asked_to(tmp_path):
 def test_what_is_no_list_of_fingerprints_is_refused(text):
     with pytest.raises(SourceError, match="fingerprints"):
         Fingerprints.from_json(text)
+
+
+def test_replicas_of_very_many_ranks_that_differ_are_counted():
+    live = [LiveState.of({"w": torch.full((2,), value)}, "to attest") for value in (0.0, 1.0)]
+    shares = [shares_of(state, state.parts) for state in live]
+    [fault] = held_together(range(512), [shares[rank == 300] for rank in range(512)]).faults
+    assert "ranks 0, 1, 2, 3, 4 and 506 more hold " in fault and ", rank 300 holds " in fault

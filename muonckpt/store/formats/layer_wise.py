@@ -21,6 +21,7 @@ from ...layouts.buffers.records import GroupBuffer
 from ...names.errors import DamageError, SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
+from ...names.wording import listed
 from ...record.record import Manifest, StateRecord, by_key, entry_keys
 from ..io.location import Location, is_file, is_folder, names_in
 from ..reading.dtypes import rounded
@@ -175,7 +176,7 @@ def _files(path: Location) -> tuple[str, ...]:
     names_by_rank = {int(match[1]): match[0] for match in matches if match}
     ranks = sorted(names_by_rank)
     if not ranks or ranks != list(range(len(ranks))):
-        raise DamageError(f"{path}: expected a file of every rank from 0, found those of {ranks}")
+        raise DamageError(f"{path}: expected a file of every rank from 0, found those of {listed(ranks)}")
     return tuple(names_by_rank[rank] for rank in ranks)
 
 

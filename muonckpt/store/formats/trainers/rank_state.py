@@ -161,7 +161,7 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]], readable: Collection[str]
             actual = f"none of rank {listed(lost_ranks)}"
             faults.append(DamageError(f"expected a file of {root} of each of {world} ranks, found {actual}"))
         elif ranks != list(range(world)):
-            actual = f"those of ranks {ranks[:16]}"
+            actual = f"those of ranks {listed(ranks)}"
             raise DamageError(f"expected a file of {root} of each of {world} ranks, found {actual}")
     return world, faults
 
