@@ -213,19 +213,17 @@ class ChunkReader:
                 payload_of(tensor, tensor.chunks[number])  # raises
             digest, item = digests[row] if part.is_whole else None, None
             if digest is None and part.is_whole:
-                item = self._item_to_check(tensor.chunks[number])
+                # The item of the chunk, if it has the one checksum of all its bytes.
+                chunk = tensor.chunks[number]
+                is_under_one = chunk.payload == chunk.item
+                if chunk.crc32 is None:
+                    is_under_one = self._payloads.has_checksum(chunk) and self._payloads.is_verbatim(chunk.item.file)
+                item = chunk.item if is_under_one else None
             offset, length = offsets[row] + part.start * size, (part.stop - part.start) * size
             crc, file = None if sums[row] == UNKNOWN else sums[row], columns.names[files[row]]
             place = file, offset, length
             reads.append(_Read(tensor, number, box, dtype, part, *place, digest, crc, item))
         return sorted(reads, key=lambda read: (read.file, read.offset, read.range.start))
-
-    def _item_to_check(self, chunk: Chunk) -> Extent | None:
-        """Return the item of a chunk if it has the one checksum of all its bytes; else None."""
-        if chunk.crc32 is not None:
-            return chunk.item if chunk.payload == chunk.item else None
-        has_checksum = self._payloads.has_checksum(chunk) and self._payloads.is_verbatim(chunk.item.file)
-        return chunk.item if has_checksum else None
 
     def check(self) -> None:
         """Read this rank's ranges of all rounds, and check them."""

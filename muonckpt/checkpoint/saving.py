@@ -257,8 +257,12 @@ def _write_share(
     stored_numbers, witness_numbers = plan.share
     file = place / rank_file(place_in(group)[0])
     rows = write_items(live, [live.items[number] for number in stored_numbers], file, progress)
-    # Replicas are compared by the coordinator, so that each byte is written by one rank alone.
-    rows += [_witness(live, live.items[number]) for number in witness_numbers]
+    # The coordinator compares replicas by their digests, so that each byte is written by one rank alone.
+    for number in witness_numbers:
+        key, lo = live.items[number]
+        assert lo is not None, "objects were compared before"
+        words = bits_of(_resolved(live.parts[key][lo]).cpu().contiguous())
+        rows.append(receipt_row(xxh3_128([words.reshape(-1).view(np.uint8).data])))
     return b"".join(rows)
 
 
@@ -363,14 +367,6 @@ def _write_bands(item: _BoxItem, output: Writing, progress: SaveProgress) -> byt
         end = progress.written = output.write(band, end)
     output.write(frame.tail(sums.checksum), end)
     return receipt_row(sums.digest, sums.share, frame.length, sums.checksum)
-
-
-def _witness(live: LiveState, item: Item) -> bytes:
-    """Return the row for this rank's replica of a tensor's box that another rank writes: its digest alone."""
-    key, lo = item
-    assert lo is not None, "objects were compared before"
-    words = bits_of(_resolved(live.parts[key][lo]).cpu().contiguous())
-    return receipt_row(xxh3_128([words.reshape(-1).view(np.uint8).data]))
 
 
 def _resolved(part: torch.Tensor) -> torch.Tensor:

@@ -217,19 +217,27 @@ class TensorReader:
         Raises:
             RemovedError: the checkpoint is not there any more, as where a run has removed an old step.
         """
-        kind = dtype(tensor.dtype)
+        kind, payloads = dtype(tensor.dtype), self._reader.payloads
         try:
             # Chunks that overlap, leave a hole or are cut are refused before memory is taken for their elements.
             tensor.chunk_layout()
             chunks = self._chunks(tensor, box)
             for chunk in chunks:
                 payload = payload_of(tensor, chunk)
-                self._reader.payloads.open_file(payload.file, payload.end)
+                payloads.open_file(payload.file, payload.end)
             words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
             for chunk in chunks:
                 common = chunk.box & box
                 assert common is not None, "the chunk was chosen because they have elements in common"
-                words[slices_within(common, box.lo)] = self._elements(tensor, chunk, common)
+                if chunk not in self._checked and chunk.box == common:  # one read serves the check and the caller
+                    elements = checked_elements(payloads, tensor, chunk)
+                else:
+                    if chunk not in self._checked:
+                        check_chunk(payloads, tensor, chunk)
+                    place = chunk.stored("").place_at(common.lo)
+                    elements = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
+                self._checked.add(chunk)
+                words[slices_within(common, box.lo)] = elements
             return words
         except DamageError as error:
             if is_there(self._place):
@@ -261,18 +269,6 @@ class TensorReader:
         for chunk in located.chunks:
             self._located[tensor.key, chunk.box.lo] = chunk
         return [self._located[key] for key in keys]
-
-    def _elements(self, tensor: StateRecord, chunk: Chunk, box: Box) -> NDArray[Any]:
-        payloads = self._reader.payloads
-        if chunk not in self._checked and chunk.box == box:  # one read serves the check and the caller
-            elements = checked_elements(payloads, tensor, chunk)
-        else:
-            if chunk not in self._checked:
-                check_chunk(payloads, tensor, chunk)
-            place = chunk.stored("").place_at(box.lo)
-            elements = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, box.shape)
-        self._checked.add(chunk)
-        return elements
 
 
 @dataclass(frozen=True, slots=True)
