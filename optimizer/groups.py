@@ -307,5 +307,7 @@ def _agreed_rule(reasons: Sequence[tuple[Rule, str]], uses: Sequence[Use]) -> tu
     if len(uses) > 1 and embedding and is_tied:
         return embedding[0], f"{embedding[1]} (tied)"
     winner = next((rule for rule in rules if rule.names), rules[0])
-    listed = " and ".join(map(repr, rules))
-    raise UnclearError(f"{listed} disagree; put the one that shall win into an earlier layer", winner)
+    raise UnclearError(
+        f"{listed(map(repr, rules), separator=' and ')} disagree; put the one that shall win into an earlier layer",
+        winner,
+    )

@@ -31,7 +31,8 @@ def listed(items: Iterable[object], limit: int = 5, separator: str = ", ") -> st
     """Return the first items of a list, and how many there are besides: ``a, b and 3 more``."""
     items = list(items)
     text = separator.join(map(str, items[:limit]))
-    return f"{text}{separator.strip(', ')} and {len(items) - limit} more" if len(items) > limit else text
+    mark = separator.rstrip() if separator in ("; ", "\n- ") else ""
+    return f"{text}{mark} and {len(items) - limit} more" if len(items) > limit else text
 
 
 MAX_WORDS = 60

@@ -19,6 +19,7 @@ from ..algebra.box import Index
 from ..names.errors import SourceError, TargetError
 from ..names.keys import NUMBER, PARAM_GROUPS, PARAMETER_OPTIONS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.vocabulary import STEP, KeyPath
+from ..names.wording import listed
 from ..record.record import Manifest, StateRecord
 from .dialect import WRAPPERS, Dialect, Keys, Mark, refuse_eight_bits
 from .registry import DIALECTS, with_plugins
@@ -313,8 +314,8 @@ def _model_among(candidates: Sequence[KeyPlace]) -> tuple[KeyPlace, ...]:
     places = models[:1] or candidates
     if len(places) > 1:
         raise SourceError(
-            f"the optimizer's parameters are under {' and under '.join(map(repr, map(str, places)))}, and nothing says "
-            "which is the model; make a copy of one, with the optimizer, by muonckpt.convert with `select=`"
+            f"the optimizer's parameters are under {listed(map(repr, map(str, places)), separator=' and under ')}, and "
+            "nothing says which is the model; copy one, with the optimizer, by muonckpt.convert with `select=`"
         )
     return tuple(places)
 
@@ -443,7 +444,7 @@ def _marks(
                 continue
             if unknown_options:
                 void[
-                    f"it has the {mark} of {dialect.who}, but also {', '.join(map(repr, unknown_options))}, which that "
+                    f"it has the {mark} of {dialect.who}, but also {listed(map(repr, unknown_options))}, which that "
                     f"never writes, so another program wrote it; {_NAME_IT}"
                 ] = None
             else:

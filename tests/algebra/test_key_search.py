@@ -90,7 +90,8 @@ def test_every_command_takes_such_keys(saved, tmp_path):
 
 def test_a_list_counts_what_it_does_not_show():
     assert [listed([], 2), listed("ab", 2), listed(range(3), 2)] == ["", "a, b", "0, 1 and 1 more"]
-    assert listed("abc", 1, "; ") == "a; and 2 more"
+    assert listed("abc", 1, "; ") == "a; and 2 more" and listed("abc", 1, "\n- ") == "a\n- and 2 more"
+    assert listed("abc", 2, " and ") == "a and b and 1 more"
     with pytest.raises(
         muonckpt.TargetError, match=r"may be each of 12 tensors: x0\.w, .*, x4\.w and 7 more; write more"
     ):
