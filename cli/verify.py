@@ -121,8 +121,16 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
         verdicts.append(verdict)
         if not as_json:
             first = steps_by_fault.setdefault(verdict.sentence, verdict.step.name)
-            fault = verdict.sentence if first == verdict.step.name else f"as {first}"
-            print_line(_line(verdict, fault), fg=None if verdict.is_whole else "red")
+            is_repeated = bool(verdict.sentence) and first != verdict.step.name
+            fault = f"as {first}" if is_repeated else verdict.sentence
+            if verdict.report is None:
+                state = "could not be read" if verdict.is_unread else f"{verdict.step.state}, not verified"
+            else:
+                state, num_bytes = verdict.report.verdict, verdict.report.payload_bytes
+                state += f", {size(num_bytes)} read" if num_bytes and not fault else ""
+            parts = filter(None, (verdict.step.name, state, fault))
+            note = f" ({verdict.note})" if verdict.note else ""
+            print_line(f"{': '.join(parts)}{note}", fg=None if verdict.is_whole else "red")
     # The run as it is known to be now.
     steps_by_name = {step.name: step for step in run.steps} | {verdict.step.name: verdict.step for verdict in verdicts}
     damages = {verdict.step.name: verdict.report.damage for verdict in verdicts if verdict.report}
@@ -158,12 +166,3 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
 
 def _findings_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     return [{"kind": finding.kind, "key": finding.key, "message": finding.message} for finding in findings]
-
-
-def _line(verdict: StepVerdict, fault: str) -> str:
-    note = f" ({verdict.note})" if verdict.note else ""
-    if verdict.report is None:
-        state = "could not be read" if verdict.is_unread else f"{verdict.step.state}, not verified"
-        return f"{verdict.step.name}: {state}: {fault}{note}"
-    read = f", {size(verdict.report.payload_bytes)} read" if verdict.report.payload_bytes else ""
-    return f"{verdict.step.name}: {verdict.report.verdict}{f': {fault}' if verdict.sentence else read}{note}"

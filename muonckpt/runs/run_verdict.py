@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..names.wording import by_fault, counted, enumerated, listed, moment
-from ..store.io.location import Location
 from ..store.verify.damage import Damage
 from ..store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of, moving, renaming, way_on
 from ..store.verify.run import Run
@@ -88,9 +87,8 @@ def verdict_on(run: Run, resumes: Sequence[Resume], read: Mapping[str, Damage]) 
     Args:
         read: the damage that reading has shown, by the names of steps.
     """
-    published = max((step.step for step in run.steps if step.is_published), default=-1)
     newest = run.whole[-1] if run.whole else None
-    missing = tuple(missing_steps(run.path, published, newest.step if newest else -1, run.strays, resumes))
+    missing = tuple(missing_steps(run, resumes))
     texts = [text for text, _ in missing]
     bad = [step for step in reversed(run.steps) if step.state != "whole"]
     sentences = [f"missing: {text}" for text in texts]
@@ -118,20 +116,16 @@ def verdict_on(run: Run, resumes: Sequence[Resume], read: Mapping[str, Damage]) 
     return RunVerdict(run, tuple(texts), Diagnosis(run.path, "; ".join(sentences), tuple(remedies.values())))
 
 
-def missing_steps(
-    place: Location, newest: int, newest_whole: int, strays: Mapping[str, int], resumes: Sequence[Resume]
-) -> Iterator[tuple[str, Remedy | None]]:
-    """Yield the newer steps of a run: one that was resumed from, and those that lie there under another name.
-
-    Args:
-        newest, newest_whole: the newest step that is there, and the newest of which nothing is lost; -1 for none.
-        strays: as in `Run`.
+def missing_steps(run: Run, resumes: Sequence[Resume]) -> Iterator[tuple[str, Remedy | None]]:
+    """Yield the newer steps that a run had: one that it was resumed from, and those that lie there under another name.
 
     Yields:
         A sentence, and how the step gets its name back, if it lies there.
     """
+    newest = max((step.step for step in run.steps if step.is_published), default=-1)
+    newest_whole = run.whole[-1].step if run.whole else -1
     names: dict[int, list[str]] = {}
-    for name, step in sorted(strays.items()):
+    for name, step in sorted(run.strays.items()):
         if step > newest_whole:
             names.setdefault(step, []).append(name)
     resumed = {}
@@ -141,6 +135,6 @@ def missing_steps(
     for step in sorted({*names, *resumed}, reverse=True):
         text = f"step {step}{resumed.get(step, '')}"
         if step in names:
-            yield f"{text}, which is called {enumerated(names[step])}", renaming(place / names[step][0], step)
+            yield f"{text}, which is called {enumerated(names[step])}", renaming(run.path / names[step][0], step)
         else:
             yield f"{text}; no copy of it is here, so look elsewhere first", None

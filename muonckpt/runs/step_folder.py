@@ -20,7 +20,7 @@ from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.damage import rank_in_name, step_saved
 from ..store.verify.diagnosis import diagnosis_at, open_to_load, way_back
-from ..store.verify.run import RunStep, look_at_step, strays_among
+from ..store.verify.run import Run, RunStep, look_at_step, strays_among
 from ..store.verify.step_names import StepName
 from .resumes import ResumeRecord, resumes_of
 from .run_verdict import missing_steps
@@ -71,39 +71,39 @@ class StepFolder:
             UnavailableError: the folder, or a checkpoint in it, cannot be looked at.
         """
         while True:
-            names, faults = self._names(), dict[StepName, str]()
+            names, faults, steps = self._names(), dict[StepName, str](), list[RunStep]()
             for name in sorted(names, reverse=True):
                 try:
                     if not self.has(name):
                         continue
                     if name in damaged:
                         faults[name] = damaged[name]
+                        steps.insert(0, RunStep(str(name), self.path(name), *name, "faulty", damaged[name], None, None))
                         continue
                     step, checkpoint = self._look(name)
+                    steps.insert(0, step)
                 except (SourceError, UnavailableError) as error:
                     raise error.with_text(error.fault, way_back(self.path(name))) from error
                 if not step.has_loss:
                     doubt = f"{step.fault}. {diagnosis_at(step.path).advice}" if step.fault else ""
                     saved_as = step_saved(checkpoint) if checkpoint else None
-                    return Newest(name, faults, doubt, self._missing(name, faults), saved_as), checkpoint
+                    return Newest(name, faults, doubt, self._missing(steps), saved_as), checkpoint
                 if not self.has(name):
                     break
                 faults[name] = step.fault
             else:
                 if self._names() == names:
-                    return Newest(None, faults, missing=self._missing(None, faults)), None
+                    return Newest(None, faults, missing=self._missing(steps)), None
             # While we looked, one was removed, for which a newer one may have been published: look again.
 
-    def _missing(self, whole: StepName | None, faults: Iterable[StepName]) -> tuple[str, ...]:
-        """Say which newer steps than the newest whole one the run had; ``faults`` are there, and damaged."""
+    def _missing(self, steps: Iterable[RunStep]) -> tuple[str, ...]:
+        """Say which newer steps than these, the newest of a run down to a whole one, it had."""
         resumes = ResumeRecord()
         with suppress(UnavailableError):  # a record that cannot be read stops no run
             resumes = resumes_of(self.place, max_read=1)
         strays = strays_among(entry for entry in self._entries() if StepName.parsed(entry.name) is None)
-        newest_whole = whole.step if whole else -1
-        newest = max([newest_whole, *(name.step for name in faults)])
         sentences = []
-        for text, remedy in missing_steps(self.place, newest, newest_whole, strays, resumes.resumes):
+        for text, remedy in missing_steps(Run(self.place, tuple(steps), strays=strays), resumes.resumes):
             sentences.append(f"{text}. To take that, stop and {remedy.command}" if remedy else text)
         return tuple(sentences)
 
@@ -153,7 +153,7 @@ class StepFolder:
     @gc_paused()
     def _look(self, name: StepName) -> tuple[RunStep, OpenCheckpoint | None]:
         """Return the facts about a step, and its checkpoint if it can be opened."""
-        # A step without our manifest is incomplete for a series, though other programs may read it.
+        # A step without our manifest is damaged for a series, though other programs may read it.
         path = self.path(name)
         step, checkpoint = look_at_step(path, name, lambda opened: opened)
         if is_there(path / MANIFEST_FILE):
@@ -161,7 +161,7 @@ class StepFolder:
                 raise SourceError(step.fault)
             return step, checkpoint
         fault = step.fault if step.state == "faulty" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
-        return replace(step, state="incomplete", fault=fault, is_complete=False), None
+        return replace(step, state="faulty", fault=fault, is_complete=False), None
 
     def new_name(
         self, step: int, replace: bool, damaged: Mapping[StepName, str]

@@ -166,7 +166,8 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
         members = [step for step, number in zip(history.steps, attempts, strict=True) if number == attempt]
         earlier: tuple[str, PageSource] | None = None
         with ExitStack() as stack:
-            for step in (*_restored(history, attempt), *members):
+            restored = {PurePath(resume.path).name for resume in history.resumes if resume.attempt == attempt}
+            for step in (*(step for step in history.steps if step.name in restored), *members):
                 if step.name not in history.views:
                     continue
                 try:
@@ -200,12 +201,6 @@ def _attempts(history: RunHistory) -> list[int]:
             attempt -= 1
         attempts.append(attempt)
     return attempts
-
-
-def _restored(history: RunHistory, attempt: int) -> list[RunStep]:
-    """Return the step that an attempt began with; none at the start, or if it is not here any more."""
-    names = {PurePath(resume.path).name for resume in history.resumes if resume.attempt == attempt}
-    return [step for step in history.steps if step.name in names]
 
 
 def _numbers_of(
