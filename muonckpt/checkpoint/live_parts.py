@@ -73,8 +73,7 @@ class LiveParts:
         """Take the state of all objects of a training.  Collective."""
         model, optimizers = training.model, training.optimizers
         parts = cls.of_state_dict(loaded, training.state_dict())
-        schedulers = dict(zip(training.scheduler_keys(), training.schedulers, strict=True))
-        return parts._with_objects(loaded, model, optimizers, schedulers)
+        return parts._with_objects(loaded, model, optimizers, training.schedulers_by_key)
 
     @classmethod
     def of_objects(
@@ -145,14 +144,20 @@ class LiveParts:
         faults, unchecked = [*self.faults, *_thawed_parameters(model, loaded.frozen)], [*self.unchecked]
         if loaded.frozen is None:
             unchecked.append("requires_grad, which the checkpoint does not record")
-        for key, scheduler in schedulers.items():
-            found = check_schedules(key, scheduler, optimizers, loaded.items.keys())
-            faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
-            unchecked += found.unchecked
         # Wrappers give buffers other names in a state dict, so that a buffer is known by its identity.
         saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
         buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in saved}
-        return replace(self, faults=tuple(faults), unchecked=tuple(unchecked), buffers=buffers)
+        parts = replace(self, faults=tuple(faults), unchecked=tuple(unchecked), buffers=buffers)
+        return parts.with_schedules(schedulers, optimizers)
+
+    def with_schedules(self, schedulers: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> LiveParts:
+        """Return the same with what schedulers, by their keys, show that no state dict has."""
+        faults, unchecked = [*self.faults], [*self.unchecked]
+        for key, scheduler in schedulers.items():
+            found = check_schedules(key, scheduler, optimizers, self.loaded.items.keys())
+            faults += [ResumeDifference(key, ABSENT, Dispute(fault)) for key, fault in found.faults.items()]
+            unchecked += found.unchecked
+        return replace(self, faults=tuple(faults), unchecked=tuple(unchecked))
 
 
 _BY_NUMBER = "which parameter is which in {!r}: they have no names, and were matched by number"

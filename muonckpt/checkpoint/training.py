@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
@@ -105,7 +106,16 @@ class Training:
     def lacks_scheduler(self) -> bool:
         """Whether a scheduler has been made for the optimizers, which is not among the objects."""
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
-        return not self.schedulers and any("initial_lr" in group for group in groups)
+        return not self.schedulers_by_key and any("initial_lr" in group for group in groups)
+
+    @property
+    def schedulers_by_key(self) -> dict[str, Any]:
+        """Every scheduler by its key in the state dict, also those of torch that are in ``extra``."""
+        schedulers = dict(zip(self.scheduler_keys(), self.schedulers, strict=True))
+        for key, each in self.extra.items():
+            if isinstance(each, LRScheduler):
+                schedulers[key] = each
+        return schedulers
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state of the model, then that of the optimizers, and that of the schedulers of their groups."""

@@ -209,14 +209,19 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         if not goes_on:
             return
         # torchtitan saves no base rates of schedules; those of the saved run are in its groups.
-        for scheduler in self.states[LR_SCHEDULER].schedulers if LR_SCHEDULER in self.states else ():
+        schedulers = self.states[LR_SCHEDULER].schedulers if LR_SCHEDULER in self.states else ()
+        for scheduler in schedulers:
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
             scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
         # Everything that will run is compared with what was loaded.
         step = int(checkpoint_id.rpartition("-")[2]) if re.search(r"step-\d+$", checkpoint_id) else 0
-        proof = compare(
-            lambda: LiveParts.of_state_dict(loaded.state, self._states_to_load(model_only=False)), step, None
-        )
+        schedulers_by_key = {f"{LR_SCHEDULER}.{number}": scheduler for number, scheduler in enumerate(schedulers)}
+
+        def take_parts() -> LiveParts:
+            parts = LiveParts.of_state_dict(loaded.state, self._states_to_load(model_only=False))
+            return parts.with_schedules(schedulers_by_key, [*self.states[OPTIMIZER]])
+
+        proof = compare(take_parts, step, None)
         if is_coordinator(None):
             proof.show()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -160,6 +161,23 @@ def test_a_resumed_run_steps_with_the_rates_of_the_saved_one(tmp_path):
     assert resumed_rates == rates[3:]
     assert told.startswith("resumed from step 3, saved on 2 ranks, now 1, proved: 28 tensors and "), told
     assert "not checked" not in told
+
+
+def warnings_with_steps(rank: int, world: int, folder: str, steps: int) -> list[str]:
+    """The warnings of a run with another number of steps, by which its schedule decays otherwise."""
+    with as_launched(rank, world), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = script("torchtitan.md")
+        names["STEPS"] = steps
+        names["Trainer"](folder).train()
+        return [str(warning.message) for warning in caught if "resumed from" in str(warning.message)]
+
+
+def test_another_schedule_is_reported(tmp_path):
+    run(1, rates_of_steps, str(tmp_path / "whole"), 0.02)
+    folder = interrupted(tmp_path / "whole", tmp_path / "resumed")
+    [told] = run(1, warnings_with_steps, folder, 12)[0]
+    assert "not as it was saved: lr_scheduler.0.lr_lambdas: the code's functions give" in told
 
 
 def save_model_last(rank: int, world: int, folder: str) -> str:

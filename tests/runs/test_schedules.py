@@ -134,8 +134,9 @@ def half(step: int, base: float) -> float:
     return base**step
 
 
+@pytest.mark.parametrize("argument", ["scheduler", "extra"])
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_function_that_gives_another_rate_is_reported(in_turn, tmp_path):
+def test_a_function_that_gives_another_rate_is_reported(in_turn, argument, tmp_path):
     """No checkpoint has the functions of a schedule."""
 
     def begun(base: float) -> tuple[TwoGroups, muonckpt.Series]:
@@ -144,7 +145,8 @@ def test_a_function_that_gives_another_rate_is_reported(in_turn, tmp_path):
             return SequentialLR(optimizer, [scheduler, ExponentialLR(optimizer, 0.9)], [5]) if in_turn else scheduler
 
         one = TwoGroups(schedule)
-        return one, muonckpt.Series(tmp_path, one.model, one.optimizer, scheduler=one.scheduler)
+        given = {"scheduler": one.scheduler} if argument == "scheduler" else {"extra": {"rates": one.scheduler}}
+        return one, muonckpt.Series(tmp_path, one.model, one.optimizer, **given)
 
     one, run = begun(0.5)
     for _ in range(3):
