@@ -209,6 +209,9 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Manifest, (self.tensors, self.blobs, self.provenance, self.files)  # without the joined columns
+
     @cached_property
     def columns(self) -> Columns:
         """The chunks of all tensors, one after the other."""
