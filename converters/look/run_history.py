@@ -211,7 +211,7 @@ class RunHistory:
 
     @cached_property
     def verdict(self) -> RunVerdict:
-        """What is wrong with the run, and the next steps."""
+        """The faults of the run, and the next steps."""
         return verdict_on(self.run, self.resumes, self.read)
 
     @property

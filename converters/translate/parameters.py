@@ -269,7 +269,7 @@ def _stored_parameters(
     """Return the parameters with their weights and state but for these slots; and the keys left out, with slots."""
     parameters, left_out = dict[str, TranslatedParameter](), dict[str, str]()
     masters = dialect.slots_called("master") if choices.weights is WeightsFrom.MASTERS else frozenset()
-    # Which matrices are in a parameter matters where rules cut or join it, and for options that are written again.
+    # The matrices in a parameter matter where rules cut or join it, and for options that are written again.
     has_rules, has_masters = bool(choices.rules.rules), False
     is_rewritten = has_rules or dialect is not target or choices.like is not None
     for name, stored in view.parameters.items():

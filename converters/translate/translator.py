@@ -50,7 +50,7 @@ _WITHOUT_STATE = (
 def requested_outputs(source: OpenCheckpoint, request: Request) -> Outputs:
     """Return the outputs of a request made from a checkpoint, translated only if it asks for something.
 
-    Those of the model alone have the target's names, and without a target the source's.
+    Outputs of the model alone have the target's names, and without a target the source's.
 
     Raises:
         SourceError, TargetError, LayoutError: as in `translate` and `unchanged`; or the model has no weights.

@@ -165,7 +165,7 @@ OF_EVERY_GROUP = MappingProxyType({name: asdict(MUON)[name] for name in ("lr", "
 """Options of every group, with defaults."""
 
 PLAIN = MappingProxyType({name: default for name, default in OF_EVERY_GROUP.items() if name not in RUN_OPTIONS})
-"""Those that are no rates.  With their defaults an update is as in programs that lack them."""
+"""Options of every group that are no rates.  With their defaults an update is as in programs that lack them."""
 
 _MATRIX = {**asdict(MUON), "convention": MUON_CONVENTION.value}
 

@@ -17,7 +17,7 @@ _MAX_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """What is wrong with a run.
+    """The faults of a run, and what to do.
 
     Attributes:
         missing: a sentence about each step that it had, and has not now.

@@ -151,7 +151,7 @@ def _located(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> 
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
             chunks[key].setdefault(chunk.box, chunk)
-    # Those that the index lists, with their sums, or the expected ones if it lists none.
+    # The chunks that the index lists, with their sums, or the expected ones if it lists none.
     chunks_of_tensors = []
     for tensor in tensors:
         listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
