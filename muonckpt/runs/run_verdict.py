@@ -123,15 +123,18 @@ def missing_steps(run: Run, resumes: Sequence[Resume]) -> Iterator[tuple[str, Re
         A sentence, and how the step gets its name back, if it lies there.
     """
     newest = max((step.step for step in run.steps if step.is_published), default=-1)
-    newest_whole = run.whole[-1].step if run.whole else -1
-    names: dict[int, list[str]] = {}
-    for name, step in sorted(run.strays.items()):
-        if step > newest_whole:
-            names.setdefault(step, []).append(name)
     resumed = {}
     for last in resumes[-1:]:
         if last.step > newest:
             resumed[last.step] = f", from which the run was resumed {moment(last.timestamp)} UTC"
+    # A checkpoint from which the run began lies there, too: it is older than the run's steps.
+    newest_whole = run.whole[-1].step if run.whole else -1
+    since = next((step.saved for step in (*run.whole[-1:], *run.steps)), None)
+    names: dict[int, list[str]] = {}
+    for stray in run.strays:
+        is_later = since is not None and stray.saved is not None and stray.saved >= since
+        if stray.step > newest_whole and not stray.has_loss and (is_later or stray.step in resumed):
+            names.setdefault(stray.step, []).append(stray.name)
     for step in sorted({*names, *resumed}, reverse=True):
         text = f"step {step}{resumed.get(step, '')}"
         if step in names:

@@ -9,6 +9,8 @@ import os
 import re
 import shlex
 import shutil
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -240,6 +242,25 @@ def test_a_copy_of_a_lost_step_takes_its_place(run):
     with pytest.warns(RuntimeWarning, match="step-00000004 is not whole"):
         assert Series(run).restore(state).step == 3
     assert torch.equal(state["w"], torch.full((4,), 3.0))
+
+
+def test_a_checkpoint_that_a_run_began_from_is_no_step_of_it(run):
+    """Though it was saved as a later step; nor is a copy that is damaged."""
+    Series(run.parent / "other").save(900, {"w": torch.zeros(4)})
+    for name, seconds in (("begun-from", -1e6), ("damaged", 1e6)):
+        begun = Path(shutil.copytree(run.parent / "other" / "step-00000900", run / name))
+        for file in begun.iterdir():
+            os.utime(file, (time.time() + seconds,) * 2)
+    (run / "damaged" / "__0_0.distcp").unlink()
+    for command in ("inspect", "verify"):
+        assert "missing" not in printed(0, command, run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Series(run).latest().step == 3
+    shutil.copytree(run / "begun-from", run.parent / "new" / "begun-from")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Series(run.parent / "new").latest() is None, "it has no step yet"
 
 
 def test_a_fault_of_several_steps_is_printed_once(run):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -118,14 +118,14 @@ class Run:
     Attributes:
         pointer: what the run's program says is the latest checkpoint, if it does.
         unpublished: the names of directories of saves that go on, or were stopped.
-        strays: checkpoints of ours with names that tell no step: by name, the step that each was saved as.
+        strays: checkpoints of ours with names that tell no step; ``step`` is the one that each was saved as.
     """
 
     path: Location
     steps: tuple[RunStep, ...]
     pointer: Pointer | None = None
     unpublished: tuple[str, ...] = ()
-    strays: Mapping[str, int] = field(default_factory=dict)
+    strays: tuple[RunStep, ...] = ()
 
     @cached_property
     def whole(self) -> tuple[RunStep, ...]:
@@ -218,15 +218,15 @@ def look_at_folder(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple
     return Run(path, tuple(steps), _pointer(path, {*names}, steps), unpublished, strays), views
 
 
-def strays_among(entries: Iterable[Location]) -> dict[str, int]:
-    """Return the names of checkpoints of ours that are no steps of their run, with the step that each was saved as."""
-    strays = {}
+def strays_among(entries: Iterable[Location]) -> tuple[RunStep, ...]:
+    """Return the checkpoints of ours among entries of a run that are no steps of it, as `Run` has them."""
+    strays = []
     for entry in entries:
         if not entry.name.startswith(".") and _has_manifest(entry):
-            with suppress(SourceError, UnavailableError), OpenCheckpoint(entry) as checkpoint:
-                if (step := step_saved(checkpoint)) is not None:
-                    strays[entry.name] = step
-    return strays
+            with suppress(SourceError, UnavailableError):
+                stray, saved_as = look_at_step(entry, StepName(0), step_saved)
+                strays += [replace(stray, step=saved_as)] if saved_as is not None else []
+    return tuple(strays)
 
 
 def _has_manifest(entry: Location) -> bool:
