@@ -293,8 +293,8 @@ def _needed_chunks(
     for of_rank in chain.from_iterable(request.ranks for request in requests):
         asked += of_rank.boxes
         places += [of_rank.rank] * len(of_rank.boxes)
-    boxes = [*tensor.boxes]
-    (lo, hi), (asked_lo, asked_hi) = corners_of(tensor.shape, boxes), corners_of(tensor.shape, asked)
+    boxes, (asked_lo, asked_hi) = tensor.boxes, corners_of(tensor.shape, asked)
+    lo, hi = (boxes.lo, boxes.hi) if tensor.shape else corners_of((), boxes)
     chunk, number = overlaps(lo, hi, asked_lo, asked_hi)
     # The common elements by their places in the chunk.
     sizes, begin = (hi - lo)[chunk], np.maximum(lo[chunk], asked_lo[number]) - lo[chunk]
