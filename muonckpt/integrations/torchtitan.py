@@ -85,6 +85,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
                 f"implementation={config.implementation!r}: it changes the dtype of AdamW's state, which is that of "
                 f"the parameters here; expected one of {', '.join(SAME_UPDATES)}"
             )
+        # OptimizersContainer.__init__ would build torch's optimizers; this does the rest of it, and therefore calls
+        # torchtitan's private `_validate_params` and `_post_init`.
         self.model_parts = model_parts
         self.optimizers = [
             Muon.for_model(part, lr=config.lr, adamw_lr=config.adamw_lr, rules=config.rules, **config.options)

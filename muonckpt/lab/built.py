@@ -85,7 +85,7 @@ def build(make: Maker, source: str) -> Built:
         try:
             with torch.device(device):
                 result = make()
-            built = _sort(result, source)
+            built = _model_and_optimizers(result, source)
             if device == "cpu" or not _has_meta_options(built.optimizers):
                 return built
         except TargetError:
@@ -96,7 +96,7 @@ def build(make: Maker, source: str) -> Built:
     raise AssertionError("the CPU is the last device")
 
 
-def _sort(result: Any, source: str) -> Built:
+def _model_and_optimizers(result: Any, source: str) -> Built:
     """Tell the model from the optimizers in the result of the user's function."""
     parts = [*result.values()] if isinstance(result, Mapping) else result
     if isinstance(parts, tuple | list) and len(parts) >= 2 and isinstance(parts[0], nn.Module):

@@ -143,7 +143,7 @@ def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
         raise LayoutError(
             f"rank {rank} holds a local tensor of shape {actual}, but placements {tensor.placements} of a tensor of "
             f"shape {tuple(tensor.shape)} on mesh {mesh.shape} imply {expected}. If Megatron-FSDP has sharded it, give "
-            "Muon layout=layouts(model) and call attach(optimizer, model), both of muonckpt.optimizer.megatron_fsdp, "
+            "Muon layout=layout_of(model) and call attach(optimizer, model), both of muonckpt.optimizer.megatron_fsdp, "
             "before state_dict()"
         )
     return mesh, placements

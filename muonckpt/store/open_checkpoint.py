@@ -554,7 +554,7 @@ class OpenCheckpoint:
     ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError | DiskError]]:
         """Return tensors with the places of all elements that can be found, and why those of other chunks cannot.
 
-        The errors are by the tensor's key and the chunk's first index.
+        The errors are by the tensor's key and the chunk's first index; such a chunk stays in its tensor, unlocated.
         """
         errors: dict[tuple[str, Index], SourceError | DiskError] = {}
 

@@ -157,7 +157,8 @@ class LayerWise(CollectiveOptimizer):
         self._slot_snapshot, self._restarted_names = SlotSnapshot.of(self.state), list[str]()
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
-        self._active_names: set[str] | None = None  # with a gradient on any rank; None until gradients are finished
+        # Parameters with a gradient on any rank; empty if there are none, None until gradients are finished.
+        self._active_names: set[str] | None = None
         self._model, self._warned, self._is_closed = weakref.ref(model), set[str](), False
         IN_BUFFERS.update(dict.fromkeys(self._members.name_of, True))
         self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []

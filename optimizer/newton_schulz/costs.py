@@ -80,14 +80,18 @@ class CostTable:
         """Return a table that :meth:`as_json` wrote.
 
         Raises:
-            ArgumentError: as the class does.
+            ArgumentError: the text is something else; or as the class does.
         """
-        data = json.loads(text)
         times: dict[tuple[int, int], dict[Form, int]] = {}
-        for short, long, kernels, gram, time in data["times"]:
-            times.setdefault((short, long), {})[Form(kernels, gram)] = time
-        restarts = None if data["gram"] is None else tuple(data["gram"])
-        return cls(times, data["steps"], restarts, getattr(torch, data["dtype"]))
+        try:
+            data = json.loads(text)
+            for short, long, kernels, gram, time in data["times"]:
+                times.setdefault((short, long), {})[Form(kernels, gram)] = time
+            restarts = None if data["gram"] is None else tuple(data["gram"])
+            steps, dtype = data["steps"], getattr(torch, data["dtype"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArgumentError(f"expected the text of CostTable.as_json(), found {text!r:.80}: {error!r}") from error
+        return cls(times, steps, restarts, dtype)
 
     def _nearest(self, rows: int, columns: int) -> tuple[int, int]:
         side = sorted((rows, columns))

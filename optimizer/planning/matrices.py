@@ -129,7 +129,7 @@ class Reduced:
     fused: Fused
 
 
-def one_column(shape: Index, fused: Fused) -> Reduced:
+def one_per_row(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each row of each matrix of a parameter of this shape."""
     row_dim = fused.row_dim(shape)
     columns = (1,) * len(fused.columns) if fused.columns else None
@@ -137,7 +137,7 @@ def one_column(shape: Index, fused: Fused) -> Reduced:
     return Reduced((*shape[: row_dim + 1], *sizes), replace(fused, columns=columns))
 
 
-def one_row(shape: Index, fused: Fused) -> Reduced:
+def one_per_column(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each column of each matrix."""
     row_dim = fused.row_dim(shape)
     pieces = (1,) * len(fused.pieces) if fused.pieces else None
@@ -146,10 +146,10 @@ def one_row(shape: Index, fused: Fused) -> Reduced:
     return Reduced(reduced_shape, replace(fused, pieces=pieces, interleaved=1))
 
 
-def one_number(shape: Index, fused: Fused) -> Reduced:
+def one_per_matrix(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each matrix."""
-    column = one_column(shape, fused)
-    return one_row(column.shape, column.fused)
+    column = one_per_row(shape, fused)
+    return one_per_column(column.shape, column.fused)
 
 
 def one_per_longer_side(shape: Index, fused: Fused) -> Reduced:
@@ -166,14 +166,14 @@ def one_per_longer_side(shape: Index, fused: Fused) -> Reduced:
             f"a parameter of shape {shape} has tall and wide matrices, so its statistics are not all of rows or all of "
             'columns: keep statistics="rows", or give the parameters separately'
         )
-    return one_row(shape, fused) if True in are_wide else one_column(shape, fused)
+    return one_per_column(shape, fused) if True in are_wide else one_per_row(shape, fused)
 
 
 SHAPES: Mapping[str, Callable[[Index, Fused], Reduced]] = {
     "[m, n]": Reduced,
-    "[m, 1]": one_column,
-    "[1, n]": one_row,
-    "[1, 1]": one_number,
+    "[m, 1]": one_per_row,
+    "[1, n]": one_per_column,
+    "[1, 1]": one_per_matrix,
     "longer": one_per_longer_side,
 }
 """Shapes of the state of a matrix ``[m, n]``; "longer" is a number for each row of tall matrices, each column of wide

@@ -22,7 +22,7 @@ from muonckpt.names.collector import gc_paused
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.newton_schulz.recipe import flops
-from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec, matrices_of, one_column, one_row, shapes_of
+from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec, matrices_of, one_per_column, one_per_row, shapes_of
 from muonckpt.optimizer.planning.residence import OwnedMatrices, matrix_parts, rank_copies, residence
 from muonckpt.optimizer.planning.schedule import (
     NOTE,
@@ -74,7 +74,7 @@ REDUCIBLE = [((8, 6), Fused((3, 1), (2, 4), 2)), ((2, 5, 3), Fused((2, 3))), ((0
 
 @pytest.mark.parametrize(("shape", "fused"), REDUCIBLE)
 def test_a_column_has_one_number_for_each_row_of_each_matrix(shape, fused):
-    column = one_column(shape, fused)
+    column = one_per_row(shape, fused)
     rows = [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in matrices_of(shape, fused)]
     columns = matrices_of(column.shape, column.fused)
     assert [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in columns] == rows
@@ -83,7 +83,7 @@ def test_a_column_has_one_number_for_each_row_of_each_matrix(shape, fused):
 
 @pytest.mark.parametrize(("shape", "fused"), REDUCIBLE)
 def test_a_row_has_one_number_for_each_column_of_each_matrix(shape, fused):
-    row = one_row(shape, fused)
+    row = one_per_column(shape, fused)
     columns = [{(p.box.lo[-1], p.box.hi[-1], p.box.lo[:-2]) for p in matrix} for matrix in matrices_of(shape, fused)]
     rows = matrices_of(row.shape, row.fused)
     assert [{(p.box.lo[-1], p.box.hi[-1], p.box.lo[:-2]) for p in matrix} for matrix in rows] == columns
@@ -111,6 +111,10 @@ def test_a_cost_table_is_measured_stored_and_chooses_the_fastest_form():
     assert list(measured.nanoseconds) == [(8, 16), (8, 8)]
     assert all(times.keys() == {PLAIN, ON_GRAM} for times in measured.nanoseconds.values())
     assert CostTable.from_json(measured.as_json()) == measured
+    text = measured.as_json()
+    for wrong_text in ("", "[]", "{}", text.replace("bfloat16", "none"), text.replace("[8, ", "[")):
+        with pytest.raises(ValueError, match=r"expected the text of CostTable\.as_json"):
+            CostTable.from_json(wrong_text)
     table = CostTable({(64, 64): {PLAIN: 10, ON_GRAM: 20}, (64, 256): {PLAIN: 50, ON_GRAM: 30}}, 5, (2,))
     forms = [table.form(torch.device("cpu"), torch.bfloat16, *shape, 1) for shape in [(70, 60), (512, 128)]]
     assert forms == [PLAIN, ON_GRAM]

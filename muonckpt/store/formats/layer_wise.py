@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algebra.box import Index
+from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter
 from ...layouts.buffers.records import GroupBuffer
 from ...names.errors import DamageError, SourceError
 from ...names.keys import key_of
@@ -87,7 +88,7 @@ def reader(path: Location) -> Reader:
         "not_kept": sorted(set().union(*(file.not_kept for file in files))),
     }
     if description.tensor_parallel is None:
-        provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.shares, first.states)]
+        provenance["buffers"] = [buffer.to_json() for buffer in _buffers_of_slots(first.shares, first.states)]
         manifest = Manifest(tuple(first.records), tuple(items.blobs), provenance)
         return Reader(manifest, Payloads(path, items.in_memory))
     # Joined tensors may have parts of a storage, which the checksum of the whole storage still checks.
@@ -221,20 +222,27 @@ def _records(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterat
                 yield replace(record, name=name, slot=slot, layout=layouts[name] if value.shape else None)
 
 
-def _buffers(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
-    """Yield the run's buffers for every slot, each with its parameters that have the slot."""
-    for number, (group, buffer) in enumerate(shares.buffers):
+def _buffers_of_slots(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
+    """Yield each buffer of the run once for every slot of state, with the keys of the slot's tensors as names."""
+    for number, (ranks, buffer) in enumerate(shares.buffers):
         slots = dict.fromkeys(chain.from_iterable(states[placement.name] for placement in buffer.parameters))
         for slot in slots:
-            placements = []
-            for placement in buffer.parameters:
-                if _is_elementwise(value := states[placement.name].get(slot)):
-                    key = key_of((*_STATE, placement.name, slot))
-                    state_parameter = replace(placement.parameter, name=key, dtype=value.dtype)
-                    placements.append(replace(placement, parameter=state_parameter))
-            if placements:  # parameters without this slot leave gaps in its buffer
-                layout = replace(buffer, parameters=tuple(placements))
-                yield GroupBuffer(slot, number, group, layout.origins, layout)
+            placements = _placements_of_slot(buffer, slot, states)
+            if placements:
+                layout = replace(buffer, parameters=placements)
+                yield GroupBuffer(slot=slot, part=number, group=ranks, origins=layout.origins, layout=layout)
+
+
+def _placements_of_slot(
+    buffer: BufferLayout, slot: str, states: Mapping[str, ParameterState]
+) -> tuple[PlacedParameter, ...]:
+    """Return where the tensors of a slot would lie in a buffer; parameters without the slot leave gaps."""
+    placements = []
+    for placement in buffer.parameters:
+        if _is_elementwise(value := states[placement.name].get(slot)):
+            key = key_of((*_STATE, placement.name, slot))
+            placements.append(replace(placement, parameter=replace(placement.parameter, name=key, dtype=value.dtype)))
+    return tuple(placements)
 
 
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:

@@ -292,6 +292,7 @@ def optimizer_with_names(
         names_listed: the names in the order of numbers, as a person wrote them.
 
     Raises:
+        DamageError: as `parameters_in`, or a parameter with state is in no group.
         SourceError: names and numbers do not fit each other.
     """
     groups = [mapping(group) for group in expect(list, optimizer[PARAM_GROUPS])]
@@ -309,9 +310,9 @@ def optimizer_with_names(
         return optimizer, {}
     if len(names) != len(numbers):
         raise SourceError(f"expected a name for each of the {len(numbers)} parameters in groups, found {len(names)}")
-    # Neither numbers nor names may repeat.
+    # No name may repeat; `parameters_in` has refused numbers that do.
     by_number: dict[object, str] = dict(zip(numbers, names, strict=True))
-    if len(by_number) < len(numbers) or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         raise SourceError("expected every number and every name once, found one twice")
     # Groups and state with names in the place of numbers.
     named_groups = [{**group, PARAMS: [*map(by_number.__getitem__, sequence(group[PARAMS]))]} for group in groups]

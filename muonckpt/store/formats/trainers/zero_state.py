@@ -164,14 +164,20 @@ def _missing(files: Mapping[int, TorchFile], num_ranks: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Copy:
+    """One rank's copy of a momentum: ``elements`` is a part of ``storage``, which has a checksum as a whole."""
+
+    rank: int
+    storage: Extent
+    elements: Extent
+
+
+@dataclass(frozen=True, slots=True)
 class _Copies:
-    """Extents with the same bytes, if all is well: several ranks hold a parameter ``name``.
+    """The copies of a parameter's momentum, one for each rank that holds it; undamaged ones have the same bytes."""
 
-    ``places`` are the ranks, with their storages and the extents in them.
-    """
-
-    name: str
-    places: tuple[tuple[int, Extent, Extent], ...]
+    parameter_name: str
+    copies: tuple[_Copy, ...]
 
 
 class _ZeroPayloads(MemberPayloads):
@@ -196,18 +202,19 @@ class _ZeroPayloads(MemberPayloads):
             super().check_item(item, parts)
             return
         # Each storage has a checksum, and then the first copy is compared with the others.
-        copies = self._copies[item]
-        for _, storage, _ in copies.places:
-            super().check_item(storage)
-        first_rank, _, first = copies.places[0]
+        for copy in self._copies[item].copies:
+            super().check_item(copy.storage)
+        first, *others = self._copies[item].copies
         start = 0
-        for part in self.bands(first) if parts is None else parts:
+        for part in self.bands(first.elements) if parts is None else parts:
             expected = bytes(part)  # scratch memory is used again
-            for rank, _, copy in copies.places[1:]:
-                if expected != self.read_scratch(Extent(copy.file, copy.offset + start, len(expected))):
+            for copy in others:
+                file = copy.elements.file
+                if expected != self.read_scratch(Extent(file, copy.elements.offset + start, len(expected))):
                     raise DamageError(
-                        f"ranks {first_rank} and {rank} both hold the whole momentum of {copies.name!r}, which their "
-                        f"partitions cut, and {first.file} and {copy.file} differ in it: one of them is wrong"
+                        f"ranks {first.rank} and {copy.rank} both hold the whole momentum of "
+                        f"{self._copies[item].parameter_name!r}, which their partitions cut, and "
+                        f"{first.elements.file} and {file} differ in it: one of them is wrong"
                     )
             start += len(expected)
 
@@ -269,9 +276,10 @@ def _chunk(box: Box, offset: int, part: SavedTensor) -> Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """One rank's optimizer: the state of ZeRO and, below it, of the optimizer that updates the partitions."""
+    """One rank's optimizer: the state of ZeRO, and in it the state of the optimizer that updates the partitions."""
 
     file: TorchFile
+    is_stage_3: bool
     zero: Mapping[object, object]
     masters: Sequence[object]
     state: Mapping[object, object]
@@ -279,18 +287,20 @@ class _Optimizer:
 
     @classmethod
     def of(cls, file: TorchFile) -> _Optimizer:
+        """Read a rank's file.  ZeRO 3 has other keys for the base optimizer and the masters than ZeRO 1 and 2."""
         with about(file.name):
             zero = mapping(mapping(file.content).get("optimizer_state_dict"))
-            # ZeRO's own values, and the optimizer's below them.
-            below = zero.get("optimizer_state_dict" if _MASTERS_3 in zero else "base_optimizer_state")
-            if type(below) is list:
+            is_stage_3 = _MASTERS_3 in zero
+            base_state = zero.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
+            if type(base_state) is list:
                 raise SourceError(
                     "expected the whole state of each partition, found an elastic checkpoint, which cuts Muon's "
                     'momentum as if it were padded: save it again without "elastic_checkpoint"'
                 )
-            masters = expect(list, zero.get(_MASTERS_3 if _MASTERS_3 in zero else _MASTERS))
-            groups = [mapping(group) for group in expect(list, mapping(below).get(PARAM_GROUPS))]
-            return cls(file, zero, masters, mapping(mapping(below).get(STATE)), groups)
+            masters = expect(list, zero.get(_MASTERS_3 if is_stage_3 else _MASTERS))
+            groups = [mapping(group) for group in expect(list, mapping(base_state).get(PARAM_GROUPS))]
+            state = mapping(mapping(base_state).get(STATE))
+            return cls(file, is_stage_3, zero=zero, masters=masters, state=state, groups=groups)
 
     @property
     def stage(self) -> object:
@@ -395,7 +405,7 @@ def _layout(
     first = next(iter(optimizers.values()))
     sizes = {rank: part.chunk.box.numel for rank, part in masters.items()}
     try:
-        if _MASTERS_3 in first.zero:
+        if first.is_stage_3:
             layout = partitioned_parameters(parameters, num_ranks)
         else:
             if "zero_stage" in first.zero:  # else they are of BF16_Optimizer, which stores the padding
@@ -479,7 +489,7 @@ def _is_whole(
         SourceError: it has the size of neither.
     """
     first = optimizers[min(parts)]
-    if "zero_stage" not in first.zero or _MASTERS_3 in first.zero:
+    if "zero_stage" not in first.zero or first.is_stage_3:
         return False
     if first.configured("offload_optimizer", "device") not in (None, "none"):
         return False
@@ -518,8 +528,8 @@ def _add_whole(
         # One copy is read, and compared with the others when it is checked.
         if len(places) > 1 and (payload := chunks[0].payload):
             chunks = [replace(chunks[0], item=payload)]
-            extents = tuple((rank, chunk.item, chunk.payload) for rank, chunk in places if chunk.payload)
-            contents.copies[payload] = _Copies(name, extents)
+            rank_copies = (_Copy(rank, chunk.item, chunk.payload) for rank, chunk in places if chunk.payload)
+            contents.copies[payload] = _Copies(name, tuple(rank_copies))
             contents.compared.extend(whole_record(path, SavedTensor(dtype, chunk)) for _, chunk in places)
         contents.add(path, shapes[name], dtype, chunks)
 
