@@ -216,7 +216,7 @@ def test_a_damaged_object_is_found_and_nothing_is_made_of_it(source, memory):
     victim.write(bytes(data))
     assert called("verify", memory / "good").returncode == 1
     done = called("reshard", memory / "good", memory / "bad", "--mesh", "dp=3")
-    assert done.returncode == 3 and "is damaged" in done.stderr
+    assert done.returncode == 3 and "has damaged bytes" in done.stderr
     assert objects(memory / "bad") == [] and len(objects(memory / "good")) == 4
 
     victim.write(bytes(data[:-200]))
