@@ -69,7 +69,8 @@ class Training:
         """Return the state of all objects; ``extra`` unchanged, as `muonckpt.load` sets it by itself.
 
         Raises:
-            ArgumentError: an optimizer steps other tensors than the parameters of the model, or those of another one.
+            ArgumentError: an optimizer steps other tensors than the parameters of the model, or those of another one;
+                or torch cannot take its state.
         """
         for name, fault in foreign_parameters(self.model, self.optimizers):
             raise ArgumentError(
@@ -86,7 +87,13 @@ class Training:
                         "Give the second optimizer a Series of its own"
                     )
         unstepped = self.unstepped
-        weights, state = get_state_dict(self.model, self.optimizers)
+        try:
+            weights, state = get_state_dict(self.model, self.optimizers)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"torch's get_state_dict(model, optimizer) fails ({type(error).__name__}: {error}). It takes "
+                "optimizers whose step needs no closure, and models whose parameters are initialised"
+            ) from error
         # Torch makes state that an optimizer lacks by a step with gradients of zero, and its counters count that step.
         for optimizer in unstepped:
             for values in optimizer.state.values():

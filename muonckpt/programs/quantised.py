@@ -35,6 +35,8 @@ def scales_of_quantised(tensors: Iterable[StateRecord]) -> dict[str, str]:
         if places:
             former = scales[module].get(words[: places[0]], tensor.key)  # the scales of scales have longer names
             scales[module][words[: places[0]]] = min(former, tensor.key, key=len)
+        elif not tensor.shape:
+            continue  # a number beside them, which may say how they are coded
         elif _CODE_DTYPES.match(tensor.dtype) or (tensor.dtype == "int32" and not _PACKED_WORDS.isdisjoint(words)):
             codes[tensor.key] = module, leaf, words
     # Scales are beside the codes, under their name or alone in the module, or below the codes' name.

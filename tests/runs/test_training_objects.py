@@ -276,6 +276,19 @@ def test_a_parameter_in_two_optimizers_is_refused(tmp_path):
         assert run.resume(strict=True) == 1
 
 
+def test_an_optimizer_whose_state_torch_cannot_take_is_refused(tmp_path):
+    net = nn.Linear(6, 6)
+    with pytest.raises(
+        muonckpt.ArgumentError, match=r"get_state_dict.* fails .TypeError.* whose step needs no closure"
+    ):
+        muonckpt.Series(tmp_path, net, torch.optim.LBFGS(net.parameters())).resume()
+    lazy = nn.LazyLinear(6)
+    with pytest.raises(
+        muonckpt.ArgumentError, match=r"get_state_dict.* fails .ValueError.* parameters are initialised"
+    ):
+        muonckpt.Series(tmp_path, lazy, torch.optim.AdamW(lazy.parameters())).resume()
+
+
 def test_state_of_a_parameter_that_is_frozen_now_is_loaded_by_the_advice(tmp_path):
     """Torch leaves the state of frozen parameters out of the state dict of a new optimizer."""
 
