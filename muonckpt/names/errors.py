@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from itertools import chain
 from numbers import Integral, Real
-from types import UnionType
+from types import GenericAlias, UnionType
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
@@ -258,7 +258,11 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                         hint = f"; by name only: {', '.join(by_name)}." if by_name else "."
                     cure = elsewhere.get(name, line)
                     raise ArgumentError(f"{caller}: {misfit}{hint} Write {cure}") from None
-                _refuse_kinds(caller, line, arguments, get_type_hints(function), error)
+                hints = get_type_hints(function)
+                for name, parameter in signature.parameters.items():
+                    if parameter.kind == parameter.VAR_POSITIONAL:
+                        hints[name] = GenericAlias(tuple, (hints[name], ...))
+                _refuse_kinds(caller, line, arguments, hints, error)
                 raise
 
         return call

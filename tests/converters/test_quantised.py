@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
     "experts": {"l.gate_up_proj": (FP8, (2, 4, 8)), "l.gate_up_proj_scale_inv": (torch.float32, (2, 1, 1))},
     "MXFP4": {"l.gate_up_proj_blocks": (U8, (2, 4, 1, 4)), "l.gate_up_proj_scales": (U8, (2, 4, 1))},
     "GPTQ": {"l.qweight": (I32, (1, 8)), "l.scales": (torch.float16, (1, 8)), "l.qzeros": (I32, (1, 1))},
-    "bitsandbytes, 8 bits": {"l.weight": (I8, (4, 8)), "l.SCB": (torch.float32, (4,)), "l.weight_format": (torch.uint8, ())},
+    "bitsandbytes, 8 bits": {"l.weight": (I8, (4, 8)), "l.SCB": (torch.float32, (4,)), "l.weight_format": (U8, ())},
     "bitsandbytes, 4 bits": {
         "l.weight": (U8, (16, 1)), "l.weight.absmax": (torch.float32, (1,)),
         "l.weight.quant_map": (torch.float32, (16,)),

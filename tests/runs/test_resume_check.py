@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import muonckpt
+from muonckpt.names.errors import called_like
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.runs.resumes import add_resume
 
@@ -490,6 +491,18 @@ def test_parameters_called_by_a_star_and_by_a_number(tmp_path):
     run = muonckpt.Series(tmp_path, model, torch.optim.AdamW(model.parameters()))
     run.save(0)
     assert run.resume(strict=True) == 1
+
+
+def test_an_error_of_a_right_call_is_raised_as_it_is():
+    @called_like("check(first, second)")
+    def check(*optimizers: torch.optim.Optimizer) -> None:
+        raise RuntimeError(f"the network is down for {len(optimizers)}")
+
+    optimizer = torch.optim.AdamW([torch.ones(2)])
+    with pytest.raises(RuntimeError, match="the network is down for 2"):
+        check(optimizer, optimizer)
+    with pytest.raises(muonckpt.ArgumentError, match=r"expected .*Optimizer.* Write check\(first, second\)"):
+        check(optimizer, [optimizer])
 
 
 def test_a_list_with_empty_members_is_proved(tmp_path):
