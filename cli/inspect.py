@@ -101,30 +101,85 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
             return 0 if fit else 1
         with naming_way_back(checkpoint), unless_removed(checkpoint), open_damaged(checkpoint) as opened:
             inspection = inspection_of(opened)
-            result = _SHOW[view](opened, inspection, as_json=as_json, **options)
+            if as_json:
+                data = _view_as_data(view, opened, inspection, options)
+            else:
+                _print_view(view, opened, inspection, options)
     except DamageError as error:
         return print_damage(error, as_json)
     if as_json:
-        print_json(result)
+        print_json(data)
     else:
         print_duration()
     return int(bool(inspection.diagnosis))
 
 
-def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **_: Any) -> object:
-    """Show who holds which indices of a tensor, with a bar of each along every dim that is cut."""
+def _view_as_data(view: str, opened: OpenCheckpoint, inspection: Inspection, options: Mapping[str, Any]) -> object:
+    """Return what ``--json`` prints of a view."""
+    match view:
+        case "--tensor":
+            record, index = inspection.selected(options["tensor"])
+            data = {**_described(record), "shards": inspection.shards(record.key, *index)}
+            if index:
+                data["parts"] = [part_as_json(part) for part in opened.tensors[record.key].parts(index)]
+            return data
+        case "--rank":
+            return {"rank": options["rank"], "tensors": inspection.on_rank(options["rank"])}
+        case "--tree":
+            return inspection.tree(*options["globs"])
+        case "--items":
+            return plain_items(opened.outline, opened.values)
+        case "--groups":
+            return {"param_groups": groups_as_data(opened.outline, opened.values)}
+    records = _sorted_records(inspection, options["globs"], options["sort"])
+    if options["globs"]:
+        return [_described(record) for record in records]
+    manifest = {"manifest": json.loads(inspection.manifest.to_json())} if options["tensors"] else {}
+    return {**inspection.to_json(), **manifest}
+
+
+def _print_view(view: str, opened: OpenCheckpoint, inspection: Inspection, options: Mapping[str, Any]) -> None:
+    """Print a view as text."""
+    match view:
+        case "--tensor":
+            _print_tensor(opened, inspection, options["tensor"])
+        case "--rank":
+            _print_rank(inspection, options["rank"])
+        case "--tree":
+            rows = list(_branch_rows(inspection.tree(*options["globs"]), 0))
+            print_table(("module", "tensors", "bytes", "shape", "dtype"), rows)
+        case "--items":
+            _print_items(plain_items(opened.outline, opened.values))
+        case "--groups":
+            groups = groups_as_data(opened.outline, opened.values)
+            for line in groups_as_code(groups, min(terminal_width(sys.stdout) or 120, 120)).splitlines():
+                print_line(line, code=True)
+        case _:
+            records = _sorted_records(inspection, options["globs"], options["sort"])
+            if options["globs"]:
+                _print_matches(records)
+                return
+            _print_summary(inspection, options["ranks"])
+            if options["tensors"] or options["sort"]:
+                _print_records(inspection, records)
+
+
+def _sorted_records(inspection: Inspection, globs: Sequence[str], sort: str | None) -> list[StateRecord]:
+    """Return the tensors that the patterns match, all without any; sorted if that is asked for."""
+    records = list(inspection.matching(*globs))
+    return sorted(records, key=_SORTS[sort]) if sort else records
+
+
+def _print_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str) -> None:
+    """Print who holds which indices of a tensor, with a bar of each along every dim that is cut."""
     record, index = inspection.selected(tensor)
-    shards = inspection.shards(record.key, *index)
     parts = opened.tensors[record.key].parts(index) if index else ()
-    if as_json:
-        data = {**_described(record), "shards": shards}
-        return {**data, "parts": [part_as_json(part) for part in parts]} if index else data
     print_line(f"{record.key}: {shape_text(record.shape)}, {record.dtype}, {cut_text(record)}")
     if index:
         _print_parts(tensor, parts)
-        return None
+        return
     # A column for each dim, and a bar for each that is cut.
-    shards = tuple(shard for shard in shards if shard.box.numel)
+    shards = tuple(shard for shard in inspection.shards(record.key) if shard.box.numel)
     names = [f"dim {dim}" for dim in range(len(record.shape))]
     if len(names) >= 2:
         names[-2:] = "rows", "columns"
@@ -143,7 +198,6 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
             bars.append("." * start + "#" * (stop - start) + "." * (_BAR - stop))
         rows.append((or_dash(shard.rank), shard.file, *ranges, size(shard.bytes), *bars))
     print_section(("rank", "file", *names, "bytes", *(names[dim] for dim in cut_dims)), rows)
-    return None
 
 
 def _print_parts(selection: str, parts: Sequence[StoredPart]) -> None:
@@ -158,10 +212,9 @@ def _print_parts(selection: str, parts: Sequence[StoredPart]) -> None:
     print_section(("rank", "file", "box", "first byte", "bytes"), rows)
 
 
-def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **_: Any) -> object:
+def _print_rank(inspection: Inspection, rank: int) -> None:
+    """Print the parts of tensors in the files of a rank."""
     shards_by_key = inspection.on_rank(rank)
-    if as_json:
-        return {"rank": rank, "tensors": shards_by_key}
     files: set[str] = set()
     rows, num_bytes = [], 0
     for key, shards in shards_by_key.items():
@@ -172,18 +225,10 @@ def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_jso
     tensors = counted(len(shards_by_key), "tensor")
     print_line(f"rank {rank}: {tensors}, {size(num_bytes)} in {', '.join(sorted(files))}")
     print_section(("tensor", "box", "bytes"), rows)
-    return None
-
-
-def _show_tree(opened: OpenCheckpoint, inspection: Inspection, globs: Sequence[str], as_json: bool, **_: Any) -> object:
-    """Show modules and tensors with their sizes; equal ones share a line, with their count."""
-    branches = inspection.tree(*globs)
-    if not as_json:
-        print_table(("module", "tensors", "bytes", "shape", "dtype"), list(_branch_rows(branches, 0)))
-    return branches
 
 
 def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[object, ...]]:
+    """Yield modules and tensors with their sizes, indented; equal ones share a row, with their count."""
     for branch in branches:
         count, unit = (f" ({branch.count} alike)", " each") if branch.count > 1 else ("", "")
         shape = "" if branch.shape is None else shape_text(branch.shape)
@@ -192,49 +237,23 @@ def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[objec
         yield from _branch_rows(branch.branches, depth + 1)
 
 
-def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **_: Any) -> object:
-    items = plain_items(opened.outline, opened.values)
-    if not as_json:
-        rows = []
-        for key, value in items.items():
-            text = value if isinstance(value, str) else repr(value)
-            rows.append((key, text if len(text) <= 200 else f"{text[:160]} … ({len(text)} characters)"))
-        print_table(("item", "value"), rows)
-    return items
+def _print_items(items: Mapping[str, Any]) -> None:
+    """Print each item with its value, long ones cut."""
+    rows = []
+    for key, value in items.items():
+        text = value if isinstance(value, str) else repr(value)
+        rows.append((key, text if len(text) <= 200 else f"{text[:160]} … ({len(text)} characters)"))
+    print_table(("item", "value"), rows)
 
 
-def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **_: Any) -> object:
-    groups = groups_as_data(opened.outline, opened.values)
-    if not as_json:
-        for line in groups_as_code(groups, min(terminal_width(sys.stdout) or 120, 120)).splitlines():
-            print_line(line, code=True)
-    return {"param_groups": groups}
+def _print_matches(records: Sequence[StateRecord]) -> None:
+    """Print the tensors that patterns match."""
+    rows = [(t.key, shape_text(t.shape), t.dtype, t.slot or "-", size(tensor_bytes(t)), cut_text(t)) for t in records]
+    print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), rows)
 
 
-def _show_summary(
-    opened: OpenCheckpoint,
-    inspection: Inspection,
-    globs: Sequence[str],
-    sort: str | None,
-    tensors: bool,
-    ranks: bool,
-    as_json: bool,
-    **_: Any,
-) -> object:
-    records = list(inspection.matching(*globs))
-    records = sorted(records, key=_SORTS[sort]) if sort else records
-    if as_json and globs:
-        return [_described(record) for record in records]
-    if as_json:
-        manifest = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
-        return {**inspection.to_json(), **manifest}
-    if globs:
-        matches = [
-            (t.key, shape_text(t.shape), t.dtype, t.slot or "-", size(tensor_bytes(t)), cut_text(t)) for t in records
-        ]
-        print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), matches)
-        return None
-    # The verdict comes first, then contents, balance, and the requested lists.
+def _print_summary(inspection: Inspection, ranks: bool) -> None:
+    """Print the verdict, then contents and balance, with ``ranks`` for every rank."""
     for number, line in enumerate(inspection.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
     for label, value in overview(inspection):
@@ -251,28 +270,20 @@ def _show_summary(
         for rank, num_bytes in inspection.bytes_of_ranks().items():
             rows.append((rank, size(num_bytes), f"{num_bytes / balance['mean']:.3f}" if balance["mean"] else "-"))
         print_section(("rank", "bytes", "of the mean"), rows)
-    if tensors or sort:
-        if inspection.buffers:
-            from ..converters.look.buffer_summary import labelled_buffers  # imports all of flat buffers
-
-            print_buffer_parameters(labelled_buffers(inspection.manifest.provenance))
-        listed_tensors = []
-        for t in records:
-            pieces = f" ({'+'.join(map(str, t.pieces))} rows)" if t.pieces else ""
-            facts = t.dtype, t.convention or "-", len(t.chunks), t.fingerprint or "-"
-            listed_tensors.append((t.key, shape_text(t.shape) + pieces, *facts))
-        print_section(("tensor", "shape", "dtype", "convention", "chunks", "fingerprint"), listed_tensors)
-    return None
 
 
-_SHOW: Mapping[str, Callable[..., object]] = {
-    "": _show_summary,
-    "--tensor": _show_tensor,
-    "--rank": _show_rank,
-    "--tree": _show_tree,
-    "--items": _show_items,
-    "--groups": _show_groups,
-}
+def _print_records(inspection: Inspection, records: Sequence[StateRecord]) -> None:
+    """Print what is recorded of each tensor, and where each lies in flat buffers."""
+    if inspection.buffers:
+        from ..converters.look.buffer_summary import labelled_buffers  # imports all of flat buffers
+
+        print_buffer_parameters(labelled_buffers(inspection.manifest.provenance))
+    rows = []
+    for t in records:
+        pieces = f" ({'+'.join(map(str, t.pieces))} rows)" if t.pieces else ""
+        facts = t.dtype, t.convention or "-", len(t.chunks), t.fingerprint or "-"
+        rows.append((t.key, shape_text(t.shape) + pieces, *facts))
+    print_section(("tensor", "shape", "dtype", "convention", "chunks", "fingerprint"), rows)
 
 
 def _described(tensor: StateRecord) -> dict[str, Any]:

@@ -178,8 +178,9 @@ def _print_prospect(prospect: Prospect, has_padding: bool) -> None:
         f"{prospect.matrices} by Muon"
     )
     print_line()
+    # One column for each mesh, so the rows of all are joined by their label.
     rows = []
-    for cells in zip(*(_column(topology, has_padding) for topology in prospect.topologies), strict=True):
+    for cells in zip(*(_cost_rows(topology, has_padding) for topology in prospect.topologies), strict=True):
         rows.append((cells[0][0], *(value for _, value in cells)))
     print_table(("", *(topology.name for topology in prospect.topologies)), rows)
     print_line()
@@ -192,7 +193,8 @@ def _print_prospect(prospect: Prospect, has_padding: bool) -> None:
         )
 
 
-def _column(t: Topology, has_padding: bool) -> Iterator[tuple[str, str]]:
+def _cost_rows(t: Topology, has_padding: bool) -> Iterator[tuple[str, str]]:
+    """Yield the costs on one mesh as labels and values; the labels are the same for all meshes of a prospect."""
     yield "ranks", str(t.ranks)
     yield "matrices", str(t.matrices)
     yield "stages", str(t.stages)

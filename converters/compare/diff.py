@@ -16,7 +16,7 @@ from typing import Any
 from ...names.collector import gc_paused
 from ...names.errors import MuonckptError, SourceError
 from ...names.wording import fields_of
-from ...programs.model_view import Role
+from ...programs.model_view import ModelView, Role
 from ...programs.quantised import describe_quantised, scales_of_quantised
 from ...programs.registry import program
 from ...record.record import by_key, entry_keys, match_keys, names_of
@@ -148,28 +148,19 @@ def diff(
                 look = cache(partial(first_look, opened))
                 sides.append(_Side.of(opened, look, to_dialect, from_dialect))
         if select:
-            # A user may give a key by its name in either program, or in the target's.
-            keys: dict[str, None] = {}
-            names: dict[str, tuple[str, str]] = {}
-            for side in sides:
-                keys |= dict.fromkeys((*side.tensors, *side.items))
-                names.update(names_of(tensor.record for tensor in side.tensors.values()))
-            for side in sides:
-                names.update(names_of(side.look().manifest.tensors))
-            where = " in " + " or ".join(side.place for side in sides)
-            matching = match_keys(select, list(keys), names, "tensor or item", where)
-            sides = [side.selected(matching) for side in sides]
-        verified = None
+            selected_keys = _selected_keys(sides, select)
+            sides = [side.selected(selected_keys) for side in sides]
+        verified_bytes = None
         if read:
             from ...store.verify.audit import audit  # imports what nothing else of `diff` needs
 
-            verified = 0
+            verified_bytes = 0
             for side in sides:
                 report = audit(side.opened, progress, jobs)
                 if report.diagnosis.has_loss:
                     raise report.diagnosis.error
-                verified += report.payload_bytes
-        return _difference(sides[0], sides[1], Tolerance(rtol, atol), memory, jobs, progress, verified)
+                verified_bytes += report.payload_bytes
+        return _compare_sides(sides[0], sides[1], Tolerance(rtol, atol), memory, jobs, progress, verified_bytes)
 
 
 def diff_of(
@@ -186,41 +177,42 @@ def diff_of(
     def side(opened: OpenCheckpoint, look: FirstLook) -> _Side:
         return _Side.of(opened, lambda: look, None, None, without)
 
-    return _difference(side(*a), side(*b), Tolerance(), memory, jobs, progress)
+    return _compare_sides(side(*a), side(*b), Tolerance(), memory, jobs, progress)
 
 
-def _difference(
+def _selected_keys(sides: Sequence[_Side], patterns: Sequence[str]) -> Collection[str]:
+    """Return the keys of both sides that the patterns match, as keys or as names of parameters.
+
+    Where a key has one name as compared and another as stored, the stored one counts.
+    """
+    keys: dict[str, None] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for side in sides:
+        keys |= dict.fromkeys((*side.tensors, *side.items))
+        names.update(names_of(tensor.record for tensor in side.tensors.values()))
+    for side in sides:
+        names.update(names_of(side.look().manifest.tensors))
+    where = " in " + " or ".join(side.place for side in sides)
+    return match_keys(patterns, list(keys), names, "tensor or item", where)
+
+
+def _compare_sides(
     a: _Side,
     b: _Side,
     tolerance: Tolerance,
     memory: int,
     jobs: int,
     progress: Progress,
-    verified: int | None = None,
+    verified_bytes: int | None = None,
 ) -> Difference:
-    """Compare two sides; ``verified`` is the bytes of both if they were read and are as recorded."""
-    tensors, read = _compare_tensors(a, b, tolerance, memory, jobs, progress)
-    # Items are read unless their recorded digests are equal.
+    """Compare two sides; ``verified_bytes`` are those of both if all was read before and is as recorded."""
+    tensors, compared_bytes = _compare_tensors(a, b, tolerance, memory, jobs, progress)
     common_items = [key for key in a.items if key in b.items]
-    by_digest = 0
-    changed_items: list[ItemDifference] = []
-    for key in common_items:
-        blob_a, blob_b = a.items[key].source, b.items[key].source
-        if blob_a and blob_b and blob_a.digest is not None and blob_a.digest == blob_b.digest:
-            by_digest += 1
-        elif (bytes_a := a.read_item(key)) != (bytes_b := b.read_item(key)):
-            # Other bytes may be plain data with the same value.
-            value_a, value_b = value_of(bytes_a), value_of(bytes_b)
-            if OPAQUE in (value_a, value_b) or repr(value_a) != repr(value_b):
-                changed_items.append(ItemDifference(key, value_a, value_b))
-    # Training changes weights and their state in every step, so a tensor that is equal in two may be stale.
-    steps, unmoved = (a.step, b.step), list[str]()
-    if None not in steps and steps[0] != steps[1]:
-        view = a.look().view
-        moving = {*entry_keys(view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS))}
-        moving |= {p.weight.key for p in view.parameters.values() if p.weight and p.state}
-        unmoved = [tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED)]
-    unread = sum(tensor.by == "fingerprint" for tensor in tensors) + by_digest
+    items_to_read = [key for key in common_items if not _has_equal_digest(a.items[key], b.items[key])]
+    changed_items = _changed_items(a, b, items_to_read)
+    num_unread = sum(tensor.by == "fingerprint" for tensor in tensors) + len(common_items) - len(items_to_read)
+    steps = a.step, b.step
+    has_moved_on = None not in steps and steps[0] != steps[1]
     return Difference(
         a=a.place,
         b=b.place,
@@ -228,13 +220,38 @@ def _difference(
         tensors=tensors,
         only_a=a.keys_without(b),
         only_b=b.keys_without(a),
-        items=tuple(changed_items),
+        items=changed_items,
         same_items=len(common_items) - len(changed_items),
-        unmoved=tuple(unmoved),
-        read=read + (verified or 0),
-        unread=unread if verified is None else 0,
+        unmoved=_unmoved_keys(a.look().view, tensors) if has_moved_on else (),
+        read=compared_bytes + (verified_bytes or 0),
+        unread=num_unread if verified_bytes is None else 0,
         notes=(*(f"{a.place}: {note}" for note in a.notes), *(f"{b.place}: {note}" for note in b.notes)),
     )
+
+
+def _has_equal_digest(a: OutputItem, b: OutputItem) -> bool:
+    """Return whether both items are stored with one recorded digest, so that neither has to be read."""
+    return bool(a.source and b.source and a.source.digest is not None and a.source.digest == b.source.digest)
+
+
+def _changed_items(a: _Side, b: _Side, keys: Sequence[str]) -> tuple[ItemDifference, ...]:
+    """Read the items with these keys; return the ones whose values differ."""
+    changed_items: list[ItemDifference] = []
+    for key in keys:
+        bytes_a, bytes_b = a.read_item(key), b.read_item(key)
+        if bytes_a != bytes_b:
+            # Other bytes may be plain data with the same value.
+            value_a, value_b = value_of(bytes_a), value_of(bytes_b)
+            if OPAQUE in (value_a, value_b) or repr(value_a) != repr(value_b):
+                changed_items.append(ItemDifference(key, value_a, value_b))
+    return tuple(changed_items)
+
+
+def _unmoved_keys(view: ModelView, tensors: Sequence[TensorDifference]) -> tuple[str, ...]:
+    """Return the keys of equal tensors that training changes in every step, and that therefore may be stale."""
+    moving = {*entry_keys(view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS))}
+    moving |= {p.weight.key for p in view.parameters.values() if p.weight and p.state}
+    return tuple(tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +365,7 @@ OPAQUE = "(not plain data)"
 
 
 def value_of(raw: bytes) -> Any:
+    """Return the value of an item from its bytes; `OPAQUE` if they are not plain data."""
     try:
         return plain_value(raw)
     except MuonckptError:

@@ -300,7 +300,8 @@ class Outputs:
     # The facts for the report.
 
     @property
-    def _momenta(self) -> list[str]:
+    def _momentum_sentences(self) -> list[str]:
+        """Sentences that say what each written momentum is: `select` may have left out others."""
         slots = {tensor.record.slot for tensor in self.tensors}
         return [*dict.fromkeys(sentence for slot, sentence in self.findings.momenta if slot in slots)]
 
@@ -310,7 +311,7 @@ class Outputs:
         if not self.findings.programs:
             return ()
         remarks = sorted(f"note: {note}" for note in self.findings.notes)
-        return (*self.findings.programs, *self._momenta, *self._summary(), *remarks)
+        return (*self.findings.programs, *self._momentum_sentences, *self._summary_sentences(), *remarks)
 
     @property
     def checklist(self) -> tuple[Check, ...]:
@@ -326,37 +327,37 @@ class Outputs:
         order = list(Action)
         return tuple(
             sorted(
-                checks.union(self.losses, self._moved()),
+                checks.union(self.losses, self._written_checks()),
                 key=lambda check: (order.index(check.action), check.subject, check.values, check.reason),
             )
         )
 
-    def _moved(self) -> Iterator[Check]:
-        """Yield what became of tensors and items that are written, once for each slot."""
-        intact = Counter(_slot(tensor) for tensor in self.tensors if not tensor.computed)
-        for slot, count in intact.items():
+    def _written_checks(self) -> Iterator[Check]:
+        """Yield entries for what is written, by slot: copied bit for bit, scaled, cast; then for copied items."""
+        copied_counts = Counter(_slot_label(tensor) for tensor in self.tensors if not tensor.computed)
+        for slot, count in copied_counts.items():
             yield Check(Action.CARRIED, slot, (counted(count, "tensor"),))
-        kinds = Counter((_slot(t), t.scale, t.source_dtype, t.record.dtype) for t in self.tensors)
+        kinds = Counter((_slot_label(t), t.scale, t.source_dtype, t.record.dtype) for t in self.tensors)
         for (slot, scale, source_dtype, target_dtype), count in kinds.items():
             tensors = counted(count, "tensor")
             if scale is not None:
-                yield Check(Action.RESCALED, slot, (tensors, f"times {scale!r}"), "; ".join(self._momenta))
+                yield Check(Action.RESCALED, slot, (tensors, f"times {scale!r}"), "; ".join(self._momentum_sentences))
             if source_dtype is not None:
                 reason = "" if slot == MASTER else "`state_dtype=`"
                 yield Check(Action.RESCALED, slot, (tensors, f"from {source_dtype} to {target_dtype}"), reason)
         if copied := sum(item.source is not None for item in self.items):
             yield Check(Action.CARRIED, "items that are no tensors", (f"{copied}",), "byte for byte")
 
-    def _summary(self) -> Iterator[str]:
+    def _summary_sentences(self) -> Iterator[str]:
         """Yield sentences that say how many tensors, items and options are written, and how."""
         places = {constant.chunks.place for constant in self.constants}
         # Tensors made of a constant are not the source's.
         new = [tensor.key for tensor in self.tensors if not places.isdisjoint(c.place for c in tensor.sources)]
         scales = Counter(tensor.scale for tensor in self.tensors if tensor.scale is not None)
-        num_moved, copied = len(self.tensors) - len(new), sum(item.source is not None for item in self.items)
-        exact = num_moved - sum(tensor.computed for tensor in self.tensors)
-        share = f"{exact} of them " if exact < num_moved else ""
-        yield counted(num_moved, "tensor") + (f", {share}bit for bit" if exact else "")
+        num_old, copied = len(self.tensors) - len(new), sum(item.source is not None for item in self.items)
+        exact = num_old - sum(tensor.computed for tensor in self.tensors)
+        share = f"{exact} of them " if exact < num_old else ""
+        yield counted(num_old, "tensor") + (f", {share}bit for bit" if exact else "")
         for scale, count in scales.items():
             noun = "momentum is" if count == 1 else "momenta are"
             yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
@@ -377,7 +378,7 @@ class Outputs:
         Args:
             keys: those of ``self`` that stay.
         """
-        lost = Counter(_slot(tensor) for tensor in self.tensors if tensor.key not in keys)
+        lost = Counter(_slot_label(tensor) for tensor in self.tensors if tensor.key not in keys)
         losses = [Check(Action.LEFT, slot, (counted(count, "tensor"),), argument) for slot, count in lost.items()]
         for is_option, subject in ((True, "options of parameter groups"), (False, "other items that are no tensors")):
             lost_items = [item for item in self.items if item.is_option == is_option and item.key not in keys]
@@ -421,7 +422,7 @@ class Outputs:
         )
 
 
-def _slot(tensor: OutputTensor) -> str:
+def _slot_label(tensor: OutputTensor) -> str:
     return tensor.record.slot or "weights and others"
 
 

@@ -78,8 +78,8 @@ def run_job(
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     # Each worker has planned the job by itself.
     digests = workers.gather(job.digest()) if workers.me.world > 1 else []
-    for rank, planned in enumerate(digests):
-        if planned != digests[0]:
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
             raise LaunchError(
                 f"{Worker(rank, len(digests))} has planned another job than worker 0: expected the same command and "
                 "version, and a source with the same files, for all workers"
@@ -94,11 +94,11 @@ def run_job(
         staging = None
         if workers.me.coordinates:
             staging = unpublished.enter_context(publish.Staging(destination, job.container.root))
-        staged: Location = workers.gather(staging and staging.place)[0]  # type: ignore[assignment]  # the coordinator's
+        staged: Location = workers.broadcast(staging and staging.place)  # type: ignore[assignment]  # it has one
         refuse_unseen(staged, f"rank {workers.me.rank}", DestinationError)
         with job.source.payloads:
             share, band_bytes = Share.of(job, workers.me), max(memory // (2 * threads), 1 << 16)
-            files_done = dict(_finished_files(job, share, staged, band_bytes, threads, progress, workers))
+            files_done = _write_share(job, share, staged, band_bytes, threads, progress, workers)
         # The sums of all files make the manifest, and show that none is missing.
         gathered = workers.gather(files_done)
         return None if staging is None else _publish(job, destination, staging, dict(ChainMap(*gathered)))
@@ -113,7 +113,7 @@ def _writing(destination: Location) -> Iterator[None]:
         raise unwritable(destination, error) from error
 
 
-def _finished_files(
+def _write_share(
     job: Job,
     share: Share,
     staged: Location,
@@ -121,8 +121,8 @@ def _finished_files(
     threads: int,
     progress: Advance,
     workers: Workers,
-) -> Iterator[tuple[str, FinishedFile]]:
-    """Write a share of the files, and yield them by name as they are finished; then check all other chunks."""
+) -> dict[str, FinishedFile]:
+    """Write a worker's share of the files, then check the chunks that no file needs; return the files by name."""
     is_stopped = Event()
 
     def advance(count: int) -> None:
@@ -135,32 +135,34 @@ def _finished_files(
     mover = Mover(payloads, staged, checks, band_bytes, advance)
     # An object of a store is written front to back, so by one thread.
     groups = files_in_step(share.files, job.rows, threads, in_any_order=not isinstance(staged, Remote))
+    files_done: dict[str, FinishedFile] = {}
     # Files that are not finished are closed when all threads have stopped.
     with ExitStack() as unfinished, ThreadPoolExecutor(threads) as pool:
         for group in groups:
             unfinished.push(group.opened)
         try:
             parts = ((group, part) for group in groups for part in group.parts)
-            for finished_files in _results(pool, workers, mover.write, parts):
-                yield from finished_files
-            # The sources of no file have not been read.
+            for finished_files in _results_of_calls(pool, workers, mover.write, parts):
+                files_done.update(finished_files)
+            # The mover has read, and so checked, only the chunks that a file needs.
             waiting = checks.waiting
             rows = np.array_split(waiting, max(min(_MAX_TASKS, len(waiting)), 1))
-            for _ in _results(pool, workers, checks.check, map(np.ndarray.tolist, rows)):
+            for _ in _results_of_calls(pool, workers, checks.check, map(np.ndarray.tolist, rows)):
                 pass
         except BaseException:
             is_stopped.set()
             raise
+    return files_done
 
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def _results(
+def _results_of_calls(
     pool: ThreadPoolExecutor, workers: Workers, function: Callable[[T], R], arguments: Iterable[T]
 ) -> Iterator[R]:
-    """Yield the results of a function, as the calls finish.
+    """Call a function with each argument, in threads; yield the results as the calls finish, in any order.
 
     Signals, and failures of other workers, are noticed in between.
     """
@@ -191,9 +193,9 @@ def _publish(
     # Workers on other machines have written to the place, too.
     staged = staging.place
     for file in job.files:
-        if file.name not in files_done or _length(staged / file.name) != file.length:
+        if file.name not in files_done or _stored_length(staged / file.name) != file.length:
             raise DestinationError(f"{staged / file.name} is not what its worker wrote; nothing was published")
-    manifest, items = _describe(job, files_done), job.arranged.items
+    manifest, items = _checked_manifest(job, files_done), job.arranged.items
     with ExitStack() as stack:
         if items:
             stack.enter_context(publish.publish_first(items_beside(destination), items.data, staged / "items.json"))
@@ -202,7 +204,8 @@ def _publish(
     return manifest
 
 
-def _length(file: Location) -> int | None:
+def _stored_length(file: Location) -> int | None:
+    """Return the length of a file in bytes; None if it cannot be opened."""
     try:
         with open_regular(file) as written:
             return written.size
@@ -210,7 +213,7 @@ def _length(file: Location) -> int | None:
         return None
 
 
-def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
+def _checked_manifest(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
     """Return the manifest of what was written, after comparing it with the source's fingerprints.
 
     Raises:

@@ -115,9 +115,13 @@ class Workers:
         """
         return [value] if self._group is None else self._agree(_VALUE, lambda: value)
 
+    def broadcast(self, value: T) -> T:
+        """Return the coordinator's value on all workers.  Collective, and raises as `gather`."""
+        return self.gather(value)[0]
+
     def refuse_unseen(self, source: Location) -> None:
         """Raise `SourceError` on all workers if the first one sees a source of a machine, and another one does not."""
-        if self.gather(isinstance(source, Remote) or is_there(source))[0]:
+        if self.broadcast(isinstance(source, Remote) or is_there(source)):
             refuse_unseen(source, f"rank {self.me.rank}", SourceError)
 
     def check_others(self) -> None:

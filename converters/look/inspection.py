@@ -499,7 +499,7 @@ def _options_besides(options: Mapping[str, Any], shared_options: Collection[str]
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the options that all groups have, with the same values."""
+    """Return the options that all groups have with the same value, compared as printed: so NaN equals itself."""
     common = dict(groups[0]["options"])
     for group in groups[1:]:
         options = group["options"]

@@ -260,15 +260,19 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
     run, views = look_at_folder(place, StepView.of)
     if not run.steps:
         raise SourceError(f"expected checkpoints in folders that end with the number of a step in {place}, found none")
-    return RunHistory(run, views, *resumes_of(place))
+    return _with_resumes(run, views)
 
 
 def history_of(path: Location) -> RunHistory | None:
     """Look at a run as `look_at_run` does; None if the path is not the folder of one."""
     if (viewed := viewed_run_of(path, StepView.of)) is None:
         return None
-    run, views = viewed
-    return RunHistory(run, views, *resumes_of(path))
+    return _with_resumes(*viewed)
+
+
+def _with_resumes(run: Run, views: Mapping[str, StepView]) -> RunHistory:
+    times, resumes, unread = resumes_of(run.path)
+    return RunHistory(run, views, resume_times=times, resumes=resumes, unread_resumes=unread)
 
 
 def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:

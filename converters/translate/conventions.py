@@ -30,19 +30,21 @@ def check_mu(mu: float, where: str) -> None:
         raise SourceError(f"{where}: expected a momentum coefficient in [0, 1), found {mu!r}")
 
 
-def agreed_convention(about: str, argument: str, sources: Mapping[str, Convention | None]) -> Convention | None:
-    """Return the convention that the sources name, if one does; ``argument`` is the user's for it.
+def agreed_convention(about: str, statements: Mapping[str, Convention | None], remedy: str) -> Convention | None:
+    """Return the convention of a momentum that all statements agree on; None if no statement names one.
+
+    Args:
+        about: the parameter, as the error names it.
+        statements: conventions by who states them.
+        remedy: what the user can do about a contradiction.
 
     Raises:
-        SourceError: two sources name different conventions.
+        SourceError: two statements name different conventions.
     """
-    stated = {source: convention for source, convention in sources.items() if convention is not None}
+    stated = {source: convention for source, convention in statements.items() if convention is not None}
     if len(set(stated.values())) > 1:
-        statements = ", ".join(f"{source} says {convention}" for source, convention in stated.items())
-        raise SourceError(
-            f"{about}: {statements}; leave {argument} out if the checkpoint is right, or give "
-            '`from_dialect="dcp"` if another program wrote it'
-        )
+        contradiction = ", ".join(f"{source} says {convention}" for source, convention in stated.items())
+        raise SourceError(f"{about}: {contradiction}; {remedy}")
     return next(iter(stated.values()), None)
 
 

@@ -128,7 +128,9 @@ class TranslatedModel:
             "its group": None if declared is None else Convention(declared),
             "`convention=`": requested,
         }
-        convention = agreed_convention(f"parameter {parameter.name!r}", "`convention=`", statements)
+        remedy = "leave `convention=` out if the checkpoint is right, or give "
+        remedy += '`from_dialect="dcp"` if another program wrote it'
+        convention = agreed_convention(f"parameter {parameter.name!r}", statements, remedy)
         if any(part.convention is not None for part in parts):
             return convention, "the manifest records it"
         if doubt and requested is None:

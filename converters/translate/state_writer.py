@@ -75,7 +75,8 @@ class StateWriter:
         about, requested = f"parameter {parameter.name!r}", self.model.choices.target_convention
         convention, _ = self.model.convention(parameter)
         statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
-        target_convention = agreed_convention(about, "`target_convention=`", statements) or convention
+        remedy = f"leave `target_convention=` out, because {self.target.name} reads no other convention than its own"
+        target_convention = agreed_convention(about, statements, remedy) or convention
         scale = momentum_factor(convention, target_convention, self.model.mu(parameter), about)
         # A momentum that is written unchanged, and that runs of the target's program take for another.
         runs_keep = self.target.runs_keep

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
@@ -220,23 +220,7 @@ def model_view(
         groups: with the names of parameters as the manifest has them; they tell methods and conventions.
         names: those that the manifest's tensors and groups have in place of numbers.
     """
-    # The keys of weights and other tensors tell their roles; those of state only its parameter.
-    weights: dict[str, StateRecord] = {}
-    state: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
-    roles: defaultdict[Role, list[StateRecord]] = defaultdict(list)
-    owners: dict[str, str] = {}
-    for tensor in manifest.tensors:
-        if tensor.slot is not None and tensor.name is not None:
-            state[tensor.name][tensor.slot] = tensor
-            owners[tensor.key] = tensor.name
-        elif dialect and dialect.keys.read_option(tensor.path):
-            roles[Role.OPTIONS].append(tensor)
-        elif dialect and (reading := dialect.keys.read_weight(tensor.path)):
-            weights[reading.name] = tensor
-            owners[tensor.key] = reading.name
-            roles[Role.WEIGHTS].append(tensor)
-        else:
-            roles[Role.OTHER].append(tensor)
+    sorted_tensors = _sorted_tensors(manifest, dialect)
     items: defaultdict[str, dict[str, Blob]] = defaultdict(dict)
     for blob, reading in dialect.state_in(manifest.blobs) if dialect else ():
         items[names.get(reading.name, reading.name)][reading.leaf] = blob
@@ -244,26 +228,83 @@ def model_view(
     program = dialect or DIALECTS["muonckpt"]
     usual_roles = _roles_of(reversed(program.methods))
     groups_by_name = _groups_by_name(groups)
+    weights, state, roles = sorted_tensors.weights, sorted_tensors.state, sorted_tensors.roles
     parameters = {}
     for name in {**weights, **state}:
-        slots, group = state.get(name, {}), groups_by_name.get(name)
-        options = group.options if group else {}
-        # Slots and a group's options tell the method; some have lost state of another, or step no such shape.
-        foreign, method_name = program.foreign_method(options), options.get(program.method_option or "")
-        methods = program.methods_with(frozenset(slots), method_name if isinstance(method_name, str) else None)
-        method = foreign[0] if foreign else next(iter(methods), None)
-        shape = weights[name].shape if name in weights else max((t.shape for t in slots.values()), key=math.prod)
-        if method and (
-            not slots
-            or method.absent_options & options.keys()
-            or (method in program.methods and not method.steps_shape(shape))
-        ):
-            method = None
+        parameter = StoredParameter(
+            name,
+            weight=weights.get(name),
+            state=state.get(name, {}),
+            method=None,
+            group=groups_by_name.get(name),
+            items=items.get(name, {}),
+        )
+        method = _method_of(parameter, program)
+        parameters[name] = replace(parameter, method=method)
         slot_roles = usual_roles | _roles_of([method] if method else [])
-        for slot, tensor in slots.items():
+        for slot, tensor in parameter.state.items():
             roles[slot_roles.get(slot, Role.STATE)].append(tensor)
-        parameters[name] = StoredParameter(name, weights.get(name), slots, method, group, items.get(name, {}))
-    return ModelView(dialect, {r: tuple(roles[r]) for r in Role if r in roles}, parameters, groups, owners, names)
+    return ModelView(
+        dialect=dialect,
+        tensors={role: tuple(roles[role]) for role in Role if role in roles},
+        parameters=parameters,
+        groups=groups,
+        owners=sorted_tensors.owners,
+        names=names,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SortedTensors:
+    """The tensors of a checkpoint as their keys sort them.
+
+    Attributes:
+        weights, state: by the name of the parameter, and state then by slot.
+        roles: the tensors by role, without those of ``state``, whose roles the methods tell.
+        owners: as in `ModelView`.
+    """
+
+    weights: dict[str, StateRecord] = field(default_factory=dict)
+    state: defaultdict[str, dict[str, StateRecord]] = field(default_factory=lambda: defaultdict(dict))
+    roles: defaultdict[Role, list[StateRecord]] = field(default_factory=lambda: defaultdict(list))
+    owners: dict[str, str] = field(default_factory=dict)
+
+
+def _sorted_tensors(manifest: Manifest, dialect: Dialect | None) -> _SortedTensors:
+    """Sort tensors by what their keys tell: the role of weights and others, but only the parameter of state."""
+    sorted_tensors = _SortedTensors()
+    for tensor in manifest.tensors:
+        if tensor.slot is not None and tensor.name is not None:
+            sorted_tensors.state[tensor.name][tensor.slot] = tensor
+            sorted_tensors.owners[tensor.key] = tensor.name
+        elif dialect and dialect.keys.read_option(tensor.path):
+            sorted_tensors.roles[Role.OPTIONS].append(tensor)
+        elif dialect and (reading := dialect.keys.read_weight(tensor.path)):
+            sorted_tensors.weights[reading.name] = tensor
+            sorted_tensors.owners[tensor.key] = reading.name
+            sorted_tensors.roles[Role.WEIGHTS].append(tensor)
+        else:
+            sorted_tensors.roles[Role.OTHER].append(tensor)
+    return sorted_tensors
+
+
+def _method_of(parameter: StoredParameter, program: Dialect) -> StoredMethod | None:
+    """Return the method that keeps the parameter's state; None without state, and where none of the program's does."""
+    if not parameter.state:
+        return None
+    options = parameter.options
+    if foreign := program.foreign_method(options):
+        method, _ = foreign
+    else:
+        name = options.get(program.method_option or "")
+        methods = program.methods_with(frozenset(parameter.state), name if isinstance(name, str) else None)
+        if not methods:
+            return None
+        method = methods[0]
+    # The slots may be what is left of another method's, or of a method that does not step this shape.
+    is_of_another = not method.absent_options.isdisjoint(options)
+    steps_shape = method not in program.methods or method.steps_shape(parameter.shape)
+    return None if is_of_another or not steps_shape else method
 
 
 def view_by_keys(manifest: Manifest) -> ModelView:

@@ -115,10 +115,10 @@ def test_a_coefficient_that_cannot_be_converted_with_is_refused(mu):
 
 
 def test_contradictions_are_refused():
-    assert agreed_convention("w", "`convention=`", {"the manifest": EMA, "`convention=`": None}) is EMA
-    assert agreed_convention("w", "`convention=`", {"the manifest": None}) is None
-    with pytest.raises(SourceError, match="the manifest says ema, `convention=` says sum"):
-        agreed_convention("w", "`convention=`", {"the manifest": EMA, "`convention=`": SUM})
+    assert agreed_convention("w", {"the manifest": EMA, "`convention=`": None}, "choose") is EMA
+    assert agreed_convention("w", {"the manifest": None}, "choose") is None
+    with pytest.raises(SourceError, match="w: the manifest says ema, `convention=` says sum; choose"):
+        agreed_convention("w", {"the manifest": EMA, "`convention=`": SUM}, "choose")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float8_e4m3fn", "complex64"])
