@@ -173,13 +173,14 @@ def _sorted_records(inspection: Inspection, globs: Sequence[str], sort: str | No
 def _print_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str) -> None:
     """Print who holds which indices of a tensor, with a bar of each along every dim that is cut."""
     record, index = inspection.selected(tensor)
+    shards = inspection.shards(record.key, *index)  # raises before anything is printed
     parts = opened.tensors[record.key].parts(index) if index else ()
     print_line(f"{record.key}: {shape_text(record.shape)}, {record.dtype}, {cut_text(record)}")
     if index:
         _print_parts(tensor, parts)
         return
     # A column for each dim, and a bar for each that is cut.
-    shards = tuple(shard for shard in inspection.shards(record.key) if shard.box.numel)
+    shards = tuple(shard for shard in shards if shard.box.numel)
     names = [f"dim {dim}" for dim in range(len(record.shape))]
     if len(names) >= 2:
         names[-2:] = "rows", "columns"

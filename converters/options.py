@@ -111,19 +111,19 @@ class Translation:
             rules += load_rules(table) if isinstance(table, str) else table
         return Request(
             program(self.from_dialect, "`from_dialect=`"),
-            target,
-            rules,
-            _choice("momentum convention", list(Convention), self.convention),
-            _choice("momentum convention", list(Convention), self.target_convention),
-            self.mu,
-            self.step,
-            self.fill_missing,
-            _choice("source of weights", list(WeightsFrom), self.weights),
-            _choice("dtype of state", STATE_DTYPES, self.state_dtype),
-            frozenset(self.drop),
-            None if self.like is None else GroupTemplate.read(self.like),
-            self.tensors_only,
-            self.model_only,
+            target=target,
+            rules=rules,
+            convention=_choice("momentum convention", list(Convention), self.convention),
+            target_convention=_choice("momentum convention", list(Convention), self.target_convention),
+            mu=self.mu,
+            step=self.step,
+            fill_missing=self.fill_missing,
+            weights=_choice("source of weights", list(WeightsFrom), self.weights),
+            state_dtype=_choice("dtype of state", STATE_DTYPES, self.state_dtype),
+            drop=frozenset(self.drop),
+            like=None if self.like is None else GroupTemplate.read(self.like),
+            tensors_only=self.tensors_only,
+            model_only=self.model_only,
         )
 
 

@@ -93,7 +93,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     files = []
     for file in job.files:
         name = destination.name if file.name == job.container.root else file.name
-        files.append(FileReport(name, len(file.items) + len(file.chunks), file.payload, file.length))
+        files.append(FileReport(name, len(file.items) + len(file.chunks), elements=file.payload, bytes=file.length))
     return Report(
         source=str(job.source.path),
         destination=str(destination),

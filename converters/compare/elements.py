@@ -134,16 +134,16 @@ class Statistics:
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(
             self.elements + other.elements,
-            self.changed + other.changed,
-            self.far + other.far,
-            max(self.max_abs, other.max_abs),
-            max(self.max_rel, other.max_rel),
-            math.hypot(self.norm_a, other.norm_a),
-            math.hypot(self.norm_b, other.norm_b),
-            math.hypot(self.norm_change, other.norm_change),
-            self.dot + other.dot,
-            self.nonfinite_a + other.nonfinite_a,
-            self.nonfinite_b + other.nonfinite_b,
+            changed=self.changed + other.changed,
+            far=self.far + other.far,
+            max_abs=max(self.max_abs, other.max_abs),
+            max_rel=max(self.max_rel, other.max_rel),
+            norm_a=math.hypot(self.norm_a, other.norm_a),
+            norm_b=math.hypot(self.norm_b, other.norm_b),
+            norm_change=math.hypot(self.norm_change, other.norm_change),
+            dot=self.dot + other.dot,
+            nonfinite_a=self.nonfinite_a + other.nonfinite_a,
+            nonfinite_b=self.nonfinite_b + other.nonfinite_b,
         )
 
 
@@ -293,4 +293,5 @@ def compare_elements(
     if statistics.changed == 0 and record_a.dtype == record_b.dtype:
         status = SAME if a.tensor.boxes == b.tensor.boxes else MOVED
     shapes, dtypes = (record_a.shape, record_b.shape), (record_a.dtype, record_b.dtype)
-    return TensorDifference(record_a.key, status, BITS if are_codes else ELEMENTS, shapes, dtypes, statistics)
+    by = BITS if are_codes else ELEMENTS
+    return TensorDifference(record_a.key, status, by, shapes=shapes, dtypes=dtypes, statistics=statistics)

@@ -37,11 +37,11 @@ class ElementFigures:
     def __add__(self, other: ElementFigures) -> ElementFigures:
         return ElementFigures(
             self.finite + other.finite,
-            math.hypot(self.norm, other.norm),
-            max(self.largest, other.largest),
-            self.zeros + other.zeros,
-            self.nan + other.nan,
-            self.infinite + other.infinite,
+            norm=math.hypot(self.norm, other.norm),
+            largest=max(self.largest, other.largest),
+            zeros=self.zeros + other.zeros,
+            nan=self.nan + other.nan,
+            infinite=self.infinite + other.infinite,
         )
 
     @property
@@ -126,7 +126,9 @@ def figures_of(
         if sketch and len(record.shape) >= 2 and figures.finite == figures.elements:
             read_rows = partial(iter, rows_in_memory) if is_kept else partial(_rows, stored, matrix, max_elements)
             spectra += spectra_of(columns, read_rows, [figures])
-    return TensorFigures(record.key, name, role, record.shape, record.dtype, total, tuple(spectra))
+    return TensorFigures(
+        record.key, name=name, role=role, shape=record.shape, dtype=record.dtype, figures=total, spectra=tuple(spectra)
+    )
 
 
 def figures_of_alike(
@@ -155,7 +157,9 @@ def figures_of_alike(
         numbers = range(number * count, (number + 1) * count)
         total = sum((figures[matrix] for matrix in numbers), ElementFigures())
         spectra_of_tensor = tuple(spectra[matrix] for matrix in numbers if matrix in spectra)
-        yield TensorFigures(record.key, name, role, shape, dtype, total, spectra_of_tensor)
+        yield TensorFigures(
+            record.key, name=name, role=role, shape=shape, dtype=dtype, figures=total, spectra=spectra_of_tensor
+        )
 
 
 def _matrices(shape: tuple[int, ...]) -> Iterator[Box]:

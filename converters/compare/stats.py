@@ -243,10 +243,18 @@ def stats_of(
         factor = None
         if parameter and parameter.is_matrix and lr and per_step is not None:
             factor = per_step / lr * math.sqrt(max(parameter.sides))
-        updates.append(WeightUpdate(key, rms, per_step, lr, factor))
+        updates.append(WeightUpdate(key, rms=rms, per_step=per_step, lr=lr, factor=factor))
     since = str(earlier.path) if earlier else None
     health, quantised = tuple(_health(tensors, updates)), scales_of_quantised(look.manifest.tensors)
-    return CheckpointStats(str(opened.path), since, (before, after), tensors, tuple(updates), health, quantised)
+    return CheckpointStats(
+        str(opened.path),
+        since=since,
+        steps=(before, after),
+        tensors=tensors,
+        updates=tuple(updates),
+        health=health,
+        quantised=quantised,
+    )
 
 
 def _changes(

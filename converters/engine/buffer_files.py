@@ -45,7 +45,8 @@ class BufferFiles(RankFiles):
             name, placed = RANK_FILE(rank), sorted(local, key=lambda part: offsets[rank, part[0].key, part[1].box])
             outputs, plans = [output for output, _ in placed], [plan for _, plan in placed]
             starts = np.array([offsets[rank, output.key, plan.box] for output, plan in placed], np.int64)
-            files.append(OutputFile(name, (), OutputChunks(name, outputs, plans, starts), ends.get(name, 0)))
+            chunks = OutputChunks(name, outputs, plans=plans, offsets=starts)
+            files.append(OutputFile(name, (), chunks=chunks, length=ends.get(name, 0)))
         return files, [buffer.to_json() for buffer in stored]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -61,5 +62,12 @@ def _end_to_end(boxes: Sequence[LocalBoxes]) -> Iterator[GroupBuffer]:
         for (slot, dtype), group in members.items():
             parameters = [Parameter(key, box.shape, dtype) for key, box in group]
             ranges, buckets = end_to_end([parameters])
-            layout = BufferLayout("end-to-end", 1, 1, tuple(ranges.values()), buckets, bucket_shards(buckets, 1))
-            yield GroupBuffer(slot, rank, (rank,), tuple(box.lo for _, box in group), layout)
+            layout = BufferLayout(
+                "end-to-end",
+                version=1,
+                ranks=1,
+                parameters=tuple(ranges.values()),
+                buckets=buckets,
+                shards=bucket_shards(buckets, 1),
+            )
+            yield GroupBuffer(slot, part=rank, group=(rank,), origins=tuple(box.lo for _, box in group), layout=layout)

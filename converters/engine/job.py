@@ -165,7 +165,12 @@ def make_job(
     # The container sees only the used part of the source.
     manifest = outputs.used(source.manifest)
     request = WriteRequest(
-        source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)
+        source.path.resolve().name,
+        provenance=manifest.provenance,
+        payloads=source.payloads,
+        outputs=outputs,
+        target=target,
+        select=tuple(select),
     )
     arranged, rows = container.arrange(request), SourceRows(manifest)
     state = file_states(source.payloads, rows.columns, manifest.blobs)

@@ -133,7 +133,7 @@ class Mover:
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with create_file(self._staged / file.name, file.length) as output:
-            draft = Draft(file, output, [], np.empty(len(file.chunks), SUMS))
+            draft = Draft(file, output, items=[], sums=np.empty(len(file.chunks), SUMS))
             yield draft
             if file.header and output.rewinds:
                 output.write(file.header(draft.sums), 0)

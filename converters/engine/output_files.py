@@ -119,7 +119,7 @@ def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -
 @lru_cache(maxsize=1024)
 def _plans(source: TensorLayout, boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
     boxed = zip(boxes, _copies(source, boxes), strict=True)
-    return tuple(ChunkPlan(box, dtype, frame_of(dtype, box.shape), copies) for box, copies in boxed)
+    return tuple(ChunkPlan(box, dtype, frame=frame_of(dtype, box.shape), copies=copies) for box, copies in boxed)
 
 
 @lru_cache(maxsize=1024)
@@ -233,7 +233,7 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[list[tuple[Outp
 def items_file(name: str, items: Sequence[OutputItem]) -> OutputFile:
     """Return a file of items only."""
     placed_items, length = place_items(name, items)
-    return OutputFile(name, placed_items, OutputChunks.end_to_end(name, (), ()), length)
+    return OutputFile(name, placed_items, chunks=OutputChunks.end_to_end(name, (), ()), length=length)
 
 
 def written_tensors(

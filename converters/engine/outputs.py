@@ -247,8 +247,8 @@ def constant(payloads: Payloads, name: str, element: bytes = b"") -> StateRecord
     """Return a tensor of one element of this dtype that is in no file, zero if none is given; ``payloads`` keep it."""
     raw, box = element or bytes(itemsize(name)), Box.of((1,))
     extent = payloads.keep(raw)
-    chunks = Chunks.of([Chunk(box, extent, extent, xxh3_128([raw]))], 1)
-    return StateRecord(extent.file, (extent.file,), box.shape, name, chunks)
+    chunks = Chunks.of([Chunk(box, extent, payload=extent, digest=xxh3_128([raw]))], 1)
+    return StateRecord(extent.file, path=(extent.file,), shape=box.shape, dtype=name, chunks=chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class DcpFiles(RankFiles):
             rank_items, start = place_items(name, () if rank else items)
             outputs, plans = [output for output, _ in local], [plan for _, plan in local]
             chunks = OutputChunks.end_to_end(name, outputs, plans, start, MEMBER_ALIGNMENT)
-            files.append(OutputFile(name, rank_items, chunks, max(aligned(chunks.end), start)))
+            files.append(OutputFile(name, rank_items, chunks=chunks, length=max(aligned(chunks.end), start)))
         return files, [buffer.to_json() for buffer in buffers]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:

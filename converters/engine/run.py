@@ -131,8 +131,8 @@ def _write_share(
         progress(count)
 
     payloads = job.source.payloads
-    checks = SourceChecks(payloads, job.rows, share.checked, share.shared, advance)
-    mover = Mover(payloads, staged, checks, band_bytes, advance)
+    checks = SourceChecks(payloads, rows=job.rows, selected=share.checked, shared=share.shared, progress=advance)
+    mover = Mover(payloads, staged=staged, checks=checks, band_bytes=band_bytes, progress=advance)
     # An object of a store is written front to back, so by one thread.
     groups = files_in_step(share.files, job.rows, threads, in_any_order=not isinstance(staged, Remote))
     files_done: dict[str, FinishedFile] = {}

@@ -193,9 +193,11 @@ def _archive(name: str, content: object, outputs: Sequence[OutputTensor]) -> Out
     head, end, plans, storages = front, 0, list[ChunkPlan](), list[ZipEntry]()
     for number, output in enumerate(outputs):
         shape = output.record.shape
-        entry = ZipEntry(f"data/{number}", end + len(head), math.prod(shape) * itemsize(output.record.dtype), 0)
+        entry = ZipEntry(
+            f"data/{number}", end + len(head), size=math.prod(shape) * itemsize(output.record.dtype), crc32=0
+        )
         head += local_header(entry)
-        frame = Frame(entry.size, head, partial(_descriptor, entry), len(descriptor(entry)))
+        frame = Frame(entry.size, head, tail=partial(_descriptor, entry), tail_length=len(descriptor(entry)))
         [plan] = chunk_plans(output, [Box.of(shape)], bare)
         plans.append(replace(plan, frame=frame))
         storages.append(entry)
@@ -210,7 +212,7 @@ def _archive(name: str, content: object, outputs: Sequence[OutputTensor]) -> Out
 
     chunks = OutputChunks.end_to_end(name, outputs, plans)
     length = end + len(store_end(end, [*entries, *storages]))
-    return OutputFile(name, (), chunks, length, footer=footer)
+    return OutputFile(name, (), chunks=chunks, length=length, footer=footer)
 
 
 def _descriptor(entry: ZipEntry, crc32: int) -> bytes:

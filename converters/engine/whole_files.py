@@ -43,7 +43,7 @@ class WholeFiles(Container):
             step = {"items": len(items.decoded), "undecoded": list(items.undecoded)}
             step["items_digest"] = xxh3_128([items.data])
         recorded = extended_provenance(request, "exported", step, None, buffers)
-        return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
+        return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, provenance=recorded, items=items)
 
     @abstractmethod
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
@@ -103,7 +103,7 @@ def _safetensors_file(name: str, tensors: Sequence[OutputTensor], recorded: Mapp
             "files"
         )
     chunks = OutputChunks.end_to_end(name, outputs, plans, start)
-    return OutputFile(name, (), chunks, chunks.end if outputs else start, header)
+    return OutputFile(name, items=(), chunks=chunks, length=chunks.end if outputs else start, header=header)
 
 
 class ZarrFiles(WholeFiles):
@@ -140,4 +140,4 @@ def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]
             frame = zarr_writer.chunk_frame(plan.frame.payload_length, array.chunk_bytes, suffix)
             framed.append(replace(plan, frame=frame))
         chunks = OutputChunks.end_to_end(name, [output] * len(framed), framed)
-        yield OutputFile(name, (), chunks, chunks.end)
+        yield OutputFile(name, (), chunks=chunks, length=chunks.end)

@@ -129,7 +129,9 @@ def steps_of(view: ModelView, values: Values) -> StepCounts:
         for group in view.groups:
             group_steps = (value for option, value in group.options.items() if option in options)
             steps += (value for value in group_steps if isinstance(value, int | float))
-    return StepCounts(min(steps, default=None), max(steps, default=None), len(steps), len(counters) or len(steps))
+    return StepCounts(
+        min(steps, default=None), max(steps, default=None), read=len(steps), counters=len(counters) or len(steps)
+    )
 
 
 def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:
@@ -190,7 +192,9 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
         program = detect(manifest)
     except SourceError as error:
         view, note = model_view(manifest, None), "the program is unknown, and so are its parameter groups"
-        return FirstLook(str(error), manifest, view, steps_of(view, values), 0, (note,))
+        return FirstLook(
+            str(error), manifest=manifest, view=view, steps=steps_of(view, values), unread_groups=0, notes=(note,)
+        )
     # The options of the groups; of groups of one parameter those of some, evenly spread.
     groups, names, unread_groups, notes = tuple[ParameterGroup, ...](), dict[str, str](), 0, tuple[str, ...]()
     try:
@@ -214,7 +218,9 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
             tensors.append(replace(tensor, name=name) if name else tensor)
         manifest = replace(manifest, tensors=tuple(tensors))
     view = model_view(manifest, program.dialect, groups, names)
-    return FirstLook(program, manifest, view, steps_of(view, values), unread_groups, notes)
+    return FirstLook(
+        program, manifest=manifest, view=view, steps=steps_of(view, values), unread_groups=unread_groups, notes=notes
+    )
 
 
 def unknown_state(look: FirstLook, not_read: Sequence[str]) -> Iterator[str]:

@@ -270,7 +270,9 @@ class _Shares:
         for (pattern, shape, cuts, layout_id), count in patterns.items():
             by_rank = self._elements[layout_id]
             least, most, empty_ranks = int(by_rank.min()), int(by_rank.max()), int((by_rank == 0).sum())
-            yield Unevenness(pattern, count, shape, cuts, least, most, empty_ranks)
+            yield Unevenness(
+                pattern, tensors=count, shape=shape, cuts=cuts, least=least, most=most, empty_ranks=empty_ranks
+            )
 
     def reads(self, tensors: Sequence[StateRecord]) -> dict[str, int]:
         """Count what ranks read of the chunks that there are, and of such as they would write themselves."""

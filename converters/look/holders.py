@@ -50,7 +50,9 @@ def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:
     shards = []
     for chunk in sorted(tensor.chunks, key=lambda chunk: (chunk.box.lo, chunk.box.hi)):
         file, offset = chunk.item.file, (chunk.payload or chunk.item).offset
-        shards.append(StoredShard(chunk.box, file, rank_in_name(file), offset, chunk.box.numel * size))
+        shards.append(
+            StoredShard(chunk.box, file=file, rank=rank_in_name(file), offset=offset, bytes=chunk.box.numel * size)
+        )
     return tuple(shards)
 
 
@@ -215,7 +217,8 @@ def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
         if parts:
             deeper.append((parts, tensor))
         else:
-            yield Branch(name, 1, 1, tensor_bytes(tensor), tensor.shape, tensor.dtype, ())
+            num_bytes = tensor_bytes(tensor)
+            yield Branch(name, 1, tensors=1, bytes=num_bytes, shape=tensor.shape, dtype=tensor.dtype, branches=())
     inner = _fold(deeper)
     is_chain = len(inner) == 1 and inner[0].count == 1
     if is_chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
@@ -223,4 +226,4 @@ def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
     elif inner:
         tensors = sum(branch.tensors * branch.count for branch in inner)
         num_bytes = sum(branch.bytes * branch.count for branch in inner)
-        yield Branch(name, 1, tensors, num_bytes, None, None, inner)
+        yield Branch(name, count=1, tensors=tensors, bytes=num_bytes, shape=None, dtype=None, branches=inner)

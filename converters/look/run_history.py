@@ -358,7 +358,7 @@ def diff_runs(a: str | os.PathLike[str] | Remote, b: str | os.PathLike[str] | Re
             view_a, view_b = history_a.views[names_a[step]], history_b.views[name]
             changes.append(change_between(names_a[step], view_a, name, view_b))
     only_a, only_b = sorted(names_a.keys() - names_b.keys()), sorted(names_b.keys() - names_a.keys())
-    return RunDifference(history_a, history_b, tuple(changes), tuple(only_a), tuple(only_b))
+    return RunDifference(history_a, history_b, steps=tuple(changes), only_a=tuple(only_a), only_b=tuple(only_b))
 
 
 def _readable_steps(history: RunHistory) -> dict[int, str]:

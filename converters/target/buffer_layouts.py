@@ -27,7 +27,16 @@ def place_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
     buffers, ranks = [], model.sizes.dense
     for parameters in split(model.parameters):  # by dtype
         ranges, buckets = end_to_end([parameters], divisor=ranks)
-        buffers.append(BufferLayout("flat", 1, ranks, tuple(ranges.values()), buckets, bucket_shards(buckets, ranks)))
+        buffers.append(
+            BufferLayout(
+                "flat",
+                version=1,
+                ranks=ranks,
+                parameters=tuple(ranges.values()),
+                buckets=buckets,
+                shards=bucket_shards(buckets, ranks),
+            )
+        )
     return tuple(buffers)
 
 
@@ -62,7 +71,11 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
             computed = place_in(target.layout, PlacementRequest(parameters, matrices, GroupSizes(num_ranks)))
             for layout in _source_or_computed(source_layouts[slot, ranks], computed):
                 names = [entry.name for entry in layout.parameters]
-                buffers.append(GroupBuffer(slot, part, ranks, tuple(local[name].lo for name in names), layout))
+                buffers.append(
+                    GroupBuffer(
+                        slot, part=part, group=ranks, origins=tuple(local[name].lo for name in names), layout=layout
+                    )
+                )
                 placement = {"algorithm": layout.algorithm, "version": layout.version}
                 placement |= {"mesh": list(target.mesh.values()), "axes": list(target.mesh)}
                 for name in names:
@@ -121,4 +134,4 @@ def _buffers_of_run(run: Sequence[GroupBuffer], tensors: Sequence[StateRecord]) 
                     members.append(replace(entry, parameter=parameter))
             if members:
                 layout = replace(buffer.layout, parameters=tuple(members))
-                yield GroupBuffer(slot, 0, buffer.group, layout.origins, layout)
+                yield GroupBuffer(slot, part=0, group=buffer.group, origins=layout.origins, layout=layout)

@@ -267,7 +267,9 @@ def _options(
     if evidence:
         common[FLATTEN] = True
     stored = replace(stored, common=common)
-    written = OptionWriter(model.dialect, target, own, method, said_options, stored, shape).write(template_options)
+    written = OptionWriter(
+        model.dialect, target=target, source_method=own, method=method, options=said_options, stored=stored, shape=shape
+    ).write(template_options)
     if not evidence:
         return written
     reason = f"{model.dialect.name} does not say it, but {evidence}"

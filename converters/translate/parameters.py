@@ -211,18 +211,18 @@ def rename(
         stored = renamed
     return TranslatedModel(
         choices,
-        manifest,
-        values,
-        detected,
-        target,
-        view,
-        stored,
-        (),
-        left_slots,
-        tuple(entry for entry in copied if isinstance(entry, StateRecord)),
-        tuple(entry for entry in copied if isinstance(entry, Blob)),
-        left_out,
-        tuple(entry_keys(private)),
+        manifest=manifest,
+        values=values,
+        detected=detected,
+        target=target,
+        view=view,
+        parameters=stored,
+        groups=(),
+        left_slots=left_slots,
+        tensors=tuple(entry for entry in copied if isinstance(entry, StateRecord)),
+        items=tuple(entry for entry in copied if isinstance(entry, Blob)),
+        left_out=left_out,
+        private=tuple(entry_keys(private)),
     )
 
 
@@ -303,11 +303,11 @@ def _stored_parameters(
         hidden_pieces = _hidden_pieces(stored, dialect, values) if is_rewritten else ""
         parameters[name] = TranslatedParameter(
             name,
-            name,
-            (name,),
-            {slot: (entry,) for slot, entry in entries.items()},
-            tensors,
-            _matrices(stored, dialect, hidden_pieces) if has_rules else UNKNOWN,
+            listed=name,
+            aliases=(name,),
+            entries={slot: (entry,) for slot, entry in entries.items()},
+            tensors=tensors,
+            matrices=_matrices(stored, dialect, hidden_pieces) if has_rules else UNKNOWN,
             hidden_pieces=hidden_pieces,
             is_flattened=is_flattened,
         )

@@ -174,7 +174,7 @@ def _group(
     names: tuple[str, ...], entries: Mapping[str, Entry], values: Values, positions: tuple[int, ...], chain: str
 ) -> ParameterGroup:
     options = {option: entry for option, entry in entries.items() if option != PARAMS}
-    return ParameterGroup(names, Items(options, values), positions, entries, chain)
+    return ParameterGroup(names, options=Items(options, values), positions=positions, entries=entries, chain=chain)
 
 
 def name_numbers(groups: Iterable[ParameterGroup], values: Values) -> tuple[tuple[ParameterGroup, ...], dict[str, str]]:

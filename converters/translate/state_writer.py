@@ -121,7 +121,9 @@ class StateWriter:
             return written_at(path, counter)
         if parameter.step is None:
             raise unknown_steps(parameter, self.target)
-        record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=parameter.name, slot=slot)
+        record = StateRecord(
+            key_of(path), path=path, shape=(), dtype="float32", chunks=no_chunks(0), name=parameter.name, slot=slot
+        )
         return self._filled(record, struct.pack("<f", parameter.step))
 
     def _filled(self, record: StateRecord, element: bytes = b"") -> OutputTensor:
@@ -148,7 +150,10 @@ class StateWriter:
         choices = self.model.choices
         for common, slot in slots.items():
             path, shape, dtype = self.path(parameter, slot), weight.record.shape, weight.record.dtype
-            record = StateRecord(key_of(path), path, shape, "float32", no_chunks(len(shape)), parameter.name, slot)
+            chunks = no_chunks(len(shape))
+            record = StateRecord(
+                key_of(path), path, shape=shape, dtype="float32", chunks=chunks, name=parameter.name, slot=slot
+            )
             if common == "master":
                 yield replace(weight, record=record, source_dtype=None if dtype == "float32" else dtype)
                 continue

@@ -110,7 +110,9 @@ def _rearranged(tensor: OutputTensor, layout: TensorLayout) -> OutputTensor:
     """Return a tensor of these elements of another one; of that one's record only the dtype stays."""
     key, path, dtype = tensor.key, tensor.record.path, tensor.record.dtype
     return OutputTensor(
-        StateRecord(key, path, layout.shape, dtype, no_chunks(len(layout.shape))), layout, tensor.sources
+        StateRecord(key, path=path, shape=layout.shape, dtype=dtype, chunks=no_chunks(len(layout.shape))),
+        layout,
+        tensor.sources,
     )
 
 

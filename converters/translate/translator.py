@@ -128,7 +128,8 @@ def translate(manifest: Manifest, values: Values, choices: Request) -> Outputs:
     if (members := common_members(model, groups.groups)) or GROUP_MEMBERS in manifest.provenance:
         provenance[GROUP_MEMBERS] = members
     left_out = (*model.left_out, *model.private)
-    return Outputs(tensors, items, left_out, findings, (), tuple(state.constants.values()), provenance)
+    constants = tuple(state.constants.values())
+    return Outputs(tensors, items, left_out=left_out, findings=findings, constants=constants, provenance=provenance)
 
 
 def _outputs(

@@ -54,8 +54,8 @@ def renamed(option: str, name: str) -> Coding:
     return Coding(
         (option,),
         (name,),
-        lambda options, shape: dict(zip((name,), options.values(), strict=False)),
-        lambda common, shape: dict(zip((option,), common.values(), strict=False)),
+        read=lambda options, shape: dict(zip((name,), options.values(), strict=False)),
+        write=lambda common, shape: dict(zip((option,), common.values(), strict=False)),
     )
 
 
@@ -65,8 +65,8 @@ def betas(option: str) -> Coding:
     return Coding(
         (option,),
         names,
-        lambda options, shape: dict(zip(names, options.get(option) or (), strict=False)),
-        lambda common, shape: {option: (common["beta1"], common["beta2"])} if len(common) == 2 else {},
+        read=lambda options, shape: dict(zip(names, options.get(option) or (), strict=False)),
+        write=lambda common, shape: {option: (common["beta1"], common["beta2"])} if len(common) == 2 else {},
     )
 
 
@@ -85,7 +85,7 @@ def scale(option: str, values: Mapping[str, Sequence[object]]) -> Coding:
         spellings = values.get(common["adjust_lr_fn"], ())
         return {option: spellings[0]} if spellings else None
 
-    return Coding((option,), ("adjust_lr_fn",), read, write)
+    return Coding((option,), ("adjust_lr_fn",), read=read, write=write)
 
 
 def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
@@ -140,7 +140,7 @@ def coefficients(of_steps: bool) -> Coding:
         steps = {"ns_steps": common["ns_steps"]} if "ns_steps" in common else {}
         return {"ns_coefficients": rows[0] if len(set(rows)) == 1 else rows, **steps}
 
-    return Coding(("ns_coefficients", "ns_steps"), ("ns_coefficients", "ns_steps"), read, write)
+    return Coding(("ns_coefficients", "ns_steps"), ("ns_coefficients", "ns_steps"), read=read, write=write)
 
 
 def _equal_parts(count: object, shape: Index) -> OptionValues:
@@ -177,7 +177,7 @@ def equal_parts(option: str, always: bool) -> Coding:
             return None
         return {option: count} if always or count > 1 else {}
 
-    return Coding((option,), ("pieces",), read, write, optional=True, neutral={option: 1})
+    return Coding((option,), ("pieces",), read=read, write=write, optional=True, neutral={option: 1})
 
 
 def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
@@ -190,12 +190,12 @@ def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
 SPLITS = Coding(
     ("split_sizes", "num_heads"),
     ("pieces",),
-    lambda options, shape: (
+    read=lambda options, shape: (
         _equal_parts(options.get("num_heads"), shape)
         if options.get("split_sizes") is None
         else {"pieces": tuple(options["split_sizes"])}
     ),
-    _write_splits,
+    write=_write_splits,
     optional=True,
     neutral={"split_sizes": None, "num_heads": None},
 )
@@ -204,8 +204,8 @@ SPLITS = Coding(
 FLATTEN = Coding(
     ("flatten",),
     ("flatten",),
-    lambda options, shape: {"flatten": bool(options.get("flatten"))} if len(shape) > 2 else {},
-    lambda common, shape: {"flatten": common.get("flatten", False)},
+    read=lambda options, shape: {"flatten": bool(options.get("flatten"))} if len(shape) > 2 else {},
+    write=lambda common, shape: {"flatten": common.get("flatten", False)},
 )
 """The coding that says whether a parameter of more than two dims is one matrix, or a stack."""
 
@@ -217,7 +217,7 @@ def _write_flatten(common: OptionValues, shape: Index) -> OptionValues | None:
     return {"flatten": True} if is_flattened else {}
 
 
-OPTIONAL_FLATTEN = Coding(("flatten",), ("flatten",), FLATTEN.read, _write_flatten, optional=True)
+OPTIONAL_FLATTEN = Coding(("flatten",), ("flatten",), read=FLATTEN.read, write=_write_flatten, optional=True)
 """The same, where only flattened groups have the option, and no stack has more than three dims."""
 
 
@@ -239,7 +239,7 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues:
     return {"ns_implementation": "gram", "gram_ns_reset_iterations": tuple(restarts)}
 
 
-GRAM = Coding(("ns_implementation", "gram_ns_reset_iterations"), ("gram",), _read_form, _write_form)
+GRAM = Coding(("ns_implementation", "gram_ns_reset_iterations"), ("gram",), read=_read_form, write=_write_form)
 """The coding of VeOmni's form of Newton-Schulz."""
 
 
@@ -265,8 +265,8 @@ STEPS_ON_ONE_GRAM = "steps on one Gram matrix"
 ALGORITHM = Coding(
     ("ns_algorithm", "gram_newton_schulz_config", "gram_ns_coefficients", "gram_ns_reset_iterations"),
     (),
-    _read_algorithm,
-    lambda common, shape: {},
+    read=_read_algorithm,
+    write=lambda common, shape: {},
     optional=True,
 )
 """The coding of the form of Newton-Schulz that torch's Muon may have from #187132 on.  No released torch had it in
@@ -276,12 +276,12 @@ November 2026, so it is read and not written."""
 COUPLED = Coding(
     ("decoupled_weight_decay", "weight_decay"),
     ("coupled",),
-    lambda options, shape: (
+    read=lambda options, shape: (
         {"coupled": options["weight_decay"]}
         if options.get("decoupled_weight_decay") is False and options.get("weight_decay")
         else {}
     ),
-    lambda common, shape: {"decoupled_weight_decay": False} if common else {},
+    write=lambda common, shape: {"decoupled_weight_decay": False} if common else {},
     optional=True,
 )
 """The coding of the decay that torch's Adam adds to the gradient."""

@@ -32,14 +32,14 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
 _FORM = Coding(
     ("ns_method",),
     ("gram", "ns_dtype"),
-    lambda options, shape: _FORMS.get(options.get("ns_method", ""), {}),
-    _write_form,
+    read=lambda options, shape: _FORMS.get(options.get("ns_method", ""), {}),
+    write=_write_form,
 )
 _KERNELS = Coding(
     ("use_muon",),
     ("flatten",),
-    lambda _, shape: {"flatten": True} if len(shape) == 4 else {},
-    lambda common, shape: (
+    read=lambda _, shape: {"flatten": True} if len(shape) == 4 else {},
+    write=lambda common, shape: (
         {"use_muon": True} if len(shape) < 3 or common.get("flatten", len(shape) == 4) == (len(shape) == 4) else None
     ),
 )
@@ -48,14 +48,14 @@ _KERNELS = Coding(
 
 PROGRAM = Dialect(
     "deepspeed",
-    "DeepSpeed's Muon and AdamW, in the folders of ZeRO 1, 2 and 3",
-    Convention.EMA,
-    (
+    who="DeepSpeed's Muon and AdamW, in the folders of ZeRO 1, 2 and 3",
+    convention=Convention.EMA,
+    methods=(
         StoredMethod(
             "muon",
             {"momentum": "momentum_buffer"},
-            {**RATES, "momentum": "momentum"},
-            (_FORM, _KERNELS),
+            options={**RATES, "momentum": "momentum"},
+            codings=(_FORM, _KERNELS),
             inert_options={"name": "muon-params"},
             default_options={"ns_method": "gram"},
         ),
@@ -63,8 +63,8 @@ PROGRAM = Dialect(
             ADAMW, inert_options={**ADAMW.inert_options, "use_muon": False, "name": "adam-params"}, family="deepspeed"
         ),
     ),
-    frozenset({"lr", "weight_decay", "momentum", "use_muon", "ns_method"}),
-    frozenset(),
+    always=frozenset({"lr", "weight_decay", "momentum", "use_muon", "ns_method"}),
+    beside=frozenset(),
     marks=(Mark(options={"use_muon", "ns_method"}),),
     constant_options={
         "muon": {

@@ -100,7 +100,7 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     optimizer = KeyPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
     numbered = frozenset({optimizer} if dialect.numbered else ())
     wrappers = "".join(f"{part}." for part in _path(roots["parameters"])) if "parameters" in roots else keys.wrappers
-    located = dialect.at(Keys((optimizer,), models, numbered, wrappers))
+    located = dialect.at(Keys((optimizer,), models, numbered=numbered, wrappers=wrappers))
     if not is_wrapped:
         return located
     # Roots that are the program's own are still a request: `target_of` takes only the program itself for none.
@@ -194,8 +194,8 @@ def keys_in(manifest: Manifest) -> FoundKeys:
     found_keys = FoundKeys(
         Keys(places, (), frozenset(numbered)),
         tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
-        frozenset(reading.leaf for reading in state.values()),
-        next((keys_by_path[path] for path in state), ""),
+        slots=frozenset(reading.leaf for reading in state.values()),
+        example=next((keys_by_path[path] for path in state), ""),
     )
     if not (names_by_option_place or is_wrapped):
         models = _find_model(weights, names) or _find_numbered_model(manifest, state)

@@ -517,7 +517,7 @@ class Dialect:
             usual = self.methods[0]
             options = {common: option for common, option in usual.options.items() if common in FUSION}
             codings = tuple(coding for coding in usual.codings if {*coding.common} <= {*FUSION})
-            return [StoredMethod(name, stored_slots, options, codings, family=self.name)]
+            return [StoredMethod(name, stored_slots, options=options, codings=codings, family=self.name)]
         methods = [m for m in self.methods if {*m.slots.values()} in (stored, stored | {m.slots.get("step")})]
         return sorted(methods, key=lambda method: method.name != name)
 

@@ -26,17 +26,24 @@ _INERT_OPTIONS = {**OF_MATRICES, "adjust_lr": "spectral_norm"}
 
 PROGRAM = Dialect(
     "dion",
-    "microsoft/dion",
-    Convention.SUM,
-    (
-        StoredMethod("muon", {"momentum": "momentum"}, {**_SHARED, **MATRIX}, _MATRIX_CODINGS, OF_SCALARS, _ASSUMED),
+    who="microsoft/dion",
+    convention=Convention.SUM,
+    methods=(
+        StoredMethod(
+            "muon",
+            slots={"momentum": "momentum"},
+            options={**_SHARED, **MATRIX},
+            codings=_MATRIX_CODINGS,
+            inert_options=OF_SCALARS,
+            default_options=_ASSUMED,
+        ),
         StoredMethod(
             "normuon",
-            {"momentum": "momentum", "dion_rows": "variance_neuron"},
-            {**_SHARED, **MATRIX, "beta2": "muon_beta2"},
-            _MATRIX_CODINGS,
-            OF_SCALARS,
-            _ASSUMED,
+            slots={"momentum": "momentum", "dion_rows": "variance_neuron"},
+            options={**_SHARED, **MATRIX, "beta2": "muon_beta2"},
+            codings=_MATRIX_CODINGS,
+            inert_options=OF_SCALARS,
+            default_options=_ASSUMED,
         ),
         StoredMethod(
             "adamw",
@@ -53,8 +60,8 @@ PROGRAM = Dialect(
             default_options={"cautious_wd": False},
         ),
     ),
-    _ALWAYS,
-    frozenset(),
+    always=_ALWAYS,
+    beside=frozenset(),
     marks=(
         Mark(slots={"step_dev"}),
         Mark(slots={"variance_neuron"}),
@@ -71,17 +78,17 @@ PROGRAM = Dialect(
 
 XTUNER = Dialect(
     "xtuner",
-    "InternLM/XTuner",
-    Convention.SUM,
-    (
+    who="InternLM/XTuner",
+    convention=Convention.SUM,
+    methods=(
         StoredMethod(
             "muon",
-            {"momentum": "momentum"},
-            {**SHARED, **MATRIX},
-            (scale("adjust_lr", {**SCALES, "none": ("none",)}), FLATTEN, equal_parts("num_experts", True)),
-            OF_SCALARS,
-            {"nesterov": False, "epsilon": 1e-8, "adjust_lr": "rms_norm", "num_experts": 1},
-            {"lr_ratio": lr_ratio},
+            slots={"momentum": "momentum"},
+            options={**SHARED, **MATRIX},
+            codings=(scale("adjust_lr", {**SCALES, "none": ("none",)}), FLATTEN, equal_parts("num_experts", True)),
+            inert_options=OF_SCALARS,
+            default_options={"nesterov": False, "epsilon": 1e-8, "adjust_lr": "rms_norm", "num_experts": 1},
+            derived={"lr_ratio": lr_ratio},
         ),
         StoredMethod(
             "adamw",
@@ -91,8 +98,8 @@ XTUNER = Dialect(
             default_options={"epsilon": 1e-8},
         ),
     ),
-    _ALWAYS,
-    frozenset({"clip_grad"}),
+    always=_ALWAYS,
+    beside=frozenset({"clip_grad"}),
     marks=(
         Mark(slots={"lr_ratio"}),
         Mark(options={"num_experts", "algorithm", "epsilon", "mu"}),

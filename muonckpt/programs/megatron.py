@@ -36,7 +36,7 @@ def _decay(by_parameter: bool) -> Coding:
     def write(common: OptionValues, shape: Index) -> OptionValues:
         return {**common, "wd_mult": 0.0} if by_parameter and common.get("weight_decay") == 0 else common
 
-    return Coding(("weight_decay", "wd_mult"), ("weight_decay", "wd_mult"), read, write)
+    return Coding(("weight_decay", "wd_mult"), ("weight_decay", "wd_mult"), read=read, write=write)
 
 
 def _methods(*slot_sets: Mapping[str, str], by_parameter: bool = False) -> tuple[StoredMethod, ...]:
@@ -49,14 +49,28 @@ def _methods(*slot_sets: Mapping[str, str], by_parameter: bool = False) -> tuple
         codings = decay, betas("betas")
         # AdamW's step is an option of its group, or one of the additional slots.
         methods += [
-            StoredMethod("muon", {**momentum, **slots}, muon_options, (decay,), _IDLE, family="megatron"),
-            StoredMethod("adamw", {**moments, **slots}, adamw_options, codings, _IDLE, family="megatron"),
+            StoredMethod(
+                "muon",
+                slots={**momentum, **slots},
+                options=muon_options,
+                codings=(decay,),
+                inert_options=_IDLE,
+                family="megatron",
+            ),
+            StoredMethod(
+                "adamw",
+                slots={**moments, **slots},
+                options=adamw_options,
+                codings=codings,
+                inert_options=_IDLE,
+                family="megatron",
+            ),
             StoredMethod(
                 "lion",
-                {"first": "exp_avg", **slots},
-                {"lr": "lr"},
-                codings,
-                _IDLE,
+                slots={"first": "exp_avg", **slots},
+                options={"lr": "lr"},
+                codings=codings,
+                inert_options=_IDLE,
                 family="megatron",
                 absent_options=frozenset({"eps"}),
             ),
@@ -160,8 +174,8 @@ class _TorchDistKeys(Keys):
 FSDP_DTENSOR = Dialect(
     "fsdp_dtensor",
     "dialect A: Megatron-LM with Megatron-FSDP",
-    None,
-    _methods({}, _STEP, by_parameter=True),
+    convention=None,
+    methods=_methods({}, _STEP, by_parameter=True),
     keys=Keys(models=(KeyPlace(("model",), "module."),), wrappers=WRAPPERS),
     option_names=_OPTION_NAMES,
     unique_keys=True,
@@ -174,8 +188,8 @@ FSDP_DTENSOR = Dialect(
 TORCH_DIST = Dialect(
     "torch_dist",
     "Megatron torch_dist with layer-wise Muon",
-    None,
-    _methods(_MASTER, {}),
+    convention=None,
+    methods=_methods(_MASTER, {}),
     keys=_TorchDistKeys(),
     unique_keys=True,
     hints=_HINTS,
@@ -197,8 +211,8 @@ TORCH_DIST_CHAINED = replace(
 LAYER_WISE = Dialect(
     "layer_wise",
     "Megatron's layer_wise_optimizer_{rank}.pt, under names",
-    None,
-    _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
+    convention=None,
+    methods=_methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
     keys=Keys((KeyPlace(("layer_wise",)),)),
     unique_keys=True,
     writable=False,

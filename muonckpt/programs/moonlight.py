@@ -11,9 +11,9 @@ _RATES = {"lr": "lr", "weight_decay": "wd"}
 
 PROGRAM = Dialect(
     "moonlight",
-    "MoonshotAI/Moonlight",
-    Convention.SUM,
-    (
+    who="MoonshotAI/Moonlight",
+    convention=Convention.SUM,
+    methods=(
         StoredMethod(
             "muon",
             {"momentum": "momentum_buffer"},
@@ -23,13 +23,13 @@ PROGRAM = Dialect(
         StoredMethod(
             "adamw",
             {"first": "moment1", "second": "moment2", "step": "step"},
-            {**_RATES, "eps": "adamw_eps"},
-            (betas("adamw_betas"),),
+            options={**_RATES, "eps": "adamw_eps"},
+            codings=(betas("adamw_betas"),),
             inert_options={"momentum": None, "nesterov": None, "ns_steps": None},
         ),
     ),
-    frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"}),
-    frozenset(),
+    always=frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"}),
+    beside=frozenset(),
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
     constant_options={

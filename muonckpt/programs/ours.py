@@ -44,20 +44,20 @@ def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
     coded_options = set[str]().union(*(coding.options for coding in codings))
     return StoredMethod(
         name,
-        {**SLOTS[name], **extra},
-        {option: option for option in defaults if option not in {*coded_options, *_CONVENTION}},
-        codings,
-        _CONVENTION if matrices else {},
-        {option: value for option, value in defaults.items() if option not in RUN_OPTIONS | {*_CONVENTION}},
+        slots={**SLOTS[name], **extra},
+        options={option: option for option in defaults if option not in {*coded_options, *_CONVENTION}},
+        codings=codings,
+        inert_options=_CONVENTION if matrices else {},
+        default_options={o: value for o, value in defaults.items() if o not in RUN_OPTIONS | {*_CONVENTION}},
     )
 
 
 PROGRAM = Dialect(
     "muonckpt",
-    "muonckpt.optimizer.Muon",
-    MUON_CONVENTION,
-    (*(_method(name, {}) for name in SLOTS), *(_method(name, {"master": MASTER}) for name in SLOTS)),
-    frozenset({"convention"}),
+    who="muonckpt.optimizer.Muon",
+    convention=MUON_CONVENTION,
+    methods=(*(_method(name, {}) for name in SLOTS), *(_method(name, {"master": MASTER}) for name in SLOTS)),
+    always=frozenset({"convention"}),
     kinds=dict.fromkeys((name for name, default in asdict(MUON).items() if isinstance(default, bool)), FLAG)
     | {"ns_coefficients": ANYTHING},
     marks=(Mark(options={"convention"}), Mark(options=OUR_OPTIONS)),

@@ -26,8 +26,8 @@ def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
     return StoredMethod(
         "muon",
         {"momentum": "momentum_buffer"},
-        MUON_OPTIONS,
-        (coefficients(of_steps=False), ALGORITHM, scale("adjust_lr_fn", scales)),
+        options=MUON_OPTIONS,
+        codings=(coefficients(of_steps=False), ALGORITHM, scale("adjust_lr_fn", scales)),
         default_options=MUON_DEFAULTS,
         family="torch",
     )
@@ -36,8 +36,8 @@ def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
 ADAMW = StoredMethod(
     "adamw",
     {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
-    {**RATES, "eps": "eps", "maximize": "maximize", "amsgrad": "amsgrad"},
-    (betas("betas"), COUPLED),
+    options={**RATES, "eps": "eps", "maximize": "maximize", "amsgrad": "amsgrad"},
+    codings=(betas("betas"), COUPLED),
     inert_options={
         "amsgrad": False,
         "maximize": False,
@@ -58,11 +58,11 @@ _BESIDE = ADAMW.all_options | {"use_cuda_graph"}
 
 PROGRAM = Dialect(
     "torch",
-    "torch.optim.Muon and AdamW, nested state dicts",
-    Convention.EMA,
-    METHODS,
-    ALWAYS,
-    _BESIDE,
+    who="torch.optim.Muon and AdamW, nested state dicts",
+    convention=Convention.EMA,
+    methods=METHODS,
+    always=ALWAYS,
+    beside=_BESIDE,
     kinds={"ns_coefficients": TRIPLE},
     marks=(Mark(options=ALWAYS),),
     constant_options={"muon": {**PLAIN, "pieces": None, **STANDARD}, "adamw": PLAIN},
@@ -84,8 +84,8 @@ TITAN = replace(
 UNKNOWN = Dialect(
     "dcp",
     "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C",
-    None,
-    METHODS,
+    convention=None,
+    methods=METHODS,
     unwritten_options=frozenset({"ns_coefficients"}),
 )
 BY_NUMBER = replace(

@@ -10,19 +10,19 @@ from .torch import ADAMW, MUON_DEFAULTS, MUON_OPTIONS, PLAIN, SCALES
 _MUON = StoredMethod(
     "muon",
     {"momentum": "momentum_buffer"},
-    MUON_OPTIONS,
-    (coefficients(of_steps=True), scale("adjust_lr_fn", SCALES), GRAM, equal_parts("head_blocks", False)),
+    options=MUON_OPTIONS,
+    codings=(coefficients(of_steps=True), scale("adjust_lr_fn", SCALES), GRAM, equal_parts("head_blocks", False)),
     inert_options={"gram_ns_reset_iterations": (2,)},
     default_options={**MUON_DEFAULTS, "ns_implementation": "gram_quack"},
 )
 
 PROGRAM = Dialect(
     "veomni",
-    "VeOmni: several optimizers in one flat dict",
-    Convention.EMA,
-    (_MUON, ADAMW),
-    frozenset({"momentum", "ns_implementation"}),
-    ADAMW.all_options,
+    who="VeOmni: several optimizers in one flat dict",
+    convention=Convention.EMA,
+    methods=(_MUON, ADAMW),
+    always=frozenset({"momentum", "ns_implementation"}),
+    beside=ADAMW.all_options,
     keys=Keys((FLAT,)),
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
     constant_options={"muon": PLAIN, "adamw": PLAIN},
