@@ -77,7 +77,7 @@ def diff_command(
     def print_text() -> None:
         if not summary:
             _print_details(difference, every)
-        for line in _summary(difference):
+        for line in _summary_lines(difference):
             print_line(line, fg="red" if line.startswith(("look at:", "infinite or NaN")) else None)
 
     print_result(difference, as_json, print_text)
@@ -126,15 +126,15 @@ def _print_details(difference: Difference, every: bool) -> None:
     headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
     max_rows = None if every else _MAX_ROWS
     if changed:
-        print_table(headers, list(map(_row, changed[:max_rows])))
+        print_table(headers, list(map(_tensor_row, changed[:max_rows])))
     if len(changed) > _MAX_ROWS and not every:
         print_line(f"and {len(changed) - _MAX_ROWS} more that changed less (--all)")
 
     # Items of two programs have other meanings, so they are only counted.
     only_a, only_b, all_items = difference.only_a, difference.only_b, difference.items
-    are_strangers = not difference.tensors and (only_a or only_b)
-    max_items = len(all_items) if every else 0 if are_strangers else _MAX_ROWS
-    items = [(item.key, *_both(item.a, item.b)) for item in all_items[:max_items]]
+    are_two_programs = not difference.tensors and (only_a or only_b)
+    max_items = len(all_items) if every else 0 if are_two_programs else _MAX_ROWS
+    items = [(item.key, *_value_pair(item.a, item.b)) for item in all_items[:max_items]]
     print_section(("item", "A", "B"), items)
     unlisted = len(all_items) - len(items)
     if unlisted:
@@ -149,7 +149,8 @@ def _print_details(difference: Difference, every: bool) -> None:
         print_line()
 
 
-def _row(tensor: TensorDifference) -> tuple[object, ...]:
+def _tensor_row(tensor: TensorDifference) -> tuple[object, ...]:
+    """Return the cells of a tensor that changed; a dash stands for numbers that were not computed."""
     (shape_a, shape_b), (dtype_a, dtype_b) = tensor.shapes, tensor.dtypes
     name = tensor.key if dtype_a == dtype_b else f"{tensor.key} ({dtype_a}, {dtype_b})"
     s = tensor.statistics
@@ -163,20 +164,23 @@ def _row(tensor: TensorDifference) -> tuple[object, ...]:
     return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *norms
 
 
-def _both(a: object, b: object) -> tuple[str, str]:
+def _value_pair(a: object, b: object) -> tuple[str, str]:
     """Return two values in short; of lists, what only one of them has."""
     if isinstance(a, list) and isinstance(b, list):
-        only = [value for value in a if value not in b], [value for value in b if value not in a]
-        return (f"also {_short(only[0])}", f"also {_short(only[1])}") if any(only) else ("the same", "in another order")
-    return _short(a), _short(b)
+        only_a, only_b = [value for value in a if value not in b], [value for value in b if value not in a]
+        if not only_a and not only_b:
+            return "the same", "in another order"
+        return f"also {_short_repr(only_a)}", f"also {_short_repr(only_b)}"
+    return _short_repr(a), _short_repr(b)
 
 
-def _short(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:56]} …"
 
 
-def _summary(difference: Difference) -> Iterator[str]:
+def _summary_lines(difference: Difference) -> Iterator[str]:
+    """Yield what both have and what differs, then the verdict."""
     yield from (f"note: {note}" for note in difference.notes if "note:" in note)
     counts = difference.counts
     ways = Counter(tensor.by for tensor in difference.tensors)

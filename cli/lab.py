@@ -61,6 +61,7 @@ def conform_command(source: str, ranks: Sequence[int], every: bool, as_json: boo
 
 
 def _print_conformity(report: ConformityReport, every: bool) -> None:
+    """Print the comparisons that are not equal, or with ``every`` all, then how many there are of each status."""
     from ..lab.conformity.conform import BITS
 
     counts: defaultdict[str, int] = defaultdict(int)

@@ -199,10 +199,11 @@ def run(arguments: Sequence[str]) -> int:
 
     with warnings.catch_warnings():
         warnings.showwarning = note
-        return _run(arguments)
+        return _exit_code_of(arguments)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _exit_code_of(arguments: Sequence[str]) -> int:
+    """Run a command; return its exit code, and print an error as the user needs it."""
     try:
         result = cli.main(args=list(arguments), prog_name="muonckpt", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -211,35 +212,35 @@ def _run(arguments: Sequence[str]) -> int:
         _print_error(text.getvalue(), "red")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        _complain("interrupted")
+        _print_failure("interrupted")
         return 130
     except Exception as error:
         if _received_signals and not isinstance(
             error, MuonckptError | OSError
         ):  # libraries turn interruptions into other errors
-            _complain("interrupted")
+            _print_failure("interrupted")
             return 130
         # Errors that the user can fix have a code; all others are our bugs.
         if "--debug" in arguments:
             import traceback
 
-            _complain(traceback.format_exc())
+            _print_failure(traceback.format_exc())
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            _complain("this needs torch, which is not installed here: pip install torch")
+            _print_failure("this needs torch, which is not installed here: pip install torch")
             return 2
         if isinstance(error, RecursionError):
-            _complain("the source is nested too deeply: expected a checkpoint's metadata, found something else")
+            _print_failure("the source is nested too deeply: expected a checkpoint's metadata, found something else")
             return 3
         for kind, code in _EXIT_CODES:
             if isinstance(error, kind):
-                _complain("".join((str(error), *getattr(error, "__notes__", ()))))
+                _print_failure("".join((str(error), *getattr(error, "__notes__", ()))))
                 too_many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
                 return 3 if too_many else code  # Python opens its modules, too
-        _complain(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
+        _print_failure(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
         return 70
 
 
-def _complain(text: str) -> None:
+def _print_failure(text: str) -> None:
     shown = text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE // 2]} … {text[-_MAX_MESSAGE // 2 :]}"
     with suppress(OSError):  # standard error may be closed
         _print_error(f"muonckpt: {shown}\n", "red")

@@ -255,6 +255,7 @@ _MAX_ROWS = 12
 
 
 def _rewrite(function: Callable[..., Report | None], *, as_json: bool, **options: Any) -> None:
+    """Run `reshard` or `convert`, of this process or as a worker, and print the report."""
     try:
         worker = worker_of(os.environ)
         with progress(f"{function.__name__ if worker.world == 1 else worker}, checked and written") as advance:
@@ -292,11 +293,12 @@ def _rewrite(function: Callable[..., Report | None], *, as_json: bool, **options
         spread = f"whole in {files}" if ranks is None else f"over {counted(ranks, 'rank')}"
         tensors = f"{counted(report.tensors, 'tensor')}, {size(sum(file.elements for file in report.files))}"
         summary = f"{report.destination}: {tensors}, {spread} ({size(report.written)} of files)"
-        print_line("; ".join((summary, *_compared(report))))
+        print_line("; ".join((summary, *_comparison_phrases(report))))
     print_duration()
 
 
 def _print_plan(report: Report) -> None:
+    """Print the files that a job would write, and the share of each rank."""
     shown = report.files if len(report.files) <= _MAX_ROWS else report.files[: _MAX_ROWS - 4]
     rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in shown]
     print_table(("file", "items", "of tensors", "in all"), rows)
@@ -310,7 +312,7 @@ def _print_plan(report: Report) -> None:
         print_buffers(report.buffers)
 
 
-def _compared(report: Report) -> Iterator[str]:
+def _comparison_phrases(report: Report) -> Iterator[str]:
     """Say what was compared with what the source records, what could not be, and where to look then."""
     if report.compared:
         yield f"{counted(report.compared, 'fingerprint')} compared with the source's, all equal"

@@ -9,7 +9,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -45,30 +45,31 @@ class UniversalFiles(Container):
             raise TargetError("a universal folder has a file for each tensor: leave out `shard_size=`")
 
     def arrange(self, request: WriteRequest) -> Arranged:
-        weights, state, groups, run = _sort(request)
+        sorted_request = _sort(request)
+        weights, state, run = sorted_request.weights, sorted_request.state, sorted_request.run
         # A file for each weight and each slot of a parameter of a group.
         files: list[OutputFile] = []
         shapes: list[Record] = []
         grouped: set[str] = set()
         last_step = 0
-        for number, group in enumerate(groups):
-            names = _parameters(group, number, weights, state)
+        for number, group in enumerate(sorted_request.groups):
+            names = _parameter_names(group, number, weights, state)
             grouped |= {*names}
             shapes.append(_ordered_dict({name: Record(_TORCH_SIZE, (weights[name].record.shape,)) for name in names}))
             for name in names:
                 for slot, output in {"fp32": weights[name], **state.get(name, {})}.items():
-                    tensor = _tensor(output, 0)
+                    tensor = _pickled_tensor(output, 0)
                     if slot == STEP:
-                        last_step = max(last_step, int(_scalar(output, request.payloads)))
+                        last_step = max(last_step, int(_scalar_value(output, request.payloads)))
                     else:
                         tensor = {"param": tensor, "cat_dim": 0}
-                    files.append(_archive(f"zero/{name}/{slot}.pt", tensor, [output]))
+                    files.append(_archive_file(f"zero/{name}/{slot}.pt", tensor, [output]))
         # The groups as the optimizer of the partitions has them, each with one parameter.
-        flat_groups = [{**group, PARAMS: [position]} for position, group in enumerate(groups)]
-        files.append(_archive("zero/optimizer_state.pt", {PARAM_GROUPS: flat_groups, "ds_version": _VERSION}, ()))
+        flat_groups = [{**group, PARAMS: [position]} for position, group in enumerate(sorted_request.groups)]
+        files.append(_archive_file("zero/optimizer_state.pt", {PARAM_GROUPS: flat_groups, "ds_version": _VERSION}, ()))
         # Other weights, such as buffers, are in the file of the model.
         others = {name: output for name, output in weights.items() if name not in grouped}
-        module = {name: _tensor(output, number) for number, (name, output) in enumerate(others.items())}
+        module = {name: _pickled_tensor(output, number) for number, (name, output) in enumerate(others.items())}
         model = {
             "optimizer": None,
             "lr_scheduler": None,
@@ -84,7 +85,7 @@ class UniversalFiles(Container):
             "global_steps": run.get("global_steps", last_step),
             "dp_world_size": 1,
         }
-        files.append(_archive("mp_rank_00_model_states.pt", model, [*others.values()]))
+        files.append(_archive_file("mp_rank_00_model_states.pt", model, [*others.values()]))
         layouts = dict.fromkeys(entry_keys(request.outputs.tensors))
         return Arranged(tuple(files), layouts, {})
 
@@ -93,17 +94,22 @@ class UniversalFiles(Container):
 
 
 Weights = Mapping[str, OutputTensor]
-"""Weights by name."""
-
-State = Mapping[str, Weights]
-"""State by name and slot."""
-
+State = Mapping[str, Mapping[str, OutputTensor]]
 Options = Mapping[str, Any]
-"""Options of a group, or values of the run, by name."""
 
 
-def _sort(request: WriteRequest) -> tuple[Weights, State, list[Options], Options]:
-    """Return the weights, the state, the options of each group, and the values of the run in a request.
+@dataclass(frozen=True, slots=True)
+class _SortedRequest:
+    """The contents of a request: weights by name, state by name and slot, options of each group, values of the run."""
+
+    weights: Weights
+    state: State
+    groups: Sequence[Options]
+    run: Options
+
+
+def _sort(request: WriteRequest) -> _SortedRequest:
+    """Sort the tensors and items of a request by what DeepSpeed makes of them.
 
     Raises:
         SourceError: DeepSpeed's files have no place for something, or need groups that there are not.
@@ -136,10 +142,10 @@ def _sort(request: WriteRequest) -> tuple[Weights, State, list[Options], Options
             "DeepSpeed's files need parameter groups that list their parameters: convert with "
             '`to_dialect="deepspeed"` from a checkpoint that has groups'
         )
-    return weights, state, [groups[number] for number in sorted(groups)], run
+    return _SortedRequest(weights, state, groups=[groups[number] for number in sorted(groups)], run=run)
 
 
-def _parameters(group: Options, number: int, weights: Weights, state: State) -> list[str]:
+def _parameter_names(group: Options, number: int, weights: Weights, state: State) -> list[str]:
     """Return the names of a group's parameters, in DeepSpeed's order.
 
     Raises:
@@ -165,7 +171,7 @@ _SCALARS = {"float32": "<f4", "int64": "<i8", "float64": "<f8"}
 """numpy's names of the dtypes of step counters."""
 
 
-def _scalar(output: OutputTensor, payloads: Payloads) -> float:
+def _scalar_value(output: OutputTensor, payloads: Payloads) -> float:
     words = output.elements(payloads, output.layout.fragments, Box.of(()))
     return float(words.reshape(-1).view(_SCALARS[output.record.dtype])[0])
 
@@ -174,7 +180,7 @@ def _ordered_dict(items: Mapping[str, object]) -> Record:
     return Record(Global("collections OrderedDict"), (), items=cast(dict[object, object], dict(items)))
 
 
-def _tensor(output: OutputTensor, storage: int) -> object:
+def _pickled_tensor(output: OutputTensor, storage: int) -> object:
     """Return a tensor as torch pickles a contiguous one, with the number of its storage."""
     dtype, shape = output.record.dtype, output.record.shape
     kind = Global(f"torch {DTYPES[dtype].storage}")
@@ -184,7 +190,7 @@ def _tensor(output: OutputTensor, storage: int) -> object:
     )
 
 
-def _archive(name: str, content: object, outputs: Sequence[OutputTensor]) -> OutputFile:
+def _archive_file(name: str, content: object, outputs: Sequence[OutputTensor]) -> OutputFile:
     """Return the file of this content, whose storages are these tensors."""
     # The pickle and its companions, then the storages, each framed as in a zip archive.
     pickler = Pickler()

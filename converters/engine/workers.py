@@ -261,6 +261,7 @@ def joined_ranks(process_group: dist.ProcessGroup | None) -> AbstractContextMana
 
 @contextmanager
 def _sharing(me: Worker, timeout: float, ranks: Collection[int]) -> Iterator[Workers]:
+    """Give the process a group of all workers while it shares a job; the coordinator serves their store."""
     if me.world == 1:
         yield Workers()
         return

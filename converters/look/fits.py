@@ -194,7 +194,7 @@ def fits(
             uneven_tensors=sum(entry.tensors for entry in uneven),
             empty_tensors=sum(entry.tensors for entry in uneven if entry.empty_ranks),
             empty_ranks=max((entry.empty_ranks for entry in uneven), default=0),
-            optimizer=_optimizer(look, opened.not_read),
+            optimizer=_optimizer_answer(look, opened.not_read),
             shares=tuple(shares.by_slot(tensors)),
             uneven=uneven,
             findings=tuple(_findings(look, target, tensors, opened.path)),
@@ -203,7 +203,7 @@ def fits(
         )
 
 
-def _optimizer(look: FirstLook, not_read: Sequence[str]) -> str:
+def _optimizer_answer(look: FirstLook, not_read: Sequence[str]) -> str:
     """Return whether the optimizer's state can be loaded, has to be converted, is of an unknown form, or is missing."""
     manifest = look.manifest
     if not any(parameter.state for parameter in look.view.parameters.values()):
@@ -246,12 +246,12 @@ class _Shares:
             for (layout_id, width), count in geometries.items():
                 by_rank += self._elements[layout_id] * (width * count)
             total += by_rank
-            yield _amounts(slot, sum(geometries.values()), by_rank)
+            yield _share_row(slot, sum(geometries.values()), by_rank)
         if len(counts) > 1:
-            yield _amounts("all", len(tensors), total)
+            yield _share_row("all", len(tensors), total)
 
     def uneven(self, tensors: Sequence[StateRecord], names: Mapping[str, str]) -> Iterator[Unevenness]:
-        """Yield unequal shares; in buffers these are the sense of the layout, and not told.
+        """Yield unequal shares of rows; flat buffers divide tensors unequally by design, so there are none to report.
 
         Args:
             names: the parameter of each weight and of its state, by key.
@@ -297,12 +297,13 @@ class _Shares:
         return {"count": count, "bytes": bytes_read, "resharded": resharded}
 
 
-def _amounts(slot: str, tensors: int, by_rank: Counts) -> dict[str, Any]:
+def _share_row(slot: str, tensors: int, by_rank: Counts) -> dict[str, Any]:
     balance = balance_of(dict(enumerate(by_rank.tolist())))
     return {"slot": slot, "tensors": tensors, "bytes": int(by_rank.sum()), **balance}
 
 
 def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:
+    """Yield facts about the optimizer and the cuts that the answer leaves out."""
     # Facts that the answer leaves out.
     if target.layout == ROWS and not target.rules and len(target.mesh) > 1:
         axes = " and ".join(target.mesh)
@@ -313,7 +314,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
         )
     # Steps that the run has to take for its optimizer.
     dialect = look.view.dialect
-    if _optimizer(look, ()) == "convert":
+    if _optimizer_answer(look, ()) == "convert":
         who = dialect.name if dialect else "no known program"
         source = "" if dialect else " --from PROGRAM"
         to_ours = command("convert", path, f"{path}-for-muonckpt", "--to", "muonckpt")

@@ -184,13 +184,14 @@ class Branch:
 
 def module_tree(tensors: Iterable[StateRecord]) -> tuple[Branch, ...]:
     """Fold tensors into a tree of the parts of their keys."""
-    return _fold([(tensor.key.split("."), tensor) for tensor in tensors])
+    return _folded_branches([(tensor.key.split("."), tensor) for tensor in tensors])
 
 
 _Entry = tuple[Sequence[str], StateRecord]
 
 
-def _fold(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
+def _folded_branches(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
+    """Return the branches of these entries; numbered ones that are alike become one with a count."""
     children: defaultdict[str, list[_Entry]] = defaultdict(list)
     for parts, tensor in entries:
         children[parts[0]].append((parts[1:], tensor))
@@ -219,7 +220,7 @@ def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
         else:
             num_bytes = tensor_bytes(tensor)
             yield Branch(name, 1, tensors=1, bytes=num_bytes, shape=tensor.shape, dtype=tensor.dtype, branches=())
-    inner = _fold(deeper)
+    inner = _folded_branches(deeper)
     is_chain = len(inner) == 1 and inner[0].count == 1
     if is_chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
         yield replace(inner[0], name=f"{name}.{inner[0].name}")

@@ -111,7 +111,7 @@ class Inspection:
     manifest: Manifest
 
     def to_json(self) -> dict[str, Any]:
-        return _without(fields_of(self), {"manifest"})
+        return _fields_without(fields_of(self), {"manifest"})
 
     def matching(self, *globs: str) -> tuple[StateRecord, ...]:
         """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.
@@ -189,7 +189,7 @@ class Inspection:
         return module_tree(self.matching(*globs))
 
 
-def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _fields_without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
@@ -225,9 +225,9 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
     dialect: dict[str, Any] = {"name": None, "who": None, "reasons": [program]}
     if not isinstance(program, str):
         dialect = {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
-    provenance = _without(manifest.provenance, {"buffers"})
+    provenance = _fields_without(manifest.provenance, {"buffers"})
     if run := provenance.get("layer_wise"):
-        provenance["layer_wise"] = _without(run, {"buffers", "ranks"})
+        provenance["layer_wise"] = _fields_without(run, {"buffers", "ranks"})
     # Tensors by role and by slot.
     roles = []
     for role, members in view.tensors.items():
@@ -251,7 +251,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
         step=look.step,
         steps=dataclasses.asdict(look.steps),
-        optimizer=tuple(_methods(view)),
+        optimizer=tuple(_method_rows(view)),
         unknown_state=tuple(unknown_state(look, checkpoint.not_read)),
         conventions=tuple(_conventions(view)),
         groups=tuple(_groups(view)),
@@ -259,12 +259,12 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         roles=tuple(roles),
         layouts=tuple(_layouts(tensors)),
         cuts=tuple({"cut": cut, "tensors": count} for cut, count in Counter(map(cut_text, tensors)).most_common()),
-        balance=_balance(manifest, view),
+        balance=_rank_balances(manifest, view),
         buffers=_buffers(manifest.provenance),
         quantised=scales_of_quantised(tensors),
         wrappers=wrappers_in(view.parameters),
         slots=tuple({"slot": slot or NO_STATE, **_sizes(members)} for slot, members in by_slot.items()),
-        checks=_checks(manifest),
+        checks=_checksum_counts(manifest),
         verified=diagnosis.verified,
         diagnosis=diagnosis,
         symptoms=symptoms_of(look, diagnosis.damage),
@@ -313,7 +313,7 @@ def _groups(view: ModelView) -> Iterator[dict[str, Any]]:
         }
 
 
-def _methods(view: ModelView) -> Iterator[dict[str, Any]]:
+def _method_rows(view: ModelView) -> Iterator[dict[str, Any]]:
     parameters, matrices = Counter[str](), Counter[str]()
     for parameter in view.parameters.values():
         if parameter.state:
@@ -334,13 +334,13 @@ def _conventions(view: ModelView) -> Iterator[dict[str, Any]]:
         yield {"convention": convention, "tensors": count, "by": authority}
 
 
-def _balance(manifest: Manifest, view: ModelView) -> dict[str, Any]:
+def _rank_balances(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     amounts = bytes_by_rank(manifest)
     work = newton_schulz_by_rank(view, list(amounts)) if amounts else None
     return {"bytes": balance_of(amounts) if amounts else None, "newton_schulz": balance_of(work) if work else None}
 
 
-def _checks(manifest: Manifest) -> dict[str, int]:
+def _checksum_counts(manifest: Manifest) -> dict[str, int]:
     columns, stored = manifest.columns, manifest.elements > 0
     digests = columns.has_digest & stored
     sums = (columns.crc32 != UNKNOWN) & ~columns.has_digest & stored
@@ -382,7 +382,7 @@ _OTHER_LINES = frozenset({*_MAKERS, "platform", "format", "version", "step", "re
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary of a checkpoint as labelled lines, with suspicious facts; the tables are not included."""
     yield from description(inspection)
-    yield from _limited(LOOK_AT, [symptom.message for symptom in inspection.symptoms])
+    yield from _limited_lines(LOOK_AT, [symptom.message for symptom in inspection.symptoms])
 
 
 def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -401,7 +401,7 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
         if name not in _OTHER_LINES and value not in ([], {}, None, ""):
             yield name, value if isinstance(value, str) else json.dumps(value)
     for step in inspection.provenance.get("resharded") or ():
-        yield "resharded", _resharded(step)
+        yield "resharded", _reshard_text(step)
     steps = inspection.steps
     if inspection.step is not None:
         yield "step", str(inspection.step)
@@ -420,7 +420,7 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     for part, number in inspection.wrappers.items():
         yield "wrapper", f"{part!r} is a part of {counted(number, 'name')}, as the program's wrapper has put it there"
     layouts = [f"{counted(layout['tensors'], 'tensor')} {_layout_text(layout)}" for layout in inspection.layouts]
-    yield from _limited("layout", layouts)
+    yield from _limited_lines("layout", layouts)
     cuts = [f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MAX_CUTS]]
     if rare := sum(cut["tensors"] for cut in inspection.cuts[_MAX_CUTS:]):
         cuts.append(f"{rare} more")
@@ -437,6 +437,7 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield the lines on methods, momentum and parameter groups."""
     # The method that updates the parameters, and the convention of their momentum.
     methods = []
     for row in inspection.optimizer:
@@ -508,6 +509,7 @@ def _common_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _options_text(options: Mapping[str, Any], limit: int | None) -> str:
+    """Return options as text: the usual ones first, the others beyond a limit counted, unset ones last."""
     ordered = sorted(options, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     names = [name for name in ordered if options[name] is not None]
     if limit is None or len(options) <= limit + 1:  # one more is no longer than its count
@@ -520,6 +522,7 @@ def _options_text(options: Mapping[str, Any], limit: int | None) -> str:
 
 
 def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield how evenly bytes and Newton-Schulz work lie on ranks, if the names of files tell the ranks."""
     bytes_, work = balance["bytes"], balance["newton_schulz"]
     if bytes_:
         text = f"{counted(bytes_['ranks'], 'rank')} of {size(round(bytes_['mean']))}"
@@ -532,11 +535,11 @@ def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"Newton-Schulz work of the matrices that ranks hold: {busiest}"
 
 
-def _resharded(step: Mapping[str, Any]) -> str:
+def _reshard_text(step: Mapping[str, Any]) -> str:
     mesh = step.get("mesh")
     on = f" on {','.join(f'{axis}={size}' for axis, size in mesh.items())}" if isinstance(mesh, dict) else ""
     options = ""
-    for name, value in _without(step, _RESHARD_FIELDS).items():
+    for name, value in _fields_without(step, _RESHARD_FIELDS).items():
         options += f", {name} {json.dumps(value)}" if value else ""
     return f"from {step.get('source')} to {step.get('layout')}{on}{options}, by {step.get('program')}"
 
@@ -544,7 +547,7 @@ def _resharded(step: Mapping[str, Any]) -> str:
 _RESHARD_FIELDS = frozenset({"program", "source", "mesh", "layout"})
 
 
-def _limited(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _limited_lines(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     for line in lines[:_MAX_LINES]:
         yield label, line
     if len(lines) > _MAX_LINES:
@@ -559,7 +562,7 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
             cut = "".join(f", {axis} cuts dim {dim}" for axis, dim in cuts)
             return f"by {algorithm} v{version} on mesh {_mesh_text(sizes, layout)}{cut}"
         case _:
-            return json.dumps(_without(layout, {"tensors"}))
+            return json.dumps(_fields_without(layout, {"tensors"}))
 
 
 def _mesh_text(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:

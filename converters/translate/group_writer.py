@@ -65,21 +65,22 @@ def translate_groups(model: TranslatedModel) -> TargetGroups:
             for name, value in told.items() if common and (common["pieces"] or common["columns"]) else ():
                 reason = f"rules have joined it, and no groups of {target.name} are written that say it"
                 findings.check(Action.SET, f"{name} of {parameter.name}", repr(value), reason=reason)
-        return TargetGroups((), {}, _numbers(model, ()))
+        return TargetGroups((), {}, _parameter_numbers(model, ()))
     # A group is split where its parameters get different options.
     groups, options = list[ParameterGroup](), dict[str, WrittenOptions]()
     for group, members in model.groups:
-        written = (_changes if model.copies_groups else _translated)(model, group, members)
+        member_options = _changed_options if model.copies_groups else _translated_options
+        written = member_options(model, group, members)
         options |= written
-        made = [*_by_options(written, group)]
+        new_groups = [*_by_options(written, group)]
         if model.copies_groups:
-            made = made if members else [replace(group, parameters=(), options={})]
-            made = [_with_changes(model, group, some) for some in made]
-        groups += made
+            new_groups = new_groups if members else [replace(group, parameters=(), options={})]
+            new_groups = [_with_changes(model, group, new_group) for new_group in new_groups]
+        groups += new_groups
     if not model.copies_groups:
         groups = merge_equal(groups)
         groups = like.arrange(groups, target, findings) if like is not None else groups
-    numbers = _numbers(model, groups)
+    numbers = _parameter_numbers(model, groups)
     # torch drops the options that schedulers put into groups when it loads a flat state dict.
     is_flat = any(place.flat for place in target.keys.optimizers) and not model.copies_groups
     for option in sorted(HISTORY_OPTIONS) if is_flat and target.common is None else ():
@@ -150,7 +151,9 @@ def common_members(model: TranslatedModel, groups: Iterable[ParameterGroup]) -> 
 # Options of the members of a group.
 
 
-def _translated(model: TranslatedModel, group: ParameterGroup, members: Collection[str]) -> dict[str, WrittenOptions]:
+def _translated_options(
+    model: TranslatedModel, group: ParameterGroup, members: Collection[str]
+) -> dict[str, WrittenOptions]:
     """Return the options of each member of a group in the target's words."""
     parameters, like = model.listed, model.choices.like
     options_by_kind: dict[object, WrittenOptions] = {}
@@ -179,12 +182,14 @@ def _translated(model: TranslatedModel, group: ParameterGroup, members: Collecti
         methods, shape = (parameter.method.name, method.name), (parameter.shape, parameter.is_flattened)
         kind = *methods, step, *shape, structure, parameter.unsaid, repr(template_options)
         if kind not in options_by_kind:
-            options_by_kind[kind] = _options(model, group, parameter, step, template_options)
+            options_by_kind[kind] = _options_of_kind(model, group, parameter, step, template_options)
         options_by_name[name] = options_by_kind[kind]
     return options_by_name
 
 
-def _changes(model: TranslatedModel, group: ParameterGroup, members: Collection[str]) -> dict[str, WrittenOptions]:
+def _changed_options(
+    model: TranslatedModel, group: ParameterGroup, members: Collection[str]
+) -> dict[str, WrittenOptions]:
     """Return the stored options of a group that rules and the user change, for each of its members."""
     step, stepped = model.choices.step, (model.target.options_called("step") | {STEP}) & group.entries.keys()
     written_by_name: dict[str, WrittenOptions] = {}
@@ -225,7 +230,7 @@ def _with_changes(model: TranslatedModel, group: ParameterGroup, members: Parame
     return replace(members, options={o: value for o, value in entries.items() if value is not _GONE})
 
 
-def _options(
+def _options_of_kind(
     model: TranslatedModel,
     group: ParameterGroup,
     parameter: TranslatedParameter,
@@ -276,7 +281,7 @@ def _options(
     return replace(written, findings=(*written.findings, Check(Action.SET, FLATTEN, ("True",), reason)))
 
 
-def _numbers(model: TranslatedModel, groups: Iterable[ParameterGroup]) -> Mapping[str, str]:
+def _parameter_numbers(model: TranslatedModel, groups: Iterable[ParameterGroup]) -> Mapping[str, str]:
     """Return the numbers of parameters by name, if the target knows them by number.
 
     torch numbers them in the order of the run's groups, which the source's list or a template has.  Otherwise a

@@ -133,6 +133,7 @@ _KINDS = MappingProxyType(
 
 
 def _rule(row: Mapping[str, Any]) -> NameRule:
+    """Return a rule from an entry of a table."""
     keys = {"from", "to", *_KINDS}
     if not row.keys() <= keys:
         raise SourceError(f"rules: unknown keys {sorted(row.keys() - keys)}; expected some of {sorted(keys)}")

@@ -122,7 +122,7 @@ class TranslatedModel:
                 if parameter.group
                 else "the parameter is in none of the groups"
             )
-        declared = _option(parameter.group, "convention") if "convention" in dialect.always else None
+        declared = _option_of(parameter.group, "convention") if "convention" in dialect.always else None
         statements = recorded | {
             dialect.name: None if doubt else dialect.convention,
             "its group": None if declared is None else Convention(declared),
@@ -148,7 +148,7 @@ class TranslatedModel:
     def mu(self, parameter: TranslatedParameter) -> float | None:
         """Return the momentum coefficient of the parameter's group, or the user's."""
         option, requested = parameter.method.options.get("momentum", ""), self.choices.mu
-        stored = _option(parameter.group, option)
+        stored = _option_of(parameter.group, option)
         if stored is None:
             return requested
         about = f"parameter {parameter.name!r}"
@@ -159,7 +159,7 @@ class TranslatedModel:
         return float(stored)
 
 
-def _option(group: ParameterGroup | None, name: str | None) -> Any:
+def _option_of(group: ParameterGroup | None, name: str | None) -> Any:
     return group.options.get(name) if group and name else None
 
 
@@ -190,7 +190,7 @@ def rename(
     stored, left_out = _stored_parameters(view, dialect, target, values, choices, left_slots)
     others: list[Entry] = [*view.tensors_of(Role.OTHER), *other_items(manifest, dialect)]
     for entry in others if dialect.opaque != target.opaque else ():
-        if _matches(entry, dialect.opaque):
+        if _matches_any(entry, dialect.opaque):
             raise SourceError(
                 f"{entry.key!r} is a flat bucket of an optimizer's state, and nothing in it says which parameter lies "
                 f"where, so {target.name} cannot take it: save with --dist-ckpt-optim-fully-reshardable in Megatron, "
@@ -198,8 +198,8 @@ def rename(
                 "muonckpt.convert"
             )
     private_globs = dialect.private - target.private
-    private = [entry for entry in others if _matches(entry, private_globs)]
-    copied = [entry for entry in others if not _matches(entry, private_globs)]
+    private = [entry for entry in others if _matches_any(entry, private_globs)]
+    copied = [entry for entry in others if not _matches_any(entry, private_globs)]
     # All parameters under the target's names.
     if rules.rules:
         renamed = apply_rules(rules, stored)
@@ -226,7 +226,7 @@ def rename(
     )
 
 
-def _matches(entry: Entry, globs: Collection[str]) -> bool:
+def _matches_any(entry: Entry, globs: Collection[str]) -> bool:
     return any(fnmatchcase(entry.key, glob) for glob in globs)
 
 
@@ -252,14 +252,16 @@ def for_target(model: TranslatedModel) -> TranslatedModel:
     parameters = {name: _with_method(model, parameter) for name, parameter in model.parameters.items()}
     _refuse_forms(model, parameters)
     groups = _with_members(model.view.groups, parameters, structure_options(dialect))
-    parameters |= _stateless(model, groups, parameters)
+    parameters |= _stateless_parameters(model, groups, parameters)
     # The target's methods and optimizers.
     with_method = {name: p for name, p in parameters.items() if p.is_stateful or p.is_stateless}
     if target is not dialect:
         target = target.with_optimizers_of(parameter.method.name for parameter in with_method.values())
     model = replace(model, target=target, groups=groups)
     unsaid = unsaid_by_name(model.manifest.provenance)
-    return replace(model, parameters=parameters | {n: _targeted(model, p, unsaid) for n, p in with_method.items()})
+    return replace(
+        model, parameters=parameters | {n: _with_target_method(model, p, unsaid) for n, p in with_method.items()}
+    )
 
 
 # Parameters.
@@ -365,7 +367,7 @@ def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> Tran
             "translated; first make a copy without its state, by `select=` of muonckpt.convert"
         )
     method = dialect.method(
-        frozenset(slots), _option(group, dialect.method_option), name, model.left_slots - dialect.derived
+        frozenset(slots), _option_of(group, dialect.method_option), name, model.left_slots - dialect.derived
     )
     if group and (strange := sorted(method.absent_options & group.options.keys())):
         raise SourceError(
@@ -379,10 +381,10 @@ def _with_method(model: TranslatedModel, parameter: TranslatedParameter) -> Tran
         reading = dialect.keys.read_state(entry.path)
         chains.add(reading.chain if reading else "")
     parameter = replace(parameter, method=method, group=group, chains=frozenset(chains))
-    return replace(parameter, step=_step(model, parameter))
+    return replace(parameter, step=_num_steps(model, parameter))
 
 
-def _step(model: TranslatedModel, parameter: TranslatedParameter) -> int | None:
+def _num_steps(model: TranslatedModel, parameter: TranslatedParameter) -> int | None:
     """Return the number of updates: the user's, that of the counters of all parts, or else that of the group."""
     if model.choices.step is not None:
         return model.choices.step
@@ -402,7 +404,7 @@ def _step(model: TranslatedModel, parameter: TranslatedParameter) -> int | None:
     return steps.pop() if steps else None
 
 
-def _stateless(
+def _stateless_parameters(
     model: TranslatedModel,
     groups: Iterable[tuple[ParameterGroup, tuple[str, ...]]],
     parameters: Mapping[str, TranslatedParameter],
@@ -425,7 +427,7 @@ def _stateless(
         missing = [name for name in members if name not in stateful]
         methods = [parameter.method for parameter in siblings]
         if missing and model.dialect.method_option in group.options:
-            method_name = _option(group, model.dialect.method_option)
+            method_name = _option_of(group, model.dialect.method_option)
             # The siblings' come first, as they may have masters.
             methods = [m for m in (*methods, *model.dialect.methods) if m.name == method_name]
         elif len({method.name for method in methods}) > 1:
@@ -439,7 +441,7 @@ def _stateless(
     return stateless
 
 
-def _targeted(
+def _with_target_method(
     model: TranslatedModel, parameter: TranslatedParameter, unsaid: Mapping[str, frozenset[str]]
 ) -> TranslatedParameter:
     """Return a parameter with the target's method and optimizer, and the matrices that its options have to say."""

@@ -40,7 +40,7 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect, groups: tuple[Pa
             # The number includes that of its optimizer; in manifests it may stand alone.
             if tensor.name not in (None, number, number.rpartition("#")[2]):
                 names[number] = str(tensor.name)
-        groups = tuple(_renamed(group, names) for group in groups)
+        groups = tuple(_with_names(group, names) for group in groups)
     # The keys of state count, even against other records.
     keys_by_state: dict[tuple[str, str], str] = {}
     tensors: list[StateRecord] = []
@@ -189,10 +189,10 @@ def name_numbers(groups: Iterable[ParameterGroup], values: Values) -> tuple[tupl
         if isinstance(names, list | tuple) and len(names) == len(group.parameters):
             pairs = zip(group.parameters, names, strict=True)
             names_by_number |= {number: name for number, name in pairs if isinstance(name, str)}
-    return tuple(_renamed(group, names_by_number) for group in groups), names_by_number
+    return tuple(_with_names(group, names_by_number) for group in groups), names_by_number
 
 
-def _renamed(group: ParameterGroup, names: Mapping[str, str]) -> ParameterGroup:
+def _with_names(group: ParameterGroup, names: Mapping[str, str]) -> ParameterGroup:
     return replace(group, parameters=tuple(names.get(number, number) for number in group.parameters))
 
 

@@ -103,11 +103,11 @@ def unflattened(tensor: OutputTensor, shape: Index) -> OutputTensor:
     """Return a matrix in the dims of its parameter; all but the first are its columns; others unchanged."""
     if len(shape) < 3 or tensor.record.shape != (shape[0], math.prod(shape[1:])):
         return tensor
-    return _rearranged(tensor, _unflattened(tensor.layout, shape))
+    return _with_layout(tensor, _unflattened(tensor.layout, shape))
 
 
-def _rearranged(tensor: OutputTensor, layout: TensorLayout) -> OutputTensor:
-    """Return a tensor of these elements of another one; of that one's record only the dtype stays."""
+def _with_layout(tensor: OutputTensor, layout: TensorLayout) -> OutputTensor:
+    """Return a tensor of elements of the given one, where ``layout`` finds them; the dtype stays."""
     key, path, dtype = tensor.key, tensor.record.path, tensor.record.dtype
     return OutputTensor(
         StateRecord(key, path=path, shape=layout.shape, dtype=dtype, chunks=no_chunks(len(layout.shape))),
@@ -129,7 +129,7 @@ def apply_rules(rules: NameRules, parameters: Mapping[str, TranslatedParameter])
             # The results of a rule take the place of the matched parameters, also for the rules after it.
             parts = [unmatched.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
-                products = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
+                products = _split_parameter(rule, parts[0]) if rule.splits else [_join_parameters(rule, parts)]
                 is_numbered = rule.splits and rule.each is not None
                 patterns = rule.target * len(products) if is_numbered else rule.target
                 for number, (pattern, product) in enumerate(zip(patterns, products, strict=True)):
@@ -145,8 +145,8 @@ def apply_rules(rules: NameRules, parameters: Mapping[str, TranslatedParameter])
         for name in unmatched.keys() & results.keys():
             if not unmatched[name].tensors.keys().isdisjoint(results[name].tensors):
                 raise LayoutError(f"rule {rule} makes {name!r}, which exists already")
-            halves = unmatched.pop(name), results[name]
-            stateless, stateful = sorted(halves, key=lambda half: {*half.tensors} != {None})
+            same_name = unmatched.pop(name), results[name]
+            stateless, stateful = sorted(same_name, key=lambda parameter: {*parameter.tensors} != {None})
             results[name] = replace(
                 stateful,
                 aliases=tuple(dict.fromkeys((*stateless.aliases, *stateful.aliases))),
@@ -181,7 +181,8 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
 # Splitting and joining.
 
 
-def _split(rule: NameRule, whole: TranslatedParameter) -> list[TranslatedParameter]:
+def _split_parameter(rule: NameRule, whole: TranslatedParameter) -> list[TranslatedParameter]:
+    """Return the parts of a parameter, each with its share of every tensor, in the order of the rule."""
     count = rule.count or (len(rule.target) if rule.each is None else None)
     if count == 1 and not rule.stacked:
         return [whole]
@@ -197,20 +198,22 @@ def _split(rule: NameRule, whole: TranslatedParameter) -> list[TranslatedParamet
         if count is None:
             raise LayoutError(f"rule {rule}: `count` is needed to split a tensor that is not stacked")
         # Each part is a view of the whole: its boxes, seen through the whole's layout.
-        for tensors, boxes in zip(tensors_of_parts, _boxes(shape, rule.dim, shares, rule.interleaved), strict=True):
+        boxes_of_parts = _part_boxes(shape, rule.dim, shares, rule.interleaved)
+        for tensors, boxes in zip(tensors_of_parts, boxes_of_parts, strict=True):
             layout = through(stacked(boxes, rule.dim), tensor.layout)
-            tensors[slot] = _rearranged(tensor, _without_dim(layout, rule.dim) if rule.stacked else layout)
+            tensors[slot] = _with_layout(tensor, _without_dim(layout, rule.dim) if rule.stacked else layout)
     parts = []
-    boxes_of_parts = _boxes(whole.shape, rule.dim, shares, rule.interleaved)
+    boxes_of_parts = _part_boxes(whole.shape, rule.dim, shares, rule.interleaved)
     for tensors, boxes in zip(tensors_of_parts, boxes_of_parts, strict=True):
-        part = whole.matrices.part(_ranges(boxes, rule.dim), rule.dim)
+        part = whole.matrices.part(_ranges_in_dim(boxes, rule.dim), rule.dim)
         part = part.without_dim(rule.dim) if rule.stacked else part
         is_regrouped = whole.regrouped or not rule.keeps_groups
         parts.append(replace(whole, tensors=tensors, matrices=part, regrouped=is_regrouped))
     return parts
 
 
-def _join(rule: NameRule, parts: Sequence[TranslatedParameter]) -> TranslatedParameter:
+def _join_parameters(rule: NameRule, parts: Sequence[TranslatedParameter]) -> TranslatedParameter:
+    """Return the parameter that a rule joins of these parts, which are in their order."""
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
     tensors: dict[str | None, OutputTensor] = {}
@@ -222,8 +225,9 @@ def _join(rule: NameRule, parts: Sequence[TranslatedParameter]) -> TranslatedPar
     origins = [None if rule.keeps_groups else part.aliases for part in parts]
     shapes = [_with_size(part.shape, rule.dim) if rule.stacked else part.shape for part in parts]
     lengths = tuple(shape[rule.dim] for shape in shapes)
-    shape = _replaced(shapes[0], rule.dim, sum(lengths))
-    ranges = [_ranges(boxes, rule.dim) for boxes in _boxes(shape, rule.dim, rule.shares or lengths, rule.interleaved)]
+    shape = _with_value(shapes[0], rule.dim, sum(lengths))
+    boxes_of_parts = _part_boxes(shape, rule.dim, rule.shares or lengths, rule.interleaved)
+    ranges = [_ranges_in_dim(boxes, rule.dim) for boxes in boxes_of_parts]
     parts_matrices = [part.matrices.with_dim(rule.dim) if rule.stacked else part.matrices for part in parts]
     return replace(
         parts[0],
@@ -245,6 +249,7 @@ def _merged_entries(parts: Iterable[TranslatedParameter]) -> dict[str | None, tu
 
 
 def _joined_tensor(rule: NameRule, parts: Sequence[OutputTensor]) -> OutputTensor:
+    """Return one tensor of the same slot of all parts; its elements stay where they are."""
     dtypes, ranks = {part.record.dtype for part in parts}, {len(part.record.shape) for part in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
         raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} cannot be joined")
@@ -252,41 +257,41 @@ def _joined_tensor(rule: NameRule, parts: Sequence[OutputTensor]) -> OutputTenso
     layouts: list[TensorLayout] = []
     num_buffers = 0
     for part in parts:
-        layout = _renumbered(part.layout, num_buffers)
+        layout = _renumbered_layout(part.layout, num_buffers)
         layouts.append(_with_dim(layout, rule.dim) if rule.stacked else layout)
         num_buffers += sum(map(len, part.sources))
     if rule.dim >= len(layouts[0].shape):
         raise LayoutError(f"rule {rule}: shape {layouts[0].shape} has no dim {rule.dim}")
     lengths = tuple(layout.shape[rule.dim] for layout in layouts)
-    shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
-    layout = _joined(tuple(layouts), shape, rule.dim, rule.shares or lengths, rule.interleaved)
+    shape = _with_value(layouts[0].shape, rule.dim, sum(lengths))
+    layout = _joined_layout(tuple(layouts), shape, rule.dim, rule.shares or lengths, rule.interleaved)
     sources = tuple(chain.from_iterable(part.sources for part in parts))
-    return _rearranged(replace(parts[0], sources=sources), layout)
+    return _with_layout(replace(parts[0], sources=sources), layout)
 
 
-def _ranges(boxes: Iterable[Box], dim: int) -> list[tuple[int, int]]:
+def _ranges_in_dim(boxes: Iterable[Box], dim: int) -> list[tuple[int, int]]:
     return [(box.lo[dim], box.hi[dim]) for box in boxes]
 
 
 @lru_cache(maxsize=1024)
-def _renumbered(layout: TensorLayout, first: int) -> TensorLayout:
+def _renumbered_layout(layout: TensorLayout, first: int) -> TensorLayout:
     """Return a layout whose buffers are counted from ``first`` on."""
     buffers = tuple(first + buffer for buffer in layout.buffers if isinstance(buffer, int))
     return replace(layout, buffers=buffers) if first else layout
 
 
 @lru_cache(maxsize=1024)
-def _joined(
+def _joined_layout(
     layouts: tuple[TensorLayout, ...], shape: Index, dim: int, shares: tuple[int, ...], interleaved: int
 ) -> TensorLayout:
     """Return the layout of a whole.  Cached, as all below, because tensors share layouts."""
     fragments: list[Fragment] = []
-    for layout, boxes in zip(layouts, _boxes(shape, dim, shares, interleaved), strict=True):
-        fragments += _shifted(layout, boxes, dim)
+    for layout, boxes in zip(layouts, _part_boxes(shape, dim, shares, interleaved), strict=True):
+        fragments += _shifted_fragments(layout, boxes, dim)
     return TensorLayout.of(shape, tuple(fragments))
 
 
-def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
+def _part_boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
     """Yield the boxes of each part in a whole of this shape, in their order within the part."""
     unit, remainder = divmod(shape[dim], interleaved * sum(shares))
     if remainder:
@@ -298,15 +303,15 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
     for share in shares:
         boxes = []
         for lo in [repeat * turn + offset for repeat in range(interleaved)]:
-            boxes.append(Box(_replaced((0,) * len(shape), dim, lo), _replaced(shape, dim, lo + share * unit)))
+            boxes.append(Box(_with_value((0,) * len(shape), dim, lo), _with_value(shape, dim, lo + share * unit)))
         yield boxes
         offset += share * unit
 
 
-def _shifted(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
+def _shifted_fragments(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
     """Yield the fragments of a part, shifted to the places of its successive pieces in the whole (``boxes``)."""
     pieces = stacked(boxes, dim)
-    expected = _replaced(boxes[0].shape, dim, pieces[-1].origin[dim] + pieces[-1].box.shape[dim])
+    expected = _with_value(boxes[0].shape, dim, pieces[-1].origin[dim] + pieces[-1].box.shape[dim])
     if expected != layout.shape:
         raise LayoutError(f"a part has shape {layout.shape}, expected {expected}")
     for piece in pieces:
@@ -317,7 +322,7 @@ def _shifted(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[F
             yield from (Fragment(f.box.shift(piece.box.lo), f.place) for f in piece_layout.fragments)
 
 
-def _replaced(values: Index, dim: int, value: int) -> Index:
+def _with_value(values: Index, dim: int, value: int) -> Index:
     return (*values[:dim], value, *values[dim + 1 :])
 
 

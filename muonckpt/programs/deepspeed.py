@@ -18,6 +18,7 @@ _FORMS: dict[str, OptionValues] = {
 
 
 def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
+    """Return the options for a form of Newton-Schulz; None if DeepSpeed has no such form."""
     if "gram" not in common:
         return {}
     restarts = common["gram"]

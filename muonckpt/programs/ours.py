@@ -38,6 +38,7 @@ _CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
 
 
 def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
+    """Return how Muon stores a method of its own, with additional slots."""
     matrices, defaults = "momentum" in SLOTS[name], GROUP_OPTIONS[name]
     # Matrices have the scale of their rate, element-wise methods a pair of decay rates.
     codings = (_SCALE, OPTIONAL_FLATTEN) if matrices else (betas("betas"),)
