@@ -112,12 +112,16 @@ def sort_parameters(model: nn.Module, *rules: Rules, head: Heads = ..., split: S
 
 def layers_for(model: nn.Module, rules: Rules, head: Heads, split: Splits) -> list[tuple[Rule, ...]]:
     """Return the layers of rules that these arguments make."""
-    uses = [*chain(*_uses(model).values())]
-    of_head = [] if head is ... else [(_head_rule(head, uses),)]
-    return [*of_head, *([tuple(_split_rules(split, uses))] if split else []), *(layers_of(rules) or [MODULE_TYPES])]
+    uses = [*chain(*_find_uses(model).values())]
+    of_head = [] if head is ... else [(_make_head_rule(head, uses),)]
+    return [
+        *of_head,
+        *([tuple(_make_split_rules(split, uses))] if split else []),
+        *(layers_of(rules) or [MODULE_TYPES]),
+    ]
 
 
-def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
+def _make_head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
     """Return the rule of an output head; it has no names where there is none, or the head is the embedding."""
     tables = {use.parameter for use in uses if isinstance(use.owner, nn.Embedding)}
     heights = {table.shape[0] for table in tables}
@@ -134,7 +138,7 @@ def _head_rule(head: Heads, uses: Sequence[Use]) -> Rule:
             is_named = isinstance(part, str) and f"{use.name}.".startswith(f"{part}.")
             matrices += [use] if use.parameter.dim() > 1 and (is_named or use.owner in modules) else []
         if part is not None and not matrices:
-            close = _close_names(part, uses) if isinstance(part, str) else ""
+            close = _suggest_names(part, uses) if isinstance(part, str) else ""
             raise ArgumentError(
                 f"head={part!r}: no such matrix in the model{close or '.'} Write head=None if it has none"
             )
@@ -168,13 +172,13 @@ def _likely_heads(layers: Sequence[Use], heights: Collection[int]) -> list[str]:
     return sorted(find_heads(tall, [use.name for use in matrices])) if tall else []
 
 
-def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
+def _make_split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
     """Yield the rules that say which matrices are fused in parameters, or modules, with the names."""
     matrices = [use.name for use in uses if use.parameter.dim() > 1]
     for pattern, parts in split.items():
         names = pattern, f"{pattern}.weight"
         if not any(is_match(name, glob) for name in matrices for glob in names):
-            raise ArgumentError(f"split: {pattern!r} names no matrix{_close_names(pattern, uses)}")
+            raise ArgumentError(f"split: {pattern!r} names no matrix{_suggest_names(pattern, uses)}")
         match parts:
             case None:
                 cut = WHOLE
@@ -189,13 +193,13 @@ def _split_rules(split: Splits, uses: Sequence[Use]) -> Iterator[Rule]:
         yield Rule("experts", names, dims=(3,), where=is_no_convolution, split=cut, optional=True)
 
 
-def _close_names(name: str, uses: Sequence[Use]) -> str:
+def _suggest_names(name: str, uses: Sequence[Use]) -> str:
     return did_you_mean(name.strip("*."), [use.name.removesuffix(".weight") for use in uses])
 
 
 def sort_by_layers(model: nn.Module, layers: Sequence[Sequence[Rule]], given_rules: str = "RULES") -> Decisions:
     """Decide each parameter by layers of rules; an error's code calls those that a user gave by this name."""
-    uses_of = _uses(model)
+    uses_of = _find_uses(model)
     questions = []
     all_uses = [*chain(*uses_of.values())]
     for rule in chain(*layers):
@@ -221,7 +225,7 @@ def sort_by_layers(model: nn.Module, layers: Sequence[Sequence[Rule]], given_rul
     return Decisions(tuple(result for result in results.values() if isinstance(result, Decision)))
 
 
-def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
+def _find_uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     """Return the places of each parameter in a model, with names as they are without wrappers."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model: expected a model, whose names and modules decide, found a {type(model).__name__}")
@@ -254,14 +258,14 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
         adamw = [rule for rule in chain(*layers) if rule.names and KINDS[rule.kind].algorithm == "adamw"]
         if isinstance(parameter, FlatParameter) or not any(any(map(rule.reason, uses)) for rule in adamw):
             raise ArgumentError(FSDP1)
-    usual_rule = _usual_rule(uses, names)
+    usual_rule = _guess_rule(uses, names)
     # The first layer that selects it decides.
     for layer in layers:
         reasons: list[tuple[Rule, str]] = []
         for rule in layer:
             reasons += [(rule, reason) for reason in map(rule.reason, uses) if reason]
         if reasons:
-            rule, why = _agreed_rule(reasons, uses)
+            rule, why = _agree_on_rule(reasons, uses)
             flatten = KINDS[rule.kind].flatten
             try:
                 if rule.kind == "experts" and is_in(uses, *CONVOLUTIONS):
@@ -272,12 +276,12 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
             except ValueError as error:
                 raise UnclearError(str(error), usual_rule) from error
             # Its kind has been checked to have rows and columns.
-            split = _split_in(rule, uses)
+            split = _find_split(rule, uses)
             return decision if split == WHOLE else replace(decision, fused=split.of(shape, flatten))
     raise UnselectedError("no rule selects it", usual_rule)
 
 
-def _usual_rule(uses: Sequence[Use], names: tuple[str, ...]) -> Rule:
+def _guess_rule(uses: Sequence[Use], names: tuple[str, ...]) -> Rule:
     """Return the rule that most likely decides a parameter: advice, for the user to check."""
     for use in uses:
         for rule in MODULE_TYPES:
@@ -292,14 +296,14 @@ def _usual_rule(uses: Sequence[Use], names: tuple[str, ...]) -> Rule:
     return Rule("other", names)
 
 
-def _split_in(rule: Rule, uses: Sequence[Use]) -> Split:
+def _find_split(rule: Rule, uses: Sequence[Use]) -> Split:
     return next(rule.split_in(use.owner) for use in uses if rule.reason(use))
 
 
-def _agreed_rule(reasons: Sequence[tuple[Rule, str]], uses: Sequence[Use]) -> tuple[Rule, str]:
+def _agree_on_rule(reasons: Sequence[tuple[Rule, str]], uses: Sequence[Use]) -> tuple[Rule, str]:
     """Return the rule on which a layer's rules agree, and its reason."""
     rules = list(dict.fromkeys(rule for rule, _ in reasons))
-    if len({(rule.kind, _split_in(rule, uses)) for rule in rules}) == 1:
+    if len({(rule.kind, _find_split(rule, uses)) for rule in rules}) == 1:
         return reasons[0]
     embedding = next(((rule, why) for rule, why in reasons if rule.kind == "embedding"), None)
     # A rule for a module type does not know that its parameter is an embedding elsewhere; a rule with names does.

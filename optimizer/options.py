@@ -151,12 +151,12 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, Sequence) and all(_is_integer(count) and count >= 1 for count in value)
 
 
-def _count_list(unit: str) -> Declaration:
+def _declare_counts(unit: str) -> Declaration:
     expected = f"None, or whole numbers of at least 1 in a list: the {unit} of each matrix that is fused in a parameter"
     return lambda counts: counts is None or (_are_counts(counts) and len(counts) > 0), expected
 
 
-def _none_or(values: Collection[Any]) -> Declaration:
+def _declare_none_or(values: Collection[Any]) -> Declaration:
     return (None, *values).__contains__, f"None, or one of {list(values)}"
 
 
@@ -188,11 +188,11 @@ _DECLARATIONS: Mapping[str, Declaration] = {
     "ns_steps": (COUNT[0], "at least one step, as a whole number"),
     "ns_dtype": (PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}"),
     "gram": (lambda gram: gram is None or _are_counts(gram), "None, or the steps of restarts in a list"),
-    "pieces": _count_list("rows"),
-    "columns": _count_list("columns"),
+    "pieces": _declare_counts("rows"),
+    "columns": _declare_counts("columns"),
     "interleaved": COUNT,
-    MOMENTUM_DTYPE: _none_or(STATE_DTYPES),
-    STATE_DTYPE: _none_or(STATE_DTYPES),
+    MOMENTUM_DTYPE: _declare_none_or(STATE_DTYPES),
+    STATE_DTYPE: _declare_none_or(STATE_DTYPES),
     FLATTEN: FLAG,
 }
 """Options of groups, where their values do not depend on the algorithm."""

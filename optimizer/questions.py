@@ -62,7 +62,7 @@ class UnsortedError(ArgumentError):
         # One line for parameters that are alike in all layers.
         for name, count, text in folded((" = ".join(question.names), question.text) for question in questions):
             lines.append(f"{name}{f' ({count} alike)' if count > 1 else ''} {text}".strip())
-        self.arguments, notes = _arguments(questions, uses_of, results, given_rules)
+        self.arguments, notes = _suggest_arguments(questions, uses_of, results, given_rules)
         code = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
         failure, answers = "the parameters cannot be sorted:\n- ", [*([f"Write {code}"] if code else []), *notes]
         super().__init__("\n".join([failure + fitted(lines, "\n- ", failure, *answers), *answers]))
@@ -71,7 +71,7 @@ class UnsortedError(ArgumentError):
 def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Rule]]) -> Iterator[Question]:
     """Yield the open questions about the parameters of a model."""
     shapes = {use.name: tuple(use.parameter.shape) for use in chain(*uses_of.values())}
-    heights = _head_heights(uses_of, results, layers)
+    heights = _find_head_heights(uses_of, results, layers)
     for parameter, uses in uses_of.items():
         names, shape, result = tuple(use.name for use in uses), tuple(parameter.shape), results[parameter]
         place = f"{list(shape)} in {' and '.join(dict.fromkeys(type(use.owner).__name__ for use in uses))}"
@@ -102,7 +102,7 @@ def is_in(uses: Sequence[Use], *module_types: type[nn.Module]) -> bool:
     return any(isinstance(use.owner, module_types) for use in uses)
 
 
-def _head_heights(uses_of: Uses, results: Results, layers: Sequence[Sequence[Rule]]) -> Collection[int]:
+def _find_head_heights(uses_of: Uses, results: Results, layers: Sequence[Sequence[Rule]]) -> Collection[int]:
     """Return the rows that an untied output head may have: those of embeddings, unless it is known which it is."""
     all_uses = [*chain(*uses_of.values())]
     head_rules = [rule for rule in chain(*layers) if rule.kind == "head"]
@@ -137,7 +137,7 @@ def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, s
     return name, ".".join([*(["*"] if before else []), *tail]), parts
 
 
-def _arguments(
+def _suggest_arguments(
     questions: Sequence[Question], uses_of: Uses, results: Results, given_rules: str
 ) -> tuple[dict[str, str], list[str]]:
     """Return the arguments that answer questions, as code by name, and what else may be written in their place."""

@@ -157,7 +157,7 @@ def _pair_parameters(
             f"optimizer {shown}, and {_BY_NUMBER}"
         )
     else:
-        labels = saved_labels = _number_labels(groups, saved_groups, names if are_unique else None, globs)
+        labels = saved_labels = _label_by_number(groups, saved_groups, names if are_unique else None, globs)
     assert labels is not None and saved_labels is not None
     sources = {}
     for number, (group_labels, group) in enumerate(zip(saved_labels, saved_groups, strict=True)):
@@ -166,7 +166,7 @@ def _pair_parameters(
     return labels, sources
 
 
-def _number_labels(
+def _label_by_number(
     groups: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
     names: list[list[str]] | None,

@@ -117,25 +117,25 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
         "weight_decay": config.weight_decay,
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
-        "ns_coefficients": _coefficients(config),
+        "ns_coefficients": _choose_coefficients(config),
         "ns_steps": config.muon_num_ns_steps,
-        "ns_dtype": _chosen("muon_fp32_matmul_prec", config, MATMUL_PRECISIONS),
-        "adjust_lr_fn": _scale(config),
+        "ns_dtype": _translate_choice("muon_fp32_matmul_prec", config, MATMUL_PRECISIONS),
+        "adjust_lr_fn": _choose_scale(config),
         "qkv": registry._get_qkv_split_shapes(model_chunks[0].config) if config.muon_split_qkv else None,
         **({} if layer_wise else shared),
     }
 
 
-def _chosen(option: str, config: Any, choices: Mapping[str, Any]) -> Any:
+def _translate_choice(option: str, config: Any, choices: Mapping[str, Any]) -> Any:
     value = getattr(config, option)
     if value not in choices:
         raise ArgumentError(f"{option}={value!r}: expected one of {', '.join(choices)}")
     return choices[value]
 
 
-def _coefficients(config: Any) -> str | Sequence[Triple]:
+def _choose_coefficients(config: Any) -> str | Sequence[Triple]:
     kind, steps = config.muon_coefficient_type, config.muon_num_ns_steps
-    published = _chosen("muon_coefficient_type", config, EMERGING_TYPES)
+    published = _translate_choice("muon_coefficient_type", config, EMERGING_TYPES)
     coefficients = emerging_coefficients(kind, steps)
     if coefficients != published:
         warn(
@@ -147,8 +147,8 @@ def _coefficients(config: Any) -> str | Sequence[Triple]:
     return coefficients
 
 
-def _scale(config: Any) -> Callable[[int, int], float]:
-    by_shape, extra = _chosen("muon_scale_mode", config, SCALE_MODES), config.muon_extra_scale_factor
+def _choose_scale(config: Any) -> Callable[[int, int], float]:
+    by_shape, extra = _translate_choice("muon_scale_mode", config, SCALE_MODES), config.muon_extra_scale_factor
 
     def scale(rows: int, columns: int) -> float:
         return float(extra * by_shape(rows, columns))

@@ -50,10 +50,10 @@ def maker_of(source: str) -> Maker:
         assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[file.stem] = module  # dataclasses and pickles look their module up
-        with _importing(str(file.parent.resolve()), str(file)):
+        with _importing_from(str(file.parent.resolve()), str(file)):
             spec.loader.exec_module(module)
     else:
-        with _importing(str(Path.cwd()), place):
+        with _importing_from(str(Path.cwd()), place):
             module = importlib.import_module(place)
     maker = getattr(module, name, None)
     if not callable(maker):
@@ -64,14 +64,14 @@ def maker_of(source: str) -> Maker:
 
 
 @contextmanager
-def _importing(folder: str, source: str) -> Iterator[None]:
+def _importing_from(folder: str, source: str) -> Iterator[None]:
     """Put a folder on the path, as Python itself does for a script, and say what cannot be imported."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise TargetError(f"{source} cannot be imported: {_describe(error)}") from error
+        raise TargetError(f"{source} cannot be imported: {_describe_error(error)}") from error
 
 
 def build(make: Maker, source: str) -> Built:
@@ -92,7 +92,7 @@ def build(make: Maker, source: str) -> Built:
             raise
         except (Exception, SystemExit) as error:
             if device == "cpu":
-                raise TargetError(f"{source}() fails: {_describe(error)}") from error
+                raise TargetError(f"{source}() fails: {_describe_error(error)}") from error
     raise AssertionError("the CPU is the last device")
 
 
@@ -100,7 +100,7 @@ def _model_and_optimizers(result: Any, source: str) -> Built:
     """Tell the model from the optimizers in the result of the user's function."""
     parts = [*result.values()] if isinstance(result, Mapping) else result
     if isinstance(parts, tuple | list) and len(parts) >= 2 and isinstance(parts[0], nn.Module):
-        optimizers = tuple(_unwrap(parts[1:]))
+        optimizers = tuple(_unwrap_optimizers(parts[1:]))
         lazy_names = [name for name, parameter in parts[0].named_parameters() if is_lazy(parameter)]
         if lazy_names:
             raise TargetError(
@@ -116,7 +116,7 @@ def _model_and_optimizers(result: Any, source: str) -> Built:
     )
 
 
-def _unwrap(parts: Iterable[Any]) -> Iterator[Optimizer]:
+def _unwrap_optimizers(parts: Iterable[Any]) -> Iterator[Optimizer]:
     """Yield the optimizers in lists, dicts and wrappers, each once."""
     visited: set[int] = set()
 
@@ -149,7 +149,7 @@ def _has_meta_options(optimizers: Iterable[Optimizer]) -> bool:
     return False
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({error.code!r}); keep what a script does under `if __name__ == '__main__':`"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

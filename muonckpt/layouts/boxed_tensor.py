@@ -105,10 +105,10 @@ class BoxedTensor(Tensor):
         return self.parts[tuple(index.offset or ())]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
-        return self._mapped(Tensor.clone)
+        return self._map_parts(Tensor.clone)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        boxes = ", ".join(map(str, _boxes(self.parts)))
+        boxes = ", ".join(map(str, _boxes_of(self.parts)))
         return f"BoxedTensor({self.dtype} of shape {tuple(self.shape)}, here: {boxes or 'nothing'})"
 
     @classmethod
@@ -116,10 +116,10 @@ class BoxedTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _PARTWISE and isinstance(args[0], BoxedTensor):
-            return args[0]._mapped(lambda part: func(part, *args[1:], **(kwargs or {})))
+            return args[0]._map_parts(lambda part: func(part, *args[1:], **(kwargs or {})))
         raise TypeError(f"{func} of a BoxedTensor: it is the boxes that this rank holds; compute with its parts")
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> BoxedTensor:
+    def _map_parts(self, function: Callable[[Tensor], Tensor]) -> BoxedTensor:
         return type(self)(self.shape, {lo: function(part) for lo, part in self.parts.items()}, self.dtype, self.device)
 
 
@@ -177,12 +177,12 @@ def _declared_parts(tensor: Any) -> Iterator[tuple[Index, Tensor]]:
         yield tuple(chunk.offsets), part.detach()
 
 
-def _boxes(parts: Parts) -> list[Box]:
+def _boxes_of(parts: Parts) -> list[Box]:
     return [Box.of(tuple(part.shape)).shift(lo) for lo, part in parts.items()]
 
 
 def _check_parts(shape: Index, dtype: torch.dtype, parts: Parts) -> None:
-    boxes = _boxes(parts)
+    boxes = _boxes_of(parts)
     for box, part in zip(boxes, parts.values(), strict=True):
         if box.ndim != len(shape) or any(map(gt, box.hi, shape)):
             raise LayoutError(f"box {box} reaches outside the tensor of shape {shape}")

@@ -233,11 +233,11 @@ def order_of_cuts(cuts: DimCuts) -> list[tuple[int, int]]:
         elif all(stripes == 1 or cuts[earlier][1] == 1 for earlier, stripes in order[:place]):
             order.insert(place, (number, 1))
         else:
-            raise _unordered(cuts)
+            raise _unordered_error(cuts)
     return order
 
 
-def _unordered(cuts: DimCuts) -> LayoutError:
+def _unordered_error(cuts: DimCuts) -> LayoutError:
     shown = ", ".join(f"{placement} over {parts} ranks" for placement, parts in cuts)
     return LayoutError(
         "placements do not say in which order a dim was cut, and so which elements are here: fully_shard and "
@@ -254,7 +254,7 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
         LayoutError: not one placement per mesh axis, or a placement of a dim that the tensor does not have.
     """
     _check_placements(shape, mesh, placements)
-    corners, position, offset, strides = _rows(shape, mesh, placements, np.arange(len(mesh.ranks)))
+    corners, position, offset, strides = _fragment_rows(shape, mesh, placements, np.arange(len(mesh.ranks)))
     holding, buffer = np.unique(position, return_inverse=True)
     buffers = tuple(mesh.ranks[rank] for rank in holding.tolist())
     return TensorLayout.of_columns(shape, corners, buffers, buffer, offset, strides)
@@ -266,7 +266,7 @@ def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
     _check_placements(shape, mesh, placements)
     if rank not in mesh.ranks:
         return ()
-    corners, _, offset, strides = _rows(shape, mesh, placements, np.array([mesh.ranks.index(rank)]))
+    corners, _, offset, strides = _fragment_rows(shape, mesh, placements, np.array([mesh.ranks.index(rank)]))
     boxes = map(Box, *(map(tuple, corner[:, : len(shape)].tolist()) for corner in corners))
     places = (Place(rank, start, tuple(along)) for start, along in zip(offset.tolist(), strides.tolist(), strict=True))
     return tuple(map(Fragment, boxes, places))
@@ -275,7 +275,7 @@ def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
     """Return the shape of the local tensor on ``rank``, if the layout describes it."""
     position = np.array([mesh.ranks.index(rank)])
-    along = (_along(dim, shape, mesh, placements, position) for dim in range(len(shape)))
+    along = (_shares_of_ranks(dim, shape, mesh, placements, position) for dim in range(len(shape)))
     return tuple(int(shares.length[number[0]]) for shares, number in along)
 
 
@@ -287,7 +287,7 @@ def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement,
             raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
 
 
-def _rows(
+def _fragment_rows(
     shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[tuple[IntArray, IntArray], IntArray, IntArray, IntArray]:
     """Return corners, positions, offsets and strides of the fragments of the ranks at ``positions`` of the mesh.
@@ -295,7 +295,7 @@ def _rows(
     A rank holds the product of its runs along each dim, the last dim's changing fastest.
     """
     # One row for each combination of a rank's runs.
-    along = [_along(dim, shape, mesh, placements, positions) for dim in range(len(shape))]
+    along = [_shares_of_ranks(dim, shape, mesh, placements, positions) for dim in range(len(shape))]
     runs = [np.diff(shares.first)[number] for shares, number in along]
     count = np.prod(runs, axis=0, dtype=np.int64) if runs else np.ones(len(positions), np.int64)
     holder, within = expanded(np.zeros_like(count), count)
@@ -314,7 +314,7 @@ def _rows(
     return (lo, hi), positions[holder], offset, strides
 
 
-def _along(
+def _shares_of_ranks(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[DimShares, IntArray]:
     """Return the shares of one dim, and the number of the share of each rank at ``positions`` of the mesh."""
@@ -325,11 +325,11 @@ def _along(
         if not isinstance(placement, Replicate) and placement.dim == dim:
             cuts.append((placement, parts))
             number = number * parts + positions // step % parts
-    return _shares(shape[dim], tuple(cuts)), number
+    return _cut_dim(shape[dim], tuple(cuts)), number
 
 
 @lru_cache(maxsize=256)
-def _shares(size: int, cuts: DimCuts) -> DimShares:
+def _cut_dim(size: int, cuts: DimCuts) -> DimShares:
     """Cut a dim by placements over so many ranks each.  Cached: many tensors have equal dims.
 
     Raises:
@@ -344,7 +344,7 @@ def _shares(size: int, cuts: DimCuts) -> DimShares:
         if not np.array_equal(shares.holders(), reordered.holders()) and np.array_equal(
             shares.length, reordered.length
         ):
-            raise _unordered(cuts)
+            raise _unordered_error(cuts)
     return shares
 
 

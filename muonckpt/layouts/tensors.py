@@ -42,22 +42,22 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
         if len(replicas) == 1:
             return owned_layout(shape, replicas[0])
         return mesh_layout(shape, Mesh((len(replicas),), replicas), (Replicate(),))
-    mesh, placements = _checked(tensor)
+    mesh, placements = _mesh_and_placements(tensor)
     return mesh_layout(tuple(tensor.shape), mesh, placements)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, which shares its memory and is detached from autograd."""
-    local: torch.Tensor = _local(tensor) if isinstance(tensor, DTensor) else tensor
+    local: torch.Tensor = _plain_local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's parts of tensors, not detached: for operations that autograd does not record."""
-    return [_local(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [_plain_local(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
-def _local(tensor: DTensor) -> torch.Tensor:
+def _plain_local(tensor: DTensor) -> torch.Tensor:
     # Take a plain local tensor itself: to_local() makes a view for autograd first.
     return tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
 
@@ -70,7 +70,7 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
     """
     if not isinstance(tensor, DTensor):
         return True
-    sharding = {axis for axis, placement in enumerate(_placements_of(tensor)) if placement.dim is not None}
+    sharding = {axis for axis, placement in enumerate(_convert_placements(tensor)) if placement.dim is not None}
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(index for axis, index in enumerate(coordinate) if axis not in sharding)
 
@@ -91,7 +91,7 @@ def zeros_sharded_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torc
     if not isinstance(tensor, DTensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
     # The global shape is given: where shards are uneven, torch cannot infer it from the local one.
-    mesh, placements = _mesh(tensor.device_mesh), _placements_of(tensor)
+    mesh, placements = _convert_mesh(tensor.device_mesh), _convert_placements(tensor)
     local = local_shape(shape, mesh, placements, torch.distributed.get_rank())
     zeros: torch.Tensor = DTensor.from_local(
         torch.zeros(local, dtype=dtype, device=tensor.device),
@@ -108,14 +108,16 @@ def mesh_placement_of(tensor: torch.Tensor) -> MeshPlacement | None:
     """Return mesh and placements of a tensor; None where they do not describe it."""
     if not isinstance(tensor, DTensor) or declares_boxes(tensor):
         return None
-    return _mesh_placement(_mesh(tensor.device_mesh), tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
+    return _mesh_placement(
+        _convert_mesh(tensor.device_mesh), tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim
+    )
 
 
 @lru_cache(maxsize=4096)
 def _mesh_placement(
     mesh: Mesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
 ) -> MeshPlacement:
-    return MeshPlacement(mesh, names, tuple(_placement(placement, ndim) for placement in placements))
+    return MeshPlacement(mesh, names, tuple(_convert_placement(placement, ndim) for placement in placements))
 
 
 def declares_boxes(tensor: torch.Tensor) -> bool:
@@ -129,14 +131,14 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
     Raises:
         LayoutError: as `layout_of`.
     """
-    mesh, placements = _checked(tensor)
+    mesh, placements = _mesh_and_placements(tensor)
     return fragments_on(tuple(tensor.shape), mesh, placements, torch.distributed.get_rank())
 
 
-def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
+def _mesh_and_placements(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
     """Return our mesh and placements of a DTensor, whose local tensor has the shape that they imply."""
     rank = torch.distributed.get_rank()
-    mesh = _mesh(tensor.device_mesh)
+    mesh = _convert_mesh(tensor.device_mesh)
     placements, expected = _placements_and_shape(tensor.shape, mesh, tensor.placements, rank)
     actual = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which costs most of the time
     if expected is not None and actual != expected:
@@ -162,7 +164,7 @@ def _placements_and_shape(
             f"expected a placement for each axis of mesh {mesh.shape}, found {placements} of a tensor of shape "
             f"{tuple(shape)}. Where Megatron-FSDP has replicas and shards nothing, let it shard optimizer states"
         )
-    axis_placements = tuple(_placement(placement, len(shape)) for placement in placements)
+    axis_placements = tuple(_convert_placement(placement, len(shape)) for placement in placements)
     local = local_shape(tuple(shape), mesh, axis_placements, rank) if rank in mesh.ranks else None
     return axis_placements, local
 
@@ -171,18 +173,18 @@ _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 """Weak, as a mesh keeps its process groups alive, and with them their threads."""
 
 
-def _mesh(mesh: DeviceMesh) -> Mesh:
+def _convert_mesh(mesh: DeviceMesh) -> Mesh:
     cached = _meshes.get(mesh)
     if cached is None:
         cached = _meshes[mesh] = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     return cached
 
 
-def _placements_of(tensor: DTensor) -> tuple[AxisPlacement, ...]:
-    return tuple(_placement(placement, tensor.ndim) for placement in tensor.placements)
+def _convert_placements(tensor: DTensor) -> tuple[AxisPlacement, ...]:
+    return tuple(_convert_placement(placement, tensor.ndim) for placement in tensor.placements)
 
 
-def _placement(placement: TorchPlacement, ndim: int) -> AxisPlacement:
+def _convert_placement(placement: TorchPlacement, ndim: int) -> AxisPlacement:
     match placement:
         case TorchStridedShard():
             return StridedShard(placement.dim % ndim, int(placement.split_factor))

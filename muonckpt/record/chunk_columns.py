@@ -67,7 +67,7 @@ class ColumnReader:
         for fields in chunk_fields:
             if len(fields) > len(_NUMBERS) + 2:  # strides, above all, could reach outside the payload
                 raise DamageError(f"damaged manifest: expected boxes, digest, {', '.join(_NUMBERS)}, found {[*fields]}")
-        boxes = list(map(self._boxes, numbers, ndims))
+        boxes = list(map(self._read_boxes, numbers, ndims))
         counts = list(map(len, boxes))
         # Each tensor has a value for each box in every column.
         for column, lists in zip(self._pending, columns, strict=True):
@@ -94,7 +94,7 @@ class ColumnReader:
         columns = self._builder.build()
         return [Chunks(columns, *place) for place in self._places]
 
-    def _boxes(self, number: Any, ndim: int) -> Boxes:
+    def _read_boxes(self, number: Any, ndim: int) -> Boxes:
         # Tensors that are cut alike share one list, which is read once.
         boxes = self._boxes_read.get((number, ndim)) if type(number) is int else None
         if boxes is None:
@@ -103,13 +103,13 @@ class ColumnReader:
             los, his = itemgetter("lo", "hi")(self._box_lists[number])
             if type(los) is not list or type(his) is not list or len(los) != len(his):
                 raise TypeError(f"expected as many corners lo as hi, got {self._box_lists[number]!r:.200}")
-            boxes = self._boxes_read[number, ndim] = _boxes(los, his, ndim)
+            boxes = self._boxes_read[number, ndim] = _parse_boxes(los, his, ndim)
         return boxes
 
     def _flush(self) -> None:
         """Check the pending values, and add them to the columns."""
         digests, *lists = self._pending
-        numbers = [_numbers(name, values) for name, values in zip(_NUMBERS, lists, strict=True)]
+        numbers = [_read_numbers(name, values) for name, values in zip(_NUMBERS, lists, strict=True)]
         file, item, item_length, payload, payload_length, crc32 = numbers
         # Numbers that are valid alone may not fit each other.
         if len(file) and file.max() >= len(self._names):
@@ -126,7 +126,7 @@ class ColumnReader:
             values.clear()
 
 
-def _boxes(los: list[Any], his: list[Any], ndim: int) -> Boxes:
+def _parse_boxes(los: list[Any], his: list[Any], ndim: int) -> Boxes:
     """Return the boxes with these corners, which are JSON data."""
     if set(map(type, [*los, *his])) - {list} or {*map(len, [*los, *his])} - {ndim}:
         raise DamageError(
@@ -144,7 +144,7 @@ def _boxes(los: list[Any], his: list[Any], ndim: int) -> Boxes:
         raise DamageError(f"damaged manifest: {error}") from error
 
 
-def _numbers(name: str, values: list[Any]) -> Column:
+def _read_numbers(name: str, values: list[Any]) -> Column:
     """Return a column of integers >= 0, with `UNKNOWN` for null where that is allowed."""
     num_unknown = values.count(None) if name in _OPTIONAL else 0
     integers = [UNKNOWN if value is None else value for value in values] if num_unknown else values
@@ -201,7 +201,7 @@ class ColumnWriter:
             # The rows of many tensors become text together, in blocks that end where a tensor does.
             if stop > block_stop:
                 block_start, block_stop = row, stops[min(bisect_left(stops, row + _BLOCK), len(stops) - 1)]
-                columns = _texts(self._columns, slice(block_start, block_stop))
+                columns = _column_texts(self._columns, slice(block_start, block_stop))
             lists = ((name, column[row - block_start : stop - block_start]) for name, column in columns.items())
             fields = ", ".join(f'"{name}": [{", ".join(values)}]' for name, values in lists)
             strides = f', "strides": {compact(chunks.strides)}' if chunks.strides else ""
@@ -209,7 +209,7 @@ class ColumnWriter:
             row = stop
 
 
-def _texts(columns: Columns, rows: slice) -> Mapping[str, list[str]]:
+def _column_texts(columns: Columns, rows: slice) -> Mapping[str, list[str]]:
     extents = columns.item_length(rows), columns.payload(rows), columns.payload_length(rows)
     values: tuple[NDArray[Any], ...] = (columns.file[rows], columns.item[rows], *extents, columns.crc32[rows])
     texts = {name: list(map(str, column.tolist())) for name, column in zip(_NUMBERS, values, strict=True)}

@@ -220,10 +220,10 @@ class Chunks(Sequence[Chunk]):
             return self.select(range(len(self))[index])
         number = range(len(self))[index]
         (row,) = self.columns.rows(slice(self.start + number, self.start + number + 1))
-        return _chunk(self.boxes[number], row, None if self.strides is None else self.strides[number])
+        return _make_chunk(self.boxes[number], row, None if self.strides is None else self.strides[number])
 
     def __iter__(self) -> Iterator[Chunk]:
-        return map(_chunk, self.boxes, self.rows, self.strides or [None] * len(self))
+        return map(_make_chunk, self.boxes, self.rows, self.strides or [None] * len(self))
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Chunks) else NotImplemented
@@ -232,7 +232,7 @@ class Chunks(Sequence[Chunk]):
         return hash(tuple(self))
 
 
-def _chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
+def _make_chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
     file, item, length, payload, payload_length, digest, crc32 = row
     return Chunk(
         box,
@@ -244,7 +244,7 @@ def _chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
     )
 
 
-def _row(chunk: Chunk) -> Row:
+def _make_row(chunk: Chunk) -> Row:
     payload = (UNKNOWN, UNKNOWN) if chunk.payload is None else (chunk.payload.offset, chunk.payload.length)
     crc32 = UNKNOWN if chunk.crc32 is None else chunk.crc32
     return (chunk.item.file, chunk.item.offset, chunk.item.length, *payload, chunk.digest, crc32)
@@ -263,7 +263,7 @@ def in_columns(tensors: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
         boxes = Boxes.of_all([chunk.box for chunk in chunks], ndim)
         strides = tuple(chunk.strides for chunk in chunks)
         places.append((len(rows), distinct_boxes.setdefault(boxes, boxes), strides if {*strides} - {None} else None))
-        rows += map(_row, chunks)
+        rows += map(_make_row, chunks)
     columns = Columns.of(rows)
     return [Chunks(columns, *place) for place in places]
 

@@ -67,19 +67,19 @@ def list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
 
 def provenance(value: Any) -> dict[str, Any]:
     """Read a provenance: free-form JSON, in which the entries that docs/formats/manifest.md lists have their forms."""
-    return _checked(value, _PROVENANCE)
+    return _check_fields(value, _PROVENANCE)
 
 
 def layout(value: Any) -> dict[str, Any]:
     """Read the layout of a tensor: free-form JSON, in which some entries have forms."""
-    checked = _checked(value, _LAYOUT)
+    checked = _check_fields(value, _LAYOUT)
     axes = checked.get("axes")
     if axes is not None and len(axes) != len(checked.get("mesh", axes)):
         raise ValueError(f"expected an axis for each of the sizes {checked['mesh']!r:.200}, got {axes!r:.200}")
     return checked
 
 
-def _checked(value: Any, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
+def _check_fields(value: Any, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
     entries = free_form(value)
     for name in readers.keys() & entries.keys():
         try:
@@ -164,7 +164,7 @@ def matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
     return read
 
 
-def _cut(value: Any) -> tuple[str, int]:
+def _read_cut(value: Any) -> tuple[str, int]:
     axis, dim = list_of(lambda part: part)(value)
     return string(axis), whole_number(dim)
 
@@ -184,7 +184,7 @@ _PROVENANCE: Mapping[str, Callable[[Any], object]] = {
 
 _LAYOUT: Mapping[str, Callable[[Any], object]] = {
     "axes": partial(optional, list_of(partial(optional, string))),
-    "cuts": list_of(_cut),
+    "cuts": list_of(_read_cut),
     "mesh": integers,
     "placements": list_of(string),
 }

@@ -273,16 +273,16 @@ class Manifest:
         encoded = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         try:
             with suppress(json.JSONDecodeError):  # another program laid out the lines
-                if (manifest := cls._of_lines(encoded)) is not None:
+                if (manifest := cls._parse_lines(encoded)) is not None:
                     return manifest
-            return cls._of_fields(encoded, json.loads(encoded), None)
+            return cls._parse_fields(encoded, json.loads(encoded), None)
         except KeyError as error:
             raise DamageError(f"damaged manifest: it lacks the field {error}") from error
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DamageError(f"damaged manifest: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def _of_lines(cls, text: bytes) -> Manifest | None:
+    def _parse_lines(cls, text: bytes) -> Manifest | None:
         """Read a text with a line for each tensor; return None or raise `JSONDecodeError` if it is laid out otherwise.
 
         Many lines at a time become columns, because all of them as objects may not fit into memory.
@@ -294,10 +294,10 @@ class Manifest:
         fields = json.loads(text[: start + len(_TENSORS)] + text[end:])
         if fields.get("tensors") != []:
             return None
-        return cls._of_fields(text, fields, _blocks(text, start + len(_TENSORS), end))
+        return cls._parse_fields(text, fields, _blocks(text, start + len(_TENSORS), end))
 
     @classmethod
-    def _of_fields(cls, text: bytes, data: Any, blocks: Iterator[list[Any]] | None) -> Manifest:
+    def _parse_fields(cls, text: bytes, data: Any, blocks: Iterator[list[Any]] | None) -> Manifest:
         # The text is the one that was written, and of this version.
         check_seal(text, data)
         if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
@@ -306,12 +306,12 @@ class Manifest:
                 f"'muonckpt' version {MANIFEST_VERSION}"
             )
         return cls(
-            tensors=_tensors(
+            tensors=_read_tensors(
                 [data["tensors"]] if blocks is None else blocks,
                 ColumnReader(data["data_files"], data["boxes"]),
                 _layout_reader(data["layouts"]),
             ),
-            blobs=_blobs(data["blobs"]),
+            blobs=_read_blobs(data["blobs"]),
             provenance=provenance(data["provenance"]),
             files={string(name): matching(DIGEST)(digest) for name, digest in data.get("files", {}).items()},
         )
@@ -390,7 +390,7 @@ def _layout_reader(values: Iterable[Any]) -> Callable[[Any], Mapping[str, Any] |
     return read
 
 
-def _tensors(
+def _read_tensors(
     blocks: Iterable[Iterable[Any]], chunk_reader: ColumnReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
 ) -> tuple[StateRecord, ...]:
     """Read tensors from their fields; equal values become one object."""
@@ -429,7 +429,7 @@ def _tensors(
     )
 
 
-def _blobs(entries: Sequence[Any]) -> tuple[Blob, ...]:
+def _read_blobs(entries: Sequence[Any]) -> tuple[Blob, ...]:
     rows = list(map(itemgetter("key", "path", "file", "item", "digest"), entries))
     keys, paths, files, items, digests = zip(*rows, strict=True) if rows else ((),) * 5
     extents = (Extent(file, *item) for file, item in zip(all_strings(files), all_integers(items), strict=True))
@@ -483,7 +483,7 @@ def find_key(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> str
     Raises:
         TargetError: it matches none, or several; names the closest, or the matches.
     """
-    return _find("tensor", "", pattern, keys, names, is_unique=True)[0]
+    return _find_matches("tensor", "", pattern, keys, names, is_unique=True)[0]
 
 
 def match_keys(
@@ -499,11 +499,11 @@ def match_keys(
     """
     matches = set[str]() if patterns else {*keys}
     for pattern in patterns:
-        matches.update(_find(noun, where, pattern, keys, names, is_unique={*pattern}.isdisjoint("*?[")))
+        matches.update(_find_matches(noun, where, pattern, keys, names, is_unique={*pattern}.isdisjoint("*?[")))
     return matches
 
 
-def _find(noun: str, where: str, pattern: str, keys: Sequence[str], names: Names, is_unique: bool) -> list[str]:
+def _find_matches(noun: str, where: str, pattern: str, keys: Sequence[str], names: Names, is_unique: bool) -> list[str]:
     matches = find_keys(pattern, keys, names)
     if not matches:
         raise TargetError(f"no {noun} matches {pattern!r}{where}{did_you_mean(pattern, [*keys])}")

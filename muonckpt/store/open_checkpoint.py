@@ -121,7 +121,7 @@ class Values:
         """Read the one element of a tensor of floats or integers, whatever their size."""
         if Box.of(tensor.shape).numel != 1:
             raise SourceError(f"tensor {tensor.key!r}: expected one element, found the shape {tensor.shape}")
-        value = _typed(self._tensors.words(tensor, Box.of(tensor.shape)), tensor).reshape(-1)[0].item()
+        value = _as_numbers(self._tensors.words(tensor, Box.of(tensor.shape)), tensor).reshape(-1)[0].item()
         if not isinstance(value, float | int):
             raise SourceError(f"tensor {tensor.key!r}: expected a real number, found {tensor.dtype}")
         return value
@@ -340,7 +340,7 @@ class StoredTensor:
 
     def __getitem__(self, selection: Selection) -> NDArray[Any]:
         box = self._box(selection)
-        elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
+        elements: NDArray[Any] = _as_numbers(self.reader.words(self.record, box), self.record)
         # A dim with one selected index goes away, as in numpy.
         ranges = ranges_of(self.shape, selection)
         return elements[tuple([0 if isinstance(indices, int) else slice(None) for indices in ranges])]
@@ -363,7 +363,7 @@ class StoredTensor:
             raise IndexError(f"tensor {self.key!r} of shape {self.shape} has {error}") from None
 
 
-def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
+def _as_numbers(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
     if tensor.dtype == "bfloat16":  # numpy lacks it, but its bits are the upper half of float32's
         return (words.astype(np.uint32) << 16).view(np.float32)
     try:

@@ -344,7 +344,7 @@ def fill_buffers(
     order = {name: number for number, name in enumerate(members.named)}
     buckets.sort(key=lambda bucket: min(map(order.__getitem__, bucket.gradient_of)), reverse=True)
     for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():
-        _wait([*bucket.reduce(), *bucket.gather()])
+        _wait_for([*bucket.reduce(), *bucket.gather()])
     return parts, buckets
 
 
@@ -356,7 +356,7 @@ def _bucket_numbers(buckets: Sequence[Bucket]) -> dict[str, int]:
     return numbers
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
+def _wait_for(works: Iterable[dist.Work]) -> None:
     for work in works:
         with lost_ranks():
             work.wait()
@@ -381,13 +381,13 @@ class Gradients:
         self._buckets = tuple(buckets)
         self._number_of = _bucket_numbers(buckets)
         self._is_last_pass = True
-        self._begin()
+        self._begin_step()
         self._handles: list[RemovableHandle] = []
         for name, param in params.items():
             hook = partial(self._collect, name)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         self._pending_names = [set(bucket.gradient_of) for bucket in self._buckets]
         self._num_reduced = 0
         self._works: list[dist.Work] = []
@@ -426,7 +426,7 @@ class Gradients:
         for param in self._params.values():
             param.grad = None
         self.arrived_names.clear()
-        self._begin()
+        self._begin_step()
 
     def close(self) -> None:
         """Leave gradients to autograd again."""
@@ -464,7 +464,7 @@ class Gradients:
         self._num_reduced += 1
 
     def _wait(self) -> None:
-        _wait(self._works)
+        _wait_for(self._works)
         self._works = []
 
 
@@ -483,7 +483,7 @@ class Gathers:
     def wait(self, numbers: Sequence[int] | None = None, *_: object) -> None:
         """Wait for some buckets, or for all; other arguments are those of hooks."""
         for number in list(self._pending) if numbers is None else numbers:
-            _wait(self._pending.pop(number, ()))
+            _wait_for(self._pending.pop(number, ()))
 
     def hook(self, model: nn.Module, name_of: Mapping[Tensor, str]) -> list[RemovableHandle]:
         """Make modules wait for their own parameters before their forward, and the model for all before it is saved."""

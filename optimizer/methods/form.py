@@ -180,13 +180,15 @@ class MatrixMethod:
         """
         slots = dict(whole.state)
         update = self.update(whole)
-        self._check("the update", update, whole.matrix)
+        self._check_like("the update", update, whole.matrix)
         if whole.state.keys() != slots.keys():
-            raise ArgumentError(f"method {self.name!r} has slots {_listed(slots)}, and it left {_listed(whole.state)}")
+            raise ArgumentError(
+                f"method {self.name!r} has slots {_listed_slots(slots)}, and it left {_listed_slots(whole.state)}"
+            )
         # A slot that was replaced is copied to its memory, from where it goes back to where it rests.
         for name, tensor in slots.items():
             if (replacement := whole.state[name]) is not tensor:
-                self._check(name, replacement, tensor)
+                self._check_like(name, replacement, tensor)
                 if replacement.dtype != tensor.dtype:
                     raise ArgumentError(
                         f"method {self.name!r}: {name} is {replacement.dtype}, declared is {tensor.dtype}"
@@ -194,7 +196,7 @@ class MatrixMethod:
                 whole.state[name] = tensor.copy_(replacement)
         return update
 
-    def _check(self, name: str, value: Any, like: Tensor) -> None:
+    def _check_like(self, name: str, value: Any, like: Tensor) -> None:
         if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
             actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ArgumentError(
@@ -202,5 +204,5 @@ class MatrixMethod:
             )
 
 
-def _listed(names: Collection[str]) -> str:
+def _listed_slots(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "none"

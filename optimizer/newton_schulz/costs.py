@@ -50,7 +50,7 @@ class CostTable:
 
     def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None) -> int:
         # The fastest form of the nearest shape that the group's options allow, scaled by FLOPs.
-        shape = self._nearest(rows, columns)
+        shape = self._nearest_shape(rows, columns)
         times = {form: time for form, time in self.nanoseconds[shape].items() if gram is not None or not form.gram}
         form, time = min((times or self.nanoseconds[shape]).items(), key=lambda item: item[1])
         rate = time / flops(*shape, self.steps, self.gram if form.gram else None)
@@ -64,7 +64,7 @@ class CostTable:
         """
         if dtype != self.dtype:
             raise ArgumentError(f"this cost table was measured in {self.dtype}, not in {dtype}: measure that, too")
-        times = self.nanoseconds[self._nearest(rows, columns)]
+        times = self.nanoseconds[self._nearest_shape(rows, columns)]
         return min(times, key=times.__getitem__)
 
     def as_json(self) -> str:
@@ -93,7 +93,7 @@ class CostTable:
             raise ArgumentError(f"expected the text of CostTable.as_json(), found {text!r:.80}: {error!r}") from error
         return cls(times, steps, restarts, dtype)
 
-    def _nearest(self, rows: int, columns: int) -> tuple[int, int]:
+    def _nearest_shape(self, rows: int, columns: int) -> tuple[int, int]:
         side = sorted((rows, columns))
 
         def apart(measured: tuple[int, int]) -> tuple[float, tuple[int, int]]:

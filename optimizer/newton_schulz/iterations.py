@@ -82,7 +82,7 @@ def orthogonalize(
         )
     recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, None if gram is None else tuple(gram))
     if matrix.ndim == 2:
-        [iteration] = _iterations(recipe, form, matrix.device, ((1, *matrix.shape),))
+        [iteration] = _get_iterations(recipe, form, matrix.device, ((1, *matrix.shape),))
         return iteration.products.run_matrix(matrix.detach(), dtype, iteration)
     count, rows, columns = matrix.shape
     places = Places(((count, rows, columns),) if count else ())
@@ -98,7 +98,7 @@ def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form
         memory: contiguous, of a real floating dtype.
         places: for kernels all matrices are tall, or none.
     """
-    iterations = _iterations(recipe, form, memory.device, places.runs)
+    iterations = _get_iterations(recipe, form, memory.device, places.runs)
     if len(iterations) == 1:
         return iterations[0].products.run_all(memory.detach(), places, recipe.dtype, iterations[0])
     parts = torch.split(memory.detach(), [iteration.places.numel for iteration in iterations])
@@ -177,6 +177,6 @@ def _make_iterations(
 _cached_iterations = lru_cache(maxsize=1024)(_make_iterations)
 
 
-def _iterations(*arguments: Any) -> tuple[_Iteration[Any], ...]:
+def _get_iterations(*arguments: Any) -> tuple[_Iteration[Any], ...]:
     # A compiler traces no cache.
     return (_make_iterations if torch.compiler.is_compiling() else _cached_iterations)(*arguments)

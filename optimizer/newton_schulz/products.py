@@ -86,22 +86,22 @@ class TorchProducts:
         return (exact / norm if exact is x else exact.div_(norm)).to(self.dtype).to(self.tensor_dtype)
 
     def gram(self, x: Tensor) -> Tensor:
-        return self._rounded(x @ x.mT)
+        return self._round(x @ x.mT)
 
     def polynomial(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-        result = self._rounded(_add_product(r, b, r, r, c) if c else r * b)
+        result = self._round(_add_product(r, b, r, r, c) if c else r * b)
         if not a:
             return result
         result.diagonal(dim1=-2, dim2=-1).add_(a)
-        return self._rounded(result)
+        return self._round(result)
 
     def commuting_product(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._rounded(z @ q)
+        return self._round(z @ q)
 
     def multiply_add(self, x: Tensor, a: float, p: Tensor) -> Tensor:
-        return self._rounded(_add_product(x, a, p, x) if a else p @ x)
+        return self._round(_add_product(x, a, p, x) if a else p @ x)
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def _round(self, x: Tensor) -> Tensor:
         return x if self.dtype is self.tensor_dtype else x.to(self.dtype).to(self.tensor_dtype)
 
 

@@ -118,7 +118,7 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     specs = [unique_specs.setdefault(spec, spec) for spec in specs]
 
     # All matrices of all parameters, each with its cost and its holders.
-    kinds = _matrices(specs, ranks)
+    kinds = _describe_matrices(specs, ranks)
     work = [matrix for matrix, _ in chain.from_iterable(kinds)]
 
     # Who orthogonalises which, and when: in so many stages that the exchange overlaps with the work.
@@ -134,11 +134,11 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
 
     # This rank's copies; and a digest, which is the same on every rank that has planned alike.
     counts = list(map(len, kinds))
-    by_stage = _stages(specs, counts, np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
-    return Schedule(ranks, tuple(units), tuple(by_stage), _digest(specs, ranks, units))
+    by_stage = _make_stages(specs, counts, np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
+    return Schedule(ranks, tuple(units), tuple(by_stage), _digest_schedule(specs, ranks, units))
 
 
-def _stages(
+def _make_stages(
     specs: Sequence[Spec], counts: Sequence[int], owner: IntArray, turn: IntArray, ranks: Ranks, rank: int
 ) -> Iterator[Stage]:
     """Yield the stages of a rank: what it exchanges in each, and which units it owns.
@@ -169,7 +169,7 @@ def _stages(
             slots.append((slot, copies))
 
     # Copies are sorted by stage, and in each by unit and slot, so that both sides of a wire derive the same order.  The
-    # source gives the unit, so copies that come from the wire are sorted inverted; `_route` turns them back.
+    # source gives the unit, so copies that come from the wire are sorted inverted; `_make_route` turns them back.
     sent_sizes = [slot.sent_dtype.itemsize for slot, _ in slots]
     returned_sizes = [slot.returned_dtype.itemsize for slot, _ in slots]
     gives = _by_stage([copies.gives for _, copies in slots], sent_sizes, turn)
@@ -179,8 +179,8 @@ def _stages(
     takes_back = _by_stage([copies.takes_back.inverse() for _, copies in slots], returned_sizes, turn)
     for stage, (local_copies, _) in enumerate(local):
         yield Stage(
-            _route(gives[stage], takes[stage], local_copies, len(ranks)),
-            _route(gives_back[stage], takes_back[stage], local_copies.inverse(), len(ranks)),
+            _make_route(gives[stage], takes[stage], local_copies, len(ranks)),
+            _make_route(gives_back[stage], takes_back[stage], local_copies.inverse(), len(ranks)),
             tuple(np.flatnonzero((owner == position) & (turn == stage)).tolist()),
         )
 
@@ -196,7 +196,7 @@ def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: IntArray
     return [(table.rows(slice(*cut)), itemsize[slice(*cut)]) for cut in pairwise(cuts)]
 
 
-def _route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], local: Copies, ranks: int) -> Route:
+def _make_route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], local: Copies, ranks: int) -> Route:
     sends_on_wire, send_counts = _lay_out(*sends, ranks)
     receives_on_wire, receive_counts = _lay_out(*receives, ranks)
     return Route(send_counts, receive_counts, sends_on_wire, receives_on_wire.inverse(), local)
@@ -370,7 +370,7 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MAX_STAGES)
 
 
-def _matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form]]]:
+def _describe_matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form]]]:
     """Return the matrices of each parameter; those of layers that repeat, with the very same spec, are one list.
 
     The form follows from how many matrices of a shape a *parameter* has, which is the same under any sharding.
@@ -390,7 +390,7 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form
     return [matrices[id(spec)] for spec in specs]
 
 
-def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
+def _digest_schedule(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
     """Return 16 bytes that are equal on two ranks exactly when their schedules are parts of one."""
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=16)
     bytes_of_spec: dict[int, bytes] = {}

@@ -123,7 +123,7 @@ class Intent:
     def complaint(self, first: int, reference: Facts | None) -> str:
         """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""
         if self.error is not None:
-            return _cut(f"raised {type(self.error).__name__}: {self.error}")
+            return _shorten(f"raised {type(self.error).__name__}: {self.error}")
         if reference is None:
             return ""
         facts, differences = self.facts(), []
@@ -131,7 +131,7 @@ class Intent:
             if facts.get(subject) != reference.get(subject):
                 fact, first_fact = facts.get(subject, "unknown"), reference.get(subject, "unknown")
                 differences.append(f"{subject} is {fact}, on rank {first} {first_fact}")
-        return _cut(listed(differences, SHOWN, "; "))
+        return _shorten(listed(differences, SHOWN, "; "))
 
 
 NO_INTENT = Intent.of(AGREE_ON_STEP, {})
@@ -169,7 +169,7 @@ def plan_facts(groups: Mapping[int, ParamGroup]) -> Facts:
     return facts
 
 
-def _rates(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[int, str, float]]:
+def _list_rates(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[int, str, float]]:
     for number, group in groups.items():
         for name in _SORTED_RATES:
             if name in group:
@@ -215,16 +215,16 @@ def step_intent(
             dtypes[f"the gradient of {label}"] = "missing" if gradient is None else f"there, {gradient}"
             dtypes[f"the momentum of {label}"] = str(momentum)
         rates: defaultdict[str, list[str]] = defaultdict(list)
-        for number, name, value in _rates(groups):
+        for number, name, value in _list_rates(groups):
             rates[f"{name} of group {number}"].append(str(value))
         shown_rates = {subject: ", ".join(values) for subject, values in rates.items()}
         return {PLAN_FACT: "kept", **constants, **dtypes, **shown_rates}
 
     # A digest of everything is compared in each step, so it is made of a few bytes.
-    rates_now = array("d", [value for *_, value in _rates(groups)])
+    rates_now = array("d", [value for *_, value in _list_rates(groups)])
     content = _dtype_bytes(gradients, momenta) + rates_now.tobytes() + repr(sorted(constants.items())).encode()
     return Intent(AGREE_ON_STEP, _digest(content), facts)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= LONGEST_COMPLAINT else f"{text[: LONGEST_COMPLAINT - 1]}…"

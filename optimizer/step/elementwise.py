@@ -179,8 +179,8 @@ class TorchElementwise:
         if local.gradient_dtypes != self._gradient_dtypes:
             self._gradient_dtypes = local.gradient_dtypes
             self._equal_momenta = [local.equal_momenta(params) for params in self._params_of_stages]
-            self._update_blocks = [self._blocks(local, table, back=False) for table in self._copies.update_sends]
-            self._result_blocks = [self._blocks(local, table, back=True) for table in self._copies.result_receives]
+            self._update_blocks = [self._plan_blocks(local, table, back=False) for table in self._copies.update_sends]
+            self._result_blocks = [self._plan_blocks(local, table, back=True) for table in self._copies.result_receives]
             self._stacks = {}
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
@@ -197,8 +197,8 @@ class TorchElementwise:
             copies = self._stacks[key] = StackCopies(
                 sum(sizes.values()),
                 slot.sent_dtype,
-                self._blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
-                self._blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
+                self._plan_blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
+                self._plan_blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
                 view_pairs(self._copies.update_receives(stage, sizes), sent_size),
                 view_pairs(self._copies.result_sends(stage, sizes), returned_size),
             )
@@ -221,7 +221,7 @@ class TorchElementwise:
         for block in self._result_blocks[stage]:
             self._apply(local, block, wire.view(block.kind.wire_dtype))
 
-    def _blocks(self, local: LocalTensors, copies: Copies, *, back: bool) -> list[EqualBoxes]:
+    def _plan_blocks(self, local: LocalTensors, copies: Copies, *, back: bool) -> list[EqualBoxes]:
         kind_of = lambda unit: self._kind(local, unit, back=back)  # noqa: E731
         return equal_boxes(copies, self._params, local.is_active, kind_of, self._shapes.__getitem__)
 

@@ -55,7 +55,9 @@ class MatrixState:
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
             for block in self._wire_blocks(local, number, stage, copies.update_sends[stage], back=False):
-                block.write(wire.view(block.kind.wire_dtype), stack_boxes(block.boxes(_tensors(local, block.kind.tag))))
+                block.write(
+                    wire.view(block.kind.wire_dtype), stack_boxes(block.boxes(_tensors_of_slot(local, block.kind.tag)))
+                )
 
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
@@ -69,7 +71,7 @@ class MatrixState:
             memory = stack_memory(state[slot.name])
             # From this rank's tensors, and from the wire.
             for block in slot.local:
-                block.write(memory, stack_boxes(block.boxes(_tensors(local, slot.name))))
+                block.write(memory, stack_boxes(block.boxes(_tensors_of_slot(local, slot.name))))
             for memory_view, wire_view in slot.receives:
                 memory_view.of(memory).copy_(wire_view.of(wire.view(slot.dtype)))
         return state
@@ -83,12 +85,12 @@ class MatrixState:
             for memory_view, wire_view in slot.sends:
                 wire_view.of(wire.view(memory.dtype)).copy_(memory_view.of(memory))
             for block in slot.local:
-                _write_back(block, _tensors(local, slot.name), memory)
+                _write_back(block, _tensors_of_slot(local, slot.name), memory)
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
             for block in self._wire_blocks(local, number, stage, copies.result_receives[stage], back=True):
-                _write_back(block, _tensors(local, block.kind.tag), wire.view(block.kind.wire_dtype))
+                _write_back(block, _tensors_of_slot(local, block.kind.tag), wire.view(block.kind.wire_dtype))
 
     def _wire_blocks(
         self, local: LocalTensors, number: int, stage: int, copies: Copies, *, back: bool
@@ -101,7 +103,7 @@ class MatrixState:
             return BoxKind(slot.returned_dtype if back else slot.sent_dtype, tag=slot.name)
 
         def shape_of(param: int) -> Sequence[int]:
-            return _tensors(local, self._specs[param].slots[number].name)[param].shape
+            return _tensors_of_slot(local, self._specs[param].slots[number].name)[param].shape
 
         if key not in self._blocks:
             self._blocks[key] = equal_boxes(copies, self._params, local.is_active, kind_of, shape_of)
@@ -112,7 +114,10 @@ class MatrixState:
         unit, copies = self._units[units[0]], self._copies[number]
         slot = self._specs[unit.param].slots[number]
         (rows, columns), kind = slot.sides[unit.index], BoxKind(slot.sent_dtype)
-        sizes, tensors = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), _tensors(local, slot.name)
+        sizes, tensors = (
+            dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)),
+            _tensors_of_slot(local, slot.name),
+        )
         return StackedSlot(
             name=slot.name,
             dtype=slot.sent_dtype,
@@ -130,7 +135,7 @@ class MatrixState:
         )
 
 
-def _tensors(local: LocalTensors, slot: Hashable) -> Tensors:
+def _tensors_of_slot(local: LocalTensors, slot: Hashable) -> Tensors:
     return local.weights if slot == WEIGHT else local.slots[str(slot)]
 
 

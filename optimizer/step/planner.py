@@ -99,7 +99,7 @@ class Planner:
 
             # Every rank derives the same schedule, without talking, and its own part of it.
             with gc_paused():
-                specs = self._specs(rank_set, groups, ranks)
+                specs = self._make_specs(rank_set, groups, ranks)
                 schedule = make_schedule(specs, ranks, rank, self.execution.stages)
 
             # The element-wise parts run on kernels where these know all dtypes.
@@ -108,7 +108,7 @@ class Planner:
             backend = elementwise(schedule, specs, weights, momenta, device)
 
             # Facts that name the difference where ranks were built differently.
-            intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
+            intent = Intent.of(AGREE_ON_PLAN, self._list_facts(rank_set, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error)
         if group is not None:
@@ -128,7 +128,7 @@ class Planner:
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
         return Step(schedule, params, specs, methods, labels, backend, group, wires, device)
 
-    def _facts(
+    def _list_facts(
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule
     ) -> Facts:
         """Return everything that has to be the same on all ranks for their schedules to be parts of one."""
@@ -147,20 +147,22 @@ class Planner:
         facts["the plan"] = schedule.digest.hex()
         return facts
 
-    def _specs(self, rank_set: RankSet, groups: Sequence[ParamGroup], ranks: Ranks) -> list[Spec]:
+    def _make_specs(self, rank_set: RankSet, groups: Sequence[ParamGroup], ranks: Ranks) -> list[Spec]:
         """Return the parameters as planning sees them; equal ones, such as those of repeated layers, are one object."""
         known_specs: dict[Hashable, Spec] = {}
         specs = []
         for member, state in zip(rank_set.matrices, rank_set.matrix_states, strict=True):
             group = groups[member.group]
-            slots = self._slots(member.param, group, state, ranks)
+            slots = self._make_slots(member.param, group, state, ranks)
             key = member.group, member.param.device, slots
             if key not in known_specs:
-                known_specs[key] = self._spec(member.param.device, group, slots)
+                known_specs[key] = self._make_spec(member.param.device, group, slots)
             specs.append(known_specs[key])
         return specs
 
-    def _slots(self, param: Tensor, group: ParamGroup, state: Mapping[str, Tensor], ranks: Ranks) -> tuple[Slot, ...]:
+    def _make_slots(
+        self, param: Tensor, group: ParamGroup, state: Mapping[str, Tensor], ranks: Ranks
+    ) -> tuple[Slot, ...]:
         method, layout, fused = self.methods[group["algorithm"]], self.resting(param, ranks), fused_of(group)
         precision = method.precision(group)
         # The update comes first; the weight goes with it, and state.
@@ -173,7 +175,7 @@ class Planner:
             slots.append(Slot(name, slot_layout, reduced.fused, tensor.dtype, tensor.dtype))
         return tuple(slots)
 
-    def _spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
+    def _make_spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
         method = self.methods[group["algorithm"]]
         steps, gram = (group["ns_steps"], group["gram"]) if method.orthogonalizes else (1, None)
         compute, cost_of = method.precision(group).compute, self.execution.cost or flops

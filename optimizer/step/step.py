@@ -318,7 +318,7 @@ class Step:
             try:
                 update = batch.method.updated(stack)
             except Exception as error:
-                raise self._failure(units[0], batch.method, f"{type(error).__name__}: {error}") from error
+                raise self._method_error(units[0], batch.method, f"{type(error).__name__}: {error}") from error
             if update is not matrix or results is not matrices:
                 # A view of the matrix, such as its transpose, is not written over itself.
                 is_view = update.untyped_storage().data_ptr() == results.untyped_storage().data_ptr()
@@ -334,10 +334,10 @@ class Step:
             pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
             for number, (matrix, result) in zip(batch.units, pairs, strict=True):
                 if matrix.isfinite().all() and not result.isfinite().all():
-                    raise self._failure(number, batch.method, "the update of a finite matrix is not finite")
+                    raise self._method_error(number, batch.method, "the update of a finite matrix is not finite")
         self.elementwise.release(local, stage, batch.sizes, results, back)
 
-    def _failure(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
+    def _method_error(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
         return RuntimeError(f"{self.labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
 
 

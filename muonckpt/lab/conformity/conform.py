@@ -91,12 +91,12 @@ def conform(source: str | Make, *, ranks: Sequence[int] = RANKS) -> ConformityRe
     comparisons: list[Conformity] = []
     for count in ranks:
         for (sharding, shape), trial in run_trials(source, count).items():
-            comparisons.append(_compared(reference[shape], trial, shape, sharding, count))
+            comparisons.append(_compare_with_one_process(reference[shape], trial, shape, sharding, count))
     name = source if isinstance(source, str) else f"{source.__module__}:{source.__qualname__}"
     return ConformityReport(name, tuple(comparisons))
 
 
-def _compared(reference: Trial, trial: Trial, shape: str, sharding: str, ranks: int) -> Conformity:
+def _compare_with_one_process(reference: Trial, trial: Trial, shape: str, sharding: str, ranks: int) -> Conformity:
     """Compare a mesh's steps with those of one process."""
     failure = (reference.failure and f"{ONE_PROCESS}: {reference.failure}") or trial.failure
     if failure:
@@ -120,9 +120,9 @@ def _compared(reference: Trial, trial: Trial, shape: str, sharding: str, ranks: 
         return Conformity(shape, sharding, ranks, OTHER, difference, place, cause, state)
     if not difference:
         return Conformity(shape, sharding, ranks, BITS, difference, state=state)
-    cause = _cause(trial, step)
+    cause = _find_cause(trial, step)
     status = OTHER if cause else ROUNDED
-    if cause == _UNKNOWN and _cause(reference, step) == _UNKNOWN:
+    if cause == _UNKNOWN and _find_cause(reference, step) == _UNKNOWN:
         status, cause = UNSURE, "the audit of a step does not know this method, on one process either"
     return Conformity(shape, sharding, ranks, status, difference, place, cause, state)
 
@@ -143,7 +143,7 @@ def _place(expected: Tensor, weight: Tensor) -> str:
     return f"[{', '.join(ranges)}]"
 
 
-def _cause(trial: Trial, step: int) -> str:
+def _find_cause(trial: Trial, step: int) -> str:
     """Say which matrices a step orthogonalised instead of the whole; empty if it orthogonalised the whole."""
     slots = trial.states[step - 1]
     if len(slots) != 1:

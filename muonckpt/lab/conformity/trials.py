@@ -52,7 +52,7 @@ class Sharding:
     placements: tuple[Placement, ...] | None
 
 
-def _grid(ranks: int) -> tuple[int, ...] | None:
+def _grid_of_four(ranks: int) -> tuple[int, ...] | None:
     return (2, ranks // 2) if ranks == 4 else None
 
 
@@ -60,8 +60,8 @@ SHARDINGS: Mapping[str, Sharding] = {
     "replicas": Sharding(lambda ranks: (ranks,), ("dp",), (Replicate(),)),
     "FSDP2": Sharding(lambda ranks: (ranks,), ("dp",), None),
     "columns (TP)": Sharding(lambda ranks: (ranks,), ("tp",), (Shard(1),)),
-    "HSDP": Sharding(_grid, ("replicate", "shard"), None),
-    "rows by columns": Sharding(_grid, ("dp", "tp"), (Shard(0), Shard(1))),
+    "HSDP": Sharding(_grid_of_four, ("replicate", "shard"), None),
+    "rows by columns": Sharding(_grid_of_four, ("dp", "tp"), (Shard(0), Shard(1))),
 }
 """The shardings that are tried, by the name in the table."""
 
@@ -159,7 +159,7 @@ def _step(trial: Trial, make: Make, shape: tuple[int, ...], sharding: Sharding |
     trial.slices = sizes_by_dim.get(-2), sizes_by_dim.get(-1)
     optimizers = make(model, mesh)
     optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    trial.weights.append(_whole(model.weight))
+    trial.weights.append(_gather_whole(model.weight))
     for _ in range(STEPS):
         gradient = torch.randn(shape, generator=generator)
         weight = model.weight
@@ -168,12 +168,12 @@ def _step(trial: Trial, make: Make, shape: tuple[int, ...], sharding: Sharding |
             weight.grad = distribute_tensor(gradient, weight.device_mesh, weight.placements)
         for optimizer in optimizers:
             optimizer.step()
-        trial.weights.append(_whole(model.weight))
+        trial.weights.append(_gather_whole(model.weight))
         trial.states.append(_state(trial, optimizers, model.weight))
     trial.has_drifted = ranks > 1 and _has_drifted(model.weight)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_whole(tensor: Tensor) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
 
@@ -184,7 +184,7 @@ def _state(trial: Trial, optimizers: list[Optimizer], weight: Tensor) -> dict[st
     for optimizer in optimizers:
         for slot, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor) and value.shape == weight.shape:
-                state[slot] = _whole(value)
+                state[slot] = _gather_whole(value)
             elif isinstance(value, Tensor) and value.ndim > 1 and isinstance(weight, DTensor):
                 trial.has_plain_state |= not isinstance(value, DTensor)
     return state

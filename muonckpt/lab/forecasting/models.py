@@ -402,12 +402,12 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         )
     parameters = (
         fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, fused=Fused(p.pieces), method=method)
-        for p in _parameters(settings, LAYERS_BY_FAMILY[families[0]])
+        for p in _all_parameters(settings, LAYERS_BY_FAMILY[families[0]])
     )
     return ModelTensors(str(file), tuple(parameters))
 
 
-def _parameters(settings: Settings, layer_parts: Sequence[LayerPart]) -> Iterator[FamilyParameter]:
+def _all_parameters(settings: Settings, layer_parts: Sequence[LayerPart]) -> Iterator[FamilyParameter]:
     hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
     tied = settings.flag("tie_word_embeddings")
     yield FamilyParameter("model.embed_tokens.weight", (vocabulary, hidden))

@@ -97,7 +97,7 @@ def plan(
     )
     if state_dtype is not None:
         tensors = with_state_in(tensors, state_dtype)
-    tensors = _selected(tensors, select)
+    tensors = _select_parameters(tensors, select)
     rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in (shard or {}).items())
     # A rule that matches nothing, or fits no mesh, is a misprint.
     names = [parameter.name for parameter in tensors.parameters]
@@ -119,7 +119,7 @@ def plan(
     )
 
 
-def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
+def _select_parameters(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
     names = [parameter.name for parameter in model.parameters]
     matching = match_keys(globs, names, noun="parameter", where=f" of {model.source}")
     selection = tuple(parameter for parameter in model.parameters if parameter.name in matching)

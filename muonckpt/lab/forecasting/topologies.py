@@ -95,7 +95,7 @@ def topology_of(
         else:
             unused_rules.append(str(rule))
     target = Target(mesh, tuple(usable_rules))
-    layout_of = _layouts_on(target)
+    layout_of = _make_layout_of(target)
     step = step_plan(model.matrices, layout_of, target.ranks, options)
 
     # Memory is that of the fullest rank.
@@ -111,10 +111,10 @@ def topology_of(
         ranks=target.ranks,
         matrices=step.matrices,
         stages=len(step.work),
-        sent=_balance(step.sent.sum(axis=(0, 1))),
-        newton_schulz=_balance(step.work.sum(axis=0)),
+        sent=_balance_of_ranks(step.sent.sum(axis=(0, 1))),
+        newton_schulz=_balance_of_ranks(step.work.sum(axis=0)),
         memory={**memory, "total": sum(memory.values())},
-        held=_balance(ranks.total.astype(np.int64)),
+        held=_balance_of_ranks(ranks.total.astype(np.int64)),
         checkpoint={
             "bytes": round(file_bytes.sum()),
             "files": int(np.count_nonzero(file_bytes)) + DESCRIPTIONS,
@@ -126,7 +126,7 @@ def topology_of(
     )
 
 
-def _layouts_on(target: Target) -> _LayoutOf:
+def _make_layout_of(target: Target) -> _LayoutOf:
     """Return a function that lays out tensors; equal layouts are one object."""
     default: tuple[AxisCut, ...] = tuple((axis, 0) for axis in target.mesh)
 
@@ -144,7 +144,7 @@ def _layouts_on(target: Target) -> _LayoutOf:
     return layout_of
 
 
-def _balance(shares: Counts) -> dict[str, Any]:
+def _balance_of_ranks(shares: Counts) -> dict[str, Any]:
     return balance_of(dict(enumerate(shares.tolist())))
 
 
@@ -232,7 +232,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     Raises:
         LayoutError: pieces do not add up to a parameter's rows.
     """
-    specs = _specs(parameters, layout_of, options)
+    specs = _make_specs(parameters, layout_of, options)
     everyone = tuple(range(ranks))
     with gc_paused():
         schedule = make_schedule(specs, everyone, 0, options.stages)
@@ -255,7 +255,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     slots_by_spec = {id(spec): spec.slots for spec in specs}
     for (spec_id, slot_index, matrix, stage, replica), owners in owners_by_kind.items():
         slot = slots_by_spec[spec_id][slot_index]
-        _parts_of_matrix(slot.layout, slot.fused, matrix).count(owners, replica, slot, sent[stage])
+        _find_parts(slot.layout, slot.fused, matrix).count(owners, replica, slot, sent[stage])
 
     # The schedule of the rank that sends the most has its wires.
     num_units, busiest = len(schedule.units), int(sent.sum(axis=(0, 1)).argmax())
@@ -265,7 +265,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     return StepPlan(num_units, sent, work, most_wires(schedule.stages))
 
 
-def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: MuonOptions) -> list[Spec]:
+def _make_specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: MuonOptions) -> list[Spec]:
     """Describe the parameters as planning sees them; equal ones are one object."""
     spec_by_key: dict[Hashable, Spec] = {}
     specs = []
@@ -276,12 +276,12 @@ def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: 
         slots = tuple(parameter.method.slots_of(parameter.options).items())
         key = layout, parameter.dtype, parameter.method.name, slots, repr(sorted(group.items()))
         if key not in spec_by_key:
-            spec_by_key[key] = _spec(parameter, parameter.method, layout, layout_of, group)
+            spec_by_key[key] = _make_spec(parameter, parameter.method, layout, layout_of, group)
         specs.append(spec_by_key[key])
     return specs
 
 
-def _spec(
+def _make_spec(
     parameter: ModelParameter, method: MatrixMethod, layout: TensorLayout, layout_of: _LayoutOf, group: ParamGroup
 ) -> Spec:
     precision = method.precision(group)
@@ -337,7 +337,7 @@ class PartReplicas:
 
 
 @lru_cache(maxsize=4096)
-def _parts_of_matrix(layout: TensorLayout, fused: Fused, index: int) -> PartReplicas:
+def _find_parts(layout: TensorLayout, fused: Fused, index: int) -> PartReplicas:
     parts = matrix_parts(layout, fused)
     numbers = parts.numbers(index)
     part, fragment = parts.find_replicas(numbers)
@@ -404,14 +404,14 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
                 times[tuple(boxes[part].shape if part in boxes else None for boxes in boxes_by_kind)] += 1
             for shapes, count in times.items():
                 local_shapes = dict(zip(kinds, shapes, strict=True))
-                buffers = _buffers(layout, members, local_shapes, len(mesh.ranks) // num_parts)
+                buffers = _place_in_buffers(layout, members, local_shapes, len(mesh.ranks) // num_parts)
                 padding += count * sum(buffer.padding for buffer in buffers)
                 for buffer in buffers:
                     elements += count * sum(shard.stop - shard.start for shard in buffer.shards)
         yield {"layout": layout, "padding_percent": round(100 * padding / elements, 2)}
 
 
-def _buffers(
+def _place_in_buffers(
     layout: str, members: Sequence[_CutMember], shapes: Mapping[_Kind, Index | None], ranks: int
 ) -> tuple[BufferLayout, ...]:
     """Return the buffers that some ranks share.

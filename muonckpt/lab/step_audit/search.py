@@ -78,13 +78,15 @@ class Search:
         shape = self.evidence.shape
         if method in ELEMENTWISE:
             betas = float(self.options.get("beta1", 0)), float(self.options.get("beta2", 0))
-            return self._result([self._try(Cut(), UpdateRule(method, nesterov=False, betas=betas))])
+            return self._sort_explanations(
+                [self._try_hypothesis(Cut(), UpdateRule(method, nesterov=False, betas=betas))]
+            )
         cost = 30 * math.prod(shape) * min(shape[0], shape[-1])
         if 4 * cost > self.flops:
             return None
         # 1. A hypothesis that explained a sibling is taken if it explains this one, too.
         if self.sibling is not None:
-            result = self._result([self._try(self.sibling.cut, self.sibling.rule)])
+            result = self._sort_explanations([self._try_hypothesis(self.sibling.cut, self.sibling.rule)])
             if result.explanations:
                 return result
         # 2. All cuts with common coefficients; then all rules with the nearest cuts.
@@ -93,30 +95,30 @@ class Search:
         budget = max(int(self.flops / cost / 8), 2)
         for cut in cuts[:budget]:
             for rule in [rules[0], *common_rules][: max(budget // len(cuts), 1)]:
-                self._try(cut, rule)
-        for cut in self._nearest_cuts():
+                self._try_hypothesis(cut, rule)
+        for cut in self._cuts_by_residual():
             for rule in rules[:budget]:
-                self._try(cut, rule)
+                self._try_hypothesis(cut, rule)
         # 3. The coefficient of momentum; then rules and cuts once more with it.
-        if self._best().rule.nesterov:
-            best = self._best()
-            residual = lambda momentum: self._try(best.cut, replace(best.rule, momentum=momentum)).residual  # noqa: E731
+        if self._best_so_far().rule.nesterov:
+            best = self._best_so_far()
+            residual = lambda momentum: self._try_hypothesis(best.cut, replace(best.rule, momentum=momentum)).residual  # noqa: E731
             momentum = least_of(residual, 0.0, 0.9999, 1e-4)
             for rule in rules[:budget]:
-                self._try(self._best().cut, replace(rule, momentum=momentum))
+                self._try_hypothesis(self._best_so_far().cut, replace(rule, momentum=momentum))
         for cut in cuts[:budget]:
-            self._try(cut, self._best().rule)
+            self._try_hypothesis(cut, self._best_so_far().rule)
         # 4. Among momenta that cannot be distinguished the recorded one counts.
-        result = self._result(self.explanations)
+        result = self._sort_explanations(self.explanations)
         if not (result.best.rule.nesterov and result.explanations):
             return result
         lowest, highest = self._momentum_range(result)
         best = result.best
         if lowest <= rules[0].momentum <= highest:
-            best = self._try(best.cut, replace(best.rule, momentum=rules[0].momentum))
+            best = self._try_hypothesis(best.cut, replace(best.rule, momentum=rules[0].momentum))
         return replace(result, best=best, momenta=(lowest, highest))
 
-    def _try(self, cut: Cut, rule: UpdateRule) -> Explanation:
+    def _try_hypothesis(self, cut: Cut, rule: UpdateRule) -> Explanation:
         for explanation in self.explanations:
             if explanation.rule == rule and explanation.cut.is_of(cut):
                 return explanation
@@ -127,10 +129,10 @@ class Search:
         self.explanations.append(explanation)
         return explanation
 
-    def _best(self) -> Explanation:
+    def _best_so_far(self) -> Explanation:
         return min(self.explanations, key=lambda explanation: explanation.residual)
 
-    def _nearest_cuts(self) -> list[Cut]:
+    def _cuts_by_residual(self) -> list[Cut]:
         cuts: list[Cut] = []
         for explanation in sorted(self.explanations, key=lambda explanation: explanation.residual):
             if not any(explanation.cut.is_of(cut) for cut in cuts):
@@ -152,7 +154,7 @@ class Search:
                 ends[side] = momentum
         return ends[0], ends[1]
 
-    def _result(self, explanations: Sequence[Explanation]) -> SearchResult:
+    def _sort_explanations(self, explanations: Sequence[Explanation]) -> SearchResult:
         """Sort hypotheses into those that explain the step and others."""
         best = min(explanations, key=lambda explanation: explanation.residual)
         fine_bound, coarse_bound = rounding_bounds(self.evidence, best)
@@ -203,7 +205,7 @@ def cuts_to_try(options: Mapping[str, Any], shape: Index) -> list[Cut]:
         cuts.append(Cut(flatten=True, causes=("flattened",)))
     for flatten in (False, True) if len(shape) > 2 else (False,):
         rows, columns = (shape[0], -1) if flatten else shape[-2:]
-        cuts += [replace(cut, flatten=flatten) for cut in (*_rows(rows, columns), *_columns(columns))]
+        cuts += [replace(cut, flatten=flatten) for cut in (*_row_cuts(rows, columns), *_column_cuts(columns))]
     causes: dict[Cut, tuple[str, ...]] = {}
     for cut in cuts:
         key = replace(cut, causes=())
@@ -211,7 +213,7 @@ def cuts_to_try(options: Mapping[str, Any], shape: Index) -> list[Cut]:
     return [replace(cut, causes=tuple(dict.fromkeys(reasons))) for cut, reasons in causes.items()]
 
 
-def _rows(rows: int, columns: int) -> Iterator[Cut]:
+def _row_cuts(rows: int, columns: int) -> Iterator[Cut]:
     """Yield cuts of rows: equal parts, those of ranks, and fused query, key and value."""
     for count in range(2, min(_MAX_PARTS, rows // _MIN_ROWS) + 1):
         if rows % count == 0:
@@ -239,7 +241,7 @@ def _rows(rows: int, columns: int) -> Iterator[Cut]:
                 yield Cut(pieces=pieces, interleaved=groups, causes=(f"{cause}, in {groups} query groups",))
 
 
-def _columns(columns: int) -> Iterator[Cut]:
+def _column_cuts(columns: int) -> Iterator[Cut]:
     for count in range(2, min(_MAX_PARTS, columns // _MIN_ROWS) + 1):
         if columns % count == 0:
             causes = (f"the columns of {count} ranks", "heads")

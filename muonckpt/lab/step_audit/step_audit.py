@@ -153,7 +153,7 @@ def audit_step(
         audit = _Audit(sides, looks, flops)
         verdicts = audit.verdicts([name for name in names if name in chosen], progress)
         program = looks[1].view.dialect.name if looks[1].view.dialect else "unknown"
-        findings = tuple(_findings(verdicts, looks[1]))
+        findings = tuple(_find_findings(verdicts, looks[1]))
         return StepAudit(str(before), str(after), (looks[0].step, looks[1].step), program, tuple(verdicts), findings)
 
 
@@ -180,12 +180,12 @@ class _Audit:
         total = sum(math.prod(parameters[name].shape) for name in names) * _BYTES_OF_ELEMENT
         verdicts = {}
         for name, flops in order:
-            verdicts[name] = self._verdict(parameters[name], min(flops, self.flops))
+            verdicts[name] = self._judge(parameters[name], min(flops, self.flops))
             progress(math.prod(parameters[name].shape) * _BYTES_OF_ELEMENT, total)
         return [verdicts[name] for name in names]
 
-    def _verdict(self, parameter: StoredParameter, flops: float) -> ParameterVerdict:
-        evidence = self._evidence(parameter.name)
+    def _judge(self, parameter: StoredParameter, flops: float) -> ParameterVerdict:
+        evidence = self._read_evidence(parameter.name)
         if isinstance(evidence, str):
             return ParameterVerdict(parameter.name, parameter.shape, UNKNOWN, evidence)
         if not evidence.change.any():
@@ -201,7 +201,7 @@ class _Audit:
             return ParameterVerdict(parameter.name, parameter.shape, UNKNOWN, reason)
         if result.explanations:
             self.explanations.setdefault(_kind(parameter), result.best)
-        return _judged(evidence, options, result, sibling)
+        return _judge_result(evidence, options, result, sibling)
 
     def _options(self, parameter: StoredParameter) -> Mapping[str, Any]:
         """Return the recorded options in common words, those before the step where both have them."""
@@ -211,7 +211,7 @@ class _Audit:
         options_before = self.looks[0].view.parameters[parameter.name].options
         return common_options({**parameter.options, **options_before}, dialect, method, parameter.shape).common
 
-    def _evidence(self, name: str) -> Evidence | str:
+    def _read_evidence(self, name: str) -> Evidence | str:
         """Read a parameter of both sides, or say why it cannot be asked about."""
         arrays: list[dict[str, Matrix]] = []
         dtypes: list[tuple[str, str]] = []
@@ -231,7 +231,9 @@ class _Audit:
                 return f"{codes[0]} is stored in codes, and not as numbers"
             if momentum.shape != weight.shape:
                 return f"its momentum has the shape {momentum.shape}, and not that of the weight"
-            arrays.append({slot: _read(side, record) for slot, record in {**records, _WEIGHT: weight}.items()})
+            arrays.append(
+                {slot: _read_as_float64(side, record) for slot, record in {**records, _WEIGHT: weight}.items()}
+            )
             dtypes.append((weight.dtype, momentum.dtype))
         if not all(np.isfinite(array).all() for array in chain.from_iterable(side.values() for side in arrays)):
             return "an element is infinite or NaN"
@@ -247,14 +249,14 @@ def _kind(parameter: StoredParameter) -> tuple[Any, ...]:
     return *parameter.layer_pattern, parameter.method.name if parameter.method else None
 
 
-def _read(side: OpenCheckpoint, record: StateRecord) -> Matrix:
+def _read_as_float64(side: OpenCheckpoint, record: StateRecord) -> Matrix:
     [located] = side.locate([record])
     stored = StoredSide(OutputTensor.copy_of(located), side.payloads)
     stored.check()
     return as_float64(stored.words(Box.of(located.shape)), located.dtype).reshape(located.shape)
 
 
-def _judged(
+def _judge_result(
     evidence: Evidence, options: Mapping[str, Any], result: SearchResult, sibling: Explanation | None
 ) -> ParameterVerdict:
     """Return the verdict on a parameter, from the hypotheses that explain its step."""
@@ -278,14 +280,14 @@ def _judged(
         rules=tuple(rules),
         momenta=result.momenta,
         rates={"x".join(map(str, shape)): rate for shape, rate in best.rates.items()},
-        scales=_scales(evidence, best, options, result.bound),
+        scales=_find_scales(evidence, best, options, result.bound),
         decay=best.decay if abs(best.decay) > best.decay_error else None,
         residual=best.residual,
         bound=result.bound,
         rival=result.rival,
     )
     if not rules:
-        return replace(verdict, status=UNEXPLAINED, reason=_unexplained(evidence, result, sibling))
+        return replace(verdict, status=UNEXPLAINED, reason=_describe_unexplained(evidence, result, sibling))
     if result.bound > _WEAK:
         reason = f"rounding alone may leave {result.bound:.2f} of the update, as the checkpoints store it"
         return replace(verdict, status=AMBIGUOUS, reason=reason)
@@ -299,7 +301,7 @@ def _judged(
     return replace(verdict, contradictions=tuple(_contradictions(evidence, options, verdict, best)))
 
 
-def _unexplained(evidence: Evidence, result: SearchResult, sibling: Explanation | None) -> str:
+def _describe_unexplained(evidence: Evidence, result: SearchResult, sibling: Explanation | None) -> str:
     """Say where the step departs from what its siblings did, or from the nearest hypothesis."""
     best, bound = result.best, result.bound
     nearest = f"nearest is {rule_words(best.rule)} of {cut_words(best.cut)}, which leaves {best.residual:.2g}"
@@ -310,12 +312,13 @@ def _unexplained(evidence: Evidence, result: SearchResult, sibling: Explanation 
     squares = remainder**2
     place = np.unravel_index(int(squares.argmax()), evidence.shape)
     if squares[place] > 0.9 * squares.sum():
-        return f"all but element {_place(place)} of the weight is what its siblings' method makes: a flipped bit there?"
+        element = _index_text(place)
+        return f"all but element {element} of the weight is what its siblings' method makes: a flipped bit there?"
     largest = np.unravel_index(int(np.abs(evidence.source(sibling.rule)).argmax()), evidence.shape)
     for suspect in (largest, place):
         if _residual_without(evidence, suspect, sibling) < max(likely.residual / 4, bound):
             return (
-                f"with another value for element {_place(suspect)} of the momentum, before or after the step, its "
+                f"with another value for element {_index_text(suspect)} of the momentum, before or after the step, its "
                 "siblings' method explains it: a flipped bit there?"
             )
     return f"its siblings' method leaves {likely.residual:.2g} of its update; {nearest} (rounding {bound:.1g})"
@@ -338,11 +341,11 @@ def _residual_without(evidence: Evidence, place: tuple[Any, ...], sibling: Expla
     return residual(least_of(residual, -bound, bound, 1e-5 * bound))
 
 
-def _place(place: Iterable[Any]) -> str:
+def _index_text(place: Iterable[Any]) -> str:
     return f"[{', '.join(str(int(index)) for index in place)}]"
 
 
-def _scales(evidence: Evidence, best: Explanation, options: Mapping[str, Any], bound: float) -> tuple[str, ...]:
+def _find_scales(evidence: Evidence, best: Explanation, options: Mapping[str, Any], bound: float) -> tuple[str, ...]:
     """Return the rules by which the rates of all matrices follow from the recorded learning rate."""
     lr = options.get("lr")
     if not isinstance(lr, int | float) or not lr or len(evidence.shape) < 2:
@@ -427,7 +430,7 @@ def rule_words(rule: UpdateRule) -> str:
     return f"{rule.method}, {rule.steps} steps of {rule.name}, {nesterov}"
 
 
-def _findings(verdicts: Sequence[ParameterVerdict], look: FirstLook) -> Iterator[Finding]:
+def _find_findings(verdicts: Sequence[ParameterVerdict], look: FirstLook) -> Iterator[Finding]:
     """Yield what contradicts options, siblings, or every hypothesis; layers of one kind are one finding."""
     parameters = look.view.parameters
     groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)

@@ -302,8 +302,8 @@ def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float
     weights = evidence.rounding / size
     # Rounded momentum moves the direction: by how much is tried with one draw of such an error.
     generator = np.random.default_rng(0)
-    noisy_state = {name: _perturbed(value, evidence.dtypes[1], generator) for name, value in evidence.state.items()}
-    before = _perturbed(evidence.momentum_before, evidence.dtypes[1], generator)
+    noisy_state = {name: _perturb(value, evidence.dtypes[1], generator) for name, value in evidence.state.items()}
+    before = _perturb(evidence.momentum_before, evidence.dtypes[1], generator)
     noisy = replace(evidence, momentum_before=before, state={**evidence.state, **noisy_state})
     exact_direction = direction(evidence, best.cut, best.rule)
     norm = float(np.linalg.norm(exact_direction)) or 1.0
@@ -314,5 +314,5 @@ def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float
     return _SAFETY * fine, math.hypot(_SAFETY * fine, _COARSE_SAFETY * coarse)
 
 
-def _perturbed(values: Matrix, dtype: str, generator: np.random.Generator) -> Matrix:
+def _perturb(values: Matrix, dtype: str, generator: np.random.Generator) -> Matrix:
     return values + spacing(values, dtype) * math.sqrt(12) * (generator.random(values.shape) - 0.5)

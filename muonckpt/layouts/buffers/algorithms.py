@@ -73,8 +73,8 @@ def padded_numel(
         packed = []
         for bucket in contents:
             filled, largest_first = [0] * ranks, sorted(bucket, key=lambda p: -p.numel)
-            packed.append([_append(parameter, _emptiest(filled), filled) for parameter in largest_first])
-        buffers.append(_padded("padded-numel", group, ranks, packed, bucket_size, busbw))
+            packed.append([_append_to_shard(parameter, _emptiest_shard(filled), filled) for parameter in largest_first])
+        buffers.append(_place_padded("padded-numel", group, ranks, packed, bucket_size, busbw))
     return tuple(buffers)
 
 
@@ -89,8 +89,8 @@ def padded_nscost(
     for group, ranks in _groups(parameters, sizes):
         load = [0] * ranks
         contents = _grown_buckets(group, ranks, bucket_size, _shard_divisor(ranks, busbw))
-        packed = [_by_cost(bucket, load) for bucket in contents if bucket]
-        buffers.append(_padded("padded-nscost", group, ranks, packed, bucket_size, busbw))
+        packed = [_pack_by_cost(bucket, load) for bucket in contents if bucket]
+        buffers.append(_place_padded("padded-nscost", group, ranks, packed, bucket_size, busbw))
     return tuple(buffers)
 
 
@@ -112,7 +112,9 @@ def distributed_optimizer(
         contents = in_buckets(reversed(group), is_full)
         entries, buckets = end_to_end(contents, ALIGNMENT, _bucket_divisor(ranks, busbw))
         shards = bucket_shards(buckets, ranks)
-        buffers.append(_buffer("distributed-optimizer", group, ranks, entries, buckets, shards, options, whole=False))
+        buffers.append(
+            _make_layout("distributed-optimizer", group, ranks, entries, buckets, shards, options, whole=False)
+        )
     return tuple(buffers)
 
 
@@ -122,7 +124,7 @@ def _groups(parameters: Iterable[Parameter], sizes: GroupSizes) -> Iterator[tupl
         yield group, sizes.of(group[0])
 
 
-def _buffer(
+def _make_layout(
     algorithm: str,
     group: Iterable[Parameter],
     ranks: int,
@@ -179,23 +181,23 @@ def _grown_buckets(
         if not fits_padding and _is_full(bucket, ranks, bucket_size):
             yield bucket
             bucket, filled = [], [0] * ranks
-        _append(parameter, _emptiest(filled), filled)
+        _append_to_shard(parameter, _emptiest_shard(filled), filled)
         bucket.append(parameter)
     yield bucket
 
 
-def _emptiest(filled: Sequence[int]) -> int:
+def _emptiest_shard(filled: Sequence[int]) -> int:
     return filled.index(min(filled))
 
 
-def _append(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parameter, int, int]:
+def _append_to_shard(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parameter, int, int]:
     """Put a parameter at the end of a shard and update ``filled``, the end of each shard."""
     start = round_up(filled[shard], ALIGNMENT)
     filled[shard] = start + parameter.numel
     return parameter, shard, start
 
 
-def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
+def _pack_by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
     """Pack by cost and add to ``load``, the cost of each shard so far.  A tied parameter costs nothing."""
     if bucket[0].tied:
         return [(bucket[0], 0, 0)]
@@ -205,13 +207,13 @@ def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
     for parameter in sorted(bucket, key=lambda p: -_matrix_cost(p)):
         # The cheapest of the shards with space, or else the emptiest.
         shards = [s for s, stop in enumerate(filled) if round_up(stop, ALIGNMENT) + parameter.numel <= max_stop]
-        shard = min(shards, key=lambda s: load[s]) if shards else _emptiest(filled)
-        contents.append(_append(parameter, shard, filled))
+        shard = min(shards, key=lambda s: load[s]) if shards else _emptiest_shard(filled)
+        contents.append(_append_to_shard(parameter, shard, filled))
         load[shard] += _matrix_cost(parameter)
     return contents
 
 
-def _padded(
+def _place_padded(
     algorithm: str,
     group: Iterable[Parameter],
     ranks: int,
@@ -230,7 +232,7 @@ def _padded(
         buckets.append((base, base + ranks * size))
         base += ranks * size
     options = {"bucket_size": bucket_size, "busbw": busbw}
-    return _buffer(algorithm, group, ranks, entries, buckets, bucket_shards(buckets, ranks), options)
+    return _make_layout(algorithm, group, ranks, entries, buckets, bucket_shards(buckets, ranks), options)
 
 
 _CompactBuffer = tuple[tuple[Parameter, ...], _Entries, tuple[Span, ...]]
@@ -261,7 +263,9 @@ def legacy_pingpong(
             raise LayoutError("the parameter groups do not name every parameter exactly once")
         in_order.sort(key=lambda p: order[p.name])
     in_order.sort(key=lambda p: p.numel)
-    return _with_owners("legacy-pingpong", _compact(parameters, bucket_size), in_order, sizes, bucket_size)
+    return _place_with_owners(
+        "legacy-pingpong", _place_compactly(parameters, bucket_size), in_order, sizes, bucket_size
+    )
 
 
 def decoupled_total_order(
@@ -271,15 +275,15 @@ def decoupled_total_order(
 
     Arguments as for `legacy_pingpong`.
     """
-    buffers = _compact(parameters, bucket_size)
+    buffers = _place_compactly(parameters, bucket_size)
     sort_keys: dict[str, tuple[int, ...]] = {}
     for number, (_, entries, _) in enumerate(buffers):
         sort_keys |= {e.name: (e.parameter.numel, e.parameter.chunk, number, e.start) for e in entries.values()}
     in_order = sorted(chain.from_iterable(group for group, *_ in buffers), key=lambda p: sort_keys[p.name])
-    return _with_owners("decoupled-total-order", buffers, in_order, sizes, bucket_size)
+    return _place_with_owners("decoupled-total-order", buffers, in_order, sizes, bucket_size)
 
 
-def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
+def _place_compactly(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
     is_alone = lambda parameter: False  # noqa: E731
     return [
         (group, *end_to_end(in_buckets(reversed(group), closes_at(bucket_size), is_alone)))
@@ -287,7 +291,7 @@ def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_
     ]
 
 
-def _with_owners(
+def _place_with_owners(
     algorithm: str,
     buffers: Iterable[_CompactBuffer],
     in_order: Iterable[Parameter],
@@ -307,7 +311,9 @@ def _with_owners(
     layouts = []
     for group, entries, buckets in buffers:
         shards, options = owner_shards(entries.values(), buckets[-1][1], owners), {"bucket_size": bucket_size}
-        layouts.append(_buffer(algorithm, group, sizes.of(group[0]), entries, buckets, shards, options, alignment=1))
+        layouts.append(
+            _make_layout(algorithm, group, sizes.of(group[0]), entries, buckets, shards, options, alignment=1)
+        )
     return tuple(layouts)
 
 
@@ -331,7 +337,7 @@ def balanced(
         by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
         entries, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
         shards, options = owner_shards(entries.values(), buckets[-1][1], owners), {"bucket_size": bucket_size}
-        buffers.append(_buffer("balanced", group, ranks, entries, buckets, shards, options))
+        buffers.append(_make_layout("balanced", group, ranks, entries, buckets, shards, options))
     return tuple(buffers)
 
 
@@ -353,13 +359,13 @@ def balanced_owners(
             longer than `TOLERANCE` times the busiest of a fresh assignment.
     """
     tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
-    fresh, busiest = _longest_first(parameters, sizes, tied, 0)
+    fresh, busiest = _assign_longest_first(parameters, sizes, tied, 0)
     if previous is None:
         return fresh
-    return _longest_first(parameters, sizes, {**previous, **tied}, int(busiest * TOLERANCE))[0]
+    return _assign_longest_first(parameters, sizes, {**previous, **tied}, int(busiest * TOLERANCE))[0]
 
 
-def _longest_first(
+def _assign_longest_first(
     parameters: Sequence[Parameter], sizes: GroupSizes, homes: Mapping[str, int | None], limit: int
 ) -> tuple[dict[str, int], int]:
     """Return owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.

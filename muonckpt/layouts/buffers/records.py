@@ -74,7 +74,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         check_fields(data, LAYOUT)
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
-            parameters=tuple(map(_entry, data["parameters"])),
+            parameters=tuple(map(_read_parameter, data["parameters"])),
             buckets=tuple((start, stop) for start, stop in map(int_tuple, data["buckets"])),
             shards=consecutive_shards((start, stop, rank) for start, stop, rank in map(int_tuple, data["shards"])),
         )
@@ -94,7 +94,7 @@ def _damaged(noun: str) -> Iterator[None]:
         raise DamageError(f"damaged {noun}: {type(error).__name__}: {error}") from error
 
 
-def _entry(data: Any) -> PlacedParameter:
+def _read_parameter(data: Any) -> PlacedParameter:
     check_fields(data, PARAMETER)
     parameter = {field.name: data[field.name] for field in fields(Parameter)}
     return PlacedParameter(Parameter(**parameter | {"shape": int_tuple(data["shape"])}), data["start"], data["bucket"])

@@ -161,19 +161,19 @@ def reader(path: Location) -> Reader:
             raise SourceError(f"expected a checkpoint directory, found no directory {path}")
         names = names_in(path)
         if METADATA_FILE not in names:
-            raise _missing_metadata(path, names)
+            raise _missing_metadata_error(path, names)
         with open_regular(path / METADATA_FILE) as file:
             limits.check_description(path / METADATA_FILE, file.size)
             data = file.read(0, file.size)
         with about(path / METADATA_FILE):
-            manifest = _outline(parse_metadata(data))
+            manifest = _make_outline(parse_metadata(data))
         common_blobs = common_file(path) or lost_common_file(path, manifest)
         outline = replace(manifest, blobs=(*manifest.blobs, *common_blobs))
         faults = tuple(extent_faults(path, named_items(outline)))
     return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
 
 
-def _outline(metadata: Metadata) -> Manifest:
+def _make_outline(metadata: Metadata) -> Manifest:
     # Each item is of a chunk or of a blob.
     expected_items: set[tuple[str, Index | None]] = {(key, None) for key in metadata.blobs}
     for key, tensor in metadata.tensors.items():
@@ -187,10 +187,10 @@ def _outline(metadata: Metadata) -> Manifest:
     for key, tensor in metadata.tensors.items():
         geometry = tensor.size, tensor.chunks
         if geometry not in boxes_of:
-            boxes_of[geometry] = _boxes(key, tensor)
+            boxes_of[geometry] = _read_boxes(key, tensor)
         places.append((len(rows), boxes_of[geometry]))
         for offsets, _ in tensor.chunks:
-            item = _item(key, offsets, metadata)
+            item = _find_item(key, offsets, metadata)
             rows.append((item.file, item.offset, item.length, UNKNOWN, UNKNOWN, None, UNKNOWN))
     columns = Columns.of(rows)
 
@@ -203,13 +203,13 @@ def _outline(metadata: Metadata) -> Manifest:
         tensors.append(StateRecord(key, path, tensor.size, tensor.dtype, Chunks(columns, *place), name=name, slot=slot))
     blobs = []
     for key in metadata.blobs:
-        item = _item(key, None, metadata)
+        item = _find_item(key, None, metadata)
         blobs.append(Blob(key, metadata.paths.get(key, (key,)), Extent(item.file, item.offset, item.length)))
     provenance = {"format": "torch.distributed.checkpoint", "version": metadata.version}
     return Manifest(tuple(tensors), tuple(blobs), {**provenance, "not_kept": list(metadata.extra)})
 
 
-def _boxes(key: str, tensor: TensorMeta) -> Boxes:
+def _read_boxes(key: str, tensor: TensorMeta) -> Boxes:
     boxes = []
     for offsets, sizes in tensor.chunks:
         if not len(offsets) == len(sizes) == len(tensor.size):
@@ -220,7 +220,7 @@ def _boxes(key: str, tensor: TensorMeta) -> Boxes:
     return Boxes.of_all(boxes, len(tensor.size))
 
 
-def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> StoredItem:
+def _find_item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> StoredItem:
     item = metadata.storage.get((key, offsets))
     where = "" if offsets is None else f" at offsets {offsets}"
     if item is None:
@@ -230,7 +230,7 @@ def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Stor
     return item
 
 
-def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
+def _missing_metadata_error(path: Location, names: Sequence[str]) -> SourceError:
     """Return the error that a folder of files with these names has no ``.metadata``, with the reason and the cure."""
 
     def is_checkpoint(place: Location) -> bool:

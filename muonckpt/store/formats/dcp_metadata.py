@@ -108,15 +108,15 @@ def parse_metadata(data: bytes) -> Metadata:
     """
     with gc_paused():
         try:
-            return _metadata(unpickle_in_columns(data, CLASSES))
+            return _read_metadata(unpickle_in_columns(data, CLASSES))
         except SourceError:  # or unusual, which is decided object by object
-            return _metadata(unpickle(data, CLASSES))
+            return _read_metadata(unpickle(data, CLASSES))
 
 
-def _metadata(content: object) -> Metadata:
+def _read_metadata(content: object) -> Metadata:
     try:
-        fields = _fields("Metadata", content)
-        storage = _storage(expect(dict, fields["storage_data"]))
+        fields = _read_fields("Metadata", content)
+        storage = _read_storage(expect(dict, fields["storage_data"]))
         items_to_use = len(storage)
         tensors: dict[str, TensorMeta] = {}
         blobs: list[str] = []
@@ -126,7 +126,7 @@ def _metadata(content: object) -> Metadata:
                 blobs.append(expect(str, key))
                 continue
             # Chunks are counted before they are read: in a hostile file many tensors can share one list.
-            tensors[expect(str, key)] = tensor = _tensor(value, items_to_use, boxes_of)
+            tensors[expect(str, key)] = tensor = _read_tensor(value, items_to_use, boxes_of)
             items_to_use -= len(tensor.chunks)
         paths = expect(dict, fields.get("planner_data") or {})
         version = fields.get("version")
@@ -134,7 +134,7 @@ def _metadata(content: object) -> Metadata:
             tensors,
             tuple(blobs),
             storage,
-            {expect(str, key): _path(path) for key, path in paths.items()},
+            {expect(str, key): _read_path(path) for key, path in paths.items()},
             version if version is None else expect(str, version),
             tuple(expect(str, name) for name in fields if name not in _ATTRIBUTES),
         )
@@ -145,16 +145,16 @@ def _metadata(content: object) -> Metadata:
 _Box = tuple[Index, Index]
 
 
-def _fields(kind: str, value: object, module: str = METADATA) -> dict[str, object]:
+def _read_fields(kind: str, value: object, module: str = METADATA) -> dict[str, object]:
     record = expect(Record, value)
     if record.kind != f"{module} {kind}":
         raise SourceError(f"expected an object of class {kind}, found {record.kind}")
     return expect(dict, record.state)
 
 
-def _tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_Box]]) -> TensorMeta:
+def _read_tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_Box]]) -> TensorMeta:
     """Read a tensor; ``boxes_of`` gets the boxes of chunks that recur, which tensors share."""
-    fields = _fields("TensorStorageMetadata", value)
+    fields = _read_fields("TensorStorageMetadata", value)
     # Its dtype is the first of its properties.
     properties = expect(tuple, expect(Record, fields["properties"]).state)
     dtype = expect(Global, properties[0] if properties else None).removeprefix("torch ")
@@ -167,26 +167,26 @@ def _tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_
     boxes: list[_Box] = []
     for chunk in chunks:
         if chunk not in boxes_of:
-            box = _fields("ChunkStorageMetadata", chunk.model[0])
-            boxes_of[chunk] = [*zip(_sizes(chunk, box["offsets"]), _sizes(chunk, box["sizes"]), strict=True)]
+            box = _read_fields("ChunkStorageMetadata", chunk.model[0])
+            boxes_of[chunk] = [*zip(_read_sizes(chunk, box["offsets"]), _read_sizes(chunk, box["sizes"]), strict=True)]
         boxes += boxes_of[chunk]
     return TensorMeta(dtype, sizes_of(fields["size"]), tuple(boxes))
 
 
-def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], StoredItem]:
+def _read_storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], StoredItem]:
     places: list[tuple[str, Index | None]] = []
     items: list[StoredItem] = []
     for key, value in stored.items():
         entries = _as_columns(key, value)
         # The keys of the entries: (tensor key, offsets of the chunk).
-        index = _fields("MetadataIndex", entries.model[0])
+        index = _read_fields("MetadataIndex", entries.model[0])
         offset = index.get("offset")
-        corners = repeat(None, entries.count) if offset is None else _sizes(entries, offset)
-        places += zip(_texts(entries, index["fqn"]), corners, strict=True)
+        corners = repeat(None, entries.count) if offset is None else _read_sizes(entries, offset)
+        places += zip(_read_texts(entries, index["fqn"]), corners, strict=True)
         # Their values, made without a call of Python for each.
-        info = _fields("_StorageInfo", entries.model[1], FILESYSTEM)
-        files = _texts(entries, info["relative_path"])
-        starts, lengths = _numbers(entries, info["offset"]), _numbers(entries, info["length"])
+        info = _read_fields("_StorageInfo", entries.model[1], FILESYSTEM)
+        files = _read_texts(entries, info["relative_path"])
+        starts, lengths = _read_numbers(entries, info["offset"]), _read_numbers(entries, info["length"])
         transforms = tuple(expect(str, name) for name in sequence(info.get("transform_descriptors") or ()))
         columns = zip(files, starts, lengths, repeat(transforms, entries.count), strict=True)
         items += map(partial(tuple.__new__, StoredItem), columns)
@@ -202,14 +202,14 @@ def _as_columns(*values: object) -> ObjectColumns:
     return values[0] if type(values[0]) is ObjectColumns else ObjectColumns(values)
 
 
-def _texts(objects: ObjectColumns, part: object) -> list[str]:
+def _read_texts(objects: ObjectColumns, part: object) -> list[str]:
     texts = objects.column(part)
     if kinds := {*map(type, texts)} - {str}:
         raise SourceError(f"expected str, found {', '.join(sorted(kind.__name__ for kind in kinds))}")
     return cast(list[str], texts)
 
 
-def _numbers(objects: ObjectColumns, part: object) -> list[int]:
+def _read_numbers(objects: ObjectColumns, part: object) -> list[int]:
     column = objects.column(part)
     numbers = cast(list[int], column)
     for number in (min(numbers), max(numbers)) if {*map(type, column)} == {int} else column:
@@ -217,7 +217,7 @@ def _numbers(objects: ObjectColumns, part: object) -> list[int]:
     return numbers
 
 
-def _sizes(objects: ObjectColumns, part: object) -> list[Index]:
+def _read_sizes(objects: ObjectColumns, part: object) -> list[Index]:
     """Return the sizes that a part of the model has in each object."""
     if not objects.columns:
         return [sizes_of(part)] * objects.count
@@ -228,7 +228,7 @@ def _sizes(objects: ObjectColumns, part: object) -> list[Index]:
     return [*map(sizes.__getitem__, column)]
 
 
-def _path(value: object) -> KeyPath:
+def _read_path(value: object) -> KeyPath:
     parts = sequence(value)
     for part in parts:
         if type(part) is not int:
@@ -274,7 +274,7 @@ def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Ite
         yield from writer.full_parts()
     for blob in blobs:
         writer.put(blob.key)
-        writer.put_cached(("blob",), lambda: writer.put(_object("BytesStorageMetadata")))
+        writer.put_cached(("blob",), lambda: writer.put(_make_object("BytesStorageMetadata")))
     writer.out += pickle.SETITEMS
     # The paths of keys.
     entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
@@ -346,7 +346,7 @@ class _MetadataWriter(Pickler):
     def tensor(self, tensor: StateRecord) -> None:
         if tensor.dtype not in DTYPES:
             raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
-        self.put_cached(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
+        self.put_cached(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_make_tensor(tensor)))
 
     def item(self, file: str, offset: int, length: int) -> None:
         """Write the ``_StorageInfo`` of an item."""
@@ -367,7 +367,7 @@ class _MetadataWriter(Pickler):
         files, offsets, lengths = tensor.chunks.items
         boxes = tensor.boxes
         if boxes in self._offsets and self._pickled.keys() >= {("file", file) for file in {*files}}:
-            self._repeat(tensor, files, offsets, lengths)
+            self._write_from_cache(tensor, files, offsets, lengths)
             return
         # One by one, until the bytes of every offset repeat.
         corners = list(map(tuple, boxes.lo.tolist()))
@@ -380,7 +380,7 @@ class _MetadataWriter(Pickler):
         if self._pickled.keys() >= set(numbered):
             self._offsets[boxes] = tuple(map(self._pickled.__getitem__, numbered))
 
-    def _repeat(self, tensor: StateRecord, files: list[str], offsets: list[int], lengths: list[int]) -> None:
+    def _write_from_cache(self, tensor: StateRecord, files: list[str], offsets: list[int], lengths: list[int]) -> None:
         """Write the places of a tensor from bytes written before, except for its key and numbers."""
         start = len(self.out)
         self.index(tensor.key)
@@ -399,27 +399,33 @@ class _MetadataWriter(Pickler):
         self.put(key)
 
     def _put_offset(self, number: int, lo: Index) -> None:
-        for value in ("offset", _size(lo), "index", number):
+        for value in ("offset", _make_size(lo), "index", number):
             self.put(value)
         self.out += _END
 
 
-def _object(kind: str, state: object = None) -> Record:
+def _make_object(kind: str, state: object = None) -> Record:
     return Record(Global(f"{METADATA} {kind}"), (), state)
 
 
-def _size(sizes: Index) -> Record:
+def _make_size(sizes: Index) -> Record:
     return Record(Global("torch Size"), (sizes,))
 
 
-def _tensor_record(tensor: StateRecord) -> Record:
+def _make_tensor(tensor: StateRecord) -> Record:
     layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
     contiguous = Record(Global(f"{METADATA} _MEM_FORMAT_ENCODING"), (0,))
     properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)
     chunks = []
     for box in tensor.boxes:
-        chunks.append(_object("ChunkStorageMetadata", {"offsets": _size(box.lo), "sizes": _size(box.shape)}))
-    return _object(
+        chunks.append(
+            _make_object("ChunkStorageMetadata", {"offsets": _make_size(box.lo), "sizes": _make_size(box.shape)})
+        )
+    return _make_object(
         "TensorStorageMetadata",
-        {"properties": _object("TensorProperties", properties), "size": _size(tensor.shape), "chunks": chunks},
+        {
+            "properties": _make_object("TensorProperties", properties),
+            "size": _make_size(tensor.shape),
+            "chunks": chunks,
+        },
     )

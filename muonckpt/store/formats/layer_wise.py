@@ -66,7 +66,7 @@ def reader(path: Location) -> Reader:
             f"{path} holds Megatron's per-rank optimizer files, which record neither names nor owners: "
             f"write {next(iter(DESCRIPTION_PARSERS))} beside them (docs/formats/layer_wise.md)"
         )
-    parts = [_part(path, description, folder) for folder in description.folders]
+    parts = [_read_part(path, description, folder) for folder in description.folders]
     first, files = parts[0], list(chain.from_iterable(part.files for part in parts))
     params: defaultdict[int, list[str]] = defaultdict(list)
     for member in first.members:
@@ -74,7 +74,7 @@ def reader(path: Location) -> Reader:
 
     # Options, and state that is no tensor, become items in memory, under the name of the description.
     items = ItemsInMemory(next(name for name in DESCRIPTION_PARSERS if is_file(path / name)))
-    for number, options in _options(files, params):
+    for number, options in _collect_options(files, params):
         for option, value in options.items():
             items.add((*_OPTION, number, option), value)
     for name, state in first.states.items():
@@ -111,9 +111,9 @@ class _Part:
     records: Sequence[StateRecord]
 
 
-def _part(path: Location, description: Description, folder: str) -> _Part:
+def _read_part(path: Location, description: Description, folder: str) -> _Part:
     # The description and the weights say which parameters there are, and its algorithm who owns them.
-    names = description.files or _files(path / folder.rstrip("/") if folder else path)
+    names = description.files or _find_rank_files(path / folder.rstrip("/") if folder else path)
     files = [read_rank_file(path, f"{folder}{name}") for name in names]
     model = read_weights(path, f"{folder}{description.model}") if description.model else None
     weights = model.weights if model else {}
@@ -129,11 +129,11 @@ def _part(path: Location, description: Description, folder: str) -> _Part:
                     f"group {group} of {file.name} says {_EXPERTS}={stored}, the description says the opposite"
                 )
     shapes = {member.parameter.name: member.parameter.shape for member in members}
-    states = dict(_named_states(files, shares, shapes, description.algorithm))
+    states = dict(_name_states(files, shares, shapes, description.algorithm))
     if model:
         model.check_masters(path, states)
     weights_here = weights.values() if model and model.folder == path else ()
-    return _Part(files, members, shares, states, (*_records(shares, states), *weights_here))
+    return _Part(files, members, shares, states, (*_make_records(shares, states), *weights_here))
 
 
 def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Iterator[StateRecord]:
@@ -170,7 +170,7 @@ def _plain_values(state: ParameterState) -> dict[str, object]:
     return {slot: value for slot, value in state.items() if not isinstance(value, SavedTensor)}
 
 
-def _files(path: Location) -> tuple[str, ...]:
+def _find_rank_files(path: Location) -> tuple[str, ...]:
     if not is_folder(path):
         raise SourceError(f"expected a folder with the files of every rank at {path}, found none")
     matches = map(_RANK.fullmatch, names_in(path))
@@ -181,7 +181,7 @@ def _files(path: Location) -> tuple[str, ...]:
     return tuple(names_by_rank[rank] for rank in ranks)
 
 
-def _named_states(
+def _name_states(
     files: Sequence[RankFile], shares: RankShares, shapes: Mapping[str, Index], algorithm: str
 ) -> Iterator[tuple[str, ParameterState]]:
     """Yield each parameter's state by name; raise `SourceError` where a group cannot have those of its share."""
@@ -209,7 +209,7 @@ def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
     return isinstance(value, SavedTensor) and value.shape != ()
 
 
-def _records(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterator[StateRecord]:
+def _make_records(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterator[StateRecord]:
     layouts: dict[str, dict[str, Any]] = {}
     for _, buffer in shares.buffers:
         layout = {"algorithm": buffer.algorithm, "version": buffer.version}
@@ -245,7 +245,9 @@ def _placements_of_slot(
     return tuple(placements)
 
 
-def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
+def _collect_options(
+    files: Sequence[RankFile], params: Mapping[int, Sequence[str]]
+) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield the options of each group that has parameters, with their names; ranks without parameters are ignored."""
     for number, names in sorted(params.items()):
         # Ranks without parameters of the group have options that no parameter used.

@@ -72,7 +72,7 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
         groups: list[RankGroup] = []
         keys = set[object]()
         for child in children:
-            groups += _groups(file, child)
+            groups += _read_groups(file, child)
             keys.update(mapping(child))
         not_kept = keys - {"optimizer", "fp32_from_fp16_params", "state", "param_groups"}
         return RankFile(name, tuple(groups), frozenset(map(str, not_kept)))
@@ -81,7 +81,7 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
         raise SourceError(f"{directory / name}: expected the state of a layer-wise optimizer: {reason}") from error
 
 
-def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
+def _read_groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
     entries = mapping(child)
     optimizer = mapping(entries["optimizer"]) if "optimizer" in entries else entries
     states, groups = mapping(optimizer["state"]), expect(list, optimizer["param_groups"])
@@ -99,7 +99,7 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
         for number in ids:
             state: dict[str, _Value] = {}
             for slot, value in mapping(states[number]).items():
-                state[str(slot)] = file.whole_tensor(value) if type(value) is Record else _scalar(value)
+                state[str(slot)] = file.whole_tensor(value) if type(value) is Record else _read_scalar(value)
             group_states.append(state)
         for state, master in zip(group_states, masters, strict=False):
             state[MASTER] = file.whole_tensor(master)
@@ -108,7 +108,7 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
         for key, value in group.items():
             if key != PARAMS:
                 with about(f"option {key!r}"):
-                    options[str(key)] = _option(value)
+                    options[str(key)] = _read_option(value)
         all_ids += ids
         yield RankGroup(options, tuple(group_states))
     # Each state belongs to one group.
@@ -116,11 +116,11 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
         raise SourceError(f"its groups list {len(all_ids)} parameters, it has the state of {len(states)}")
 
 
-def _option(value: object) -> object:
-    return type(value)(map(_scalar, value)) if isinstance(value, list | tuple) else _scalar(value)
+def _read_option(value: object) -> object:
+    return type(value)(map(_read_scalar, value)) if isinstance(value, list | tuple) else _read_scalar(value)
 
 
-def _scalar(value: object) -> bool | int | float | str | None:
+def _read_scalar(value: object) -> bool | int | float | str | None:
     if value is not None and type(value) not in (bool, int, float, str):
         raise SourceError(f"expected a number, a string or a tensor, found {type(value).__name__}")
     return value  # type: ignore[return-value]
@@ -363,7 +363,7 @@ def read_description(path: Location) -> Description | None:
                 # Python's reader of TOML is slow for long generated files.
                 text = read_text_file(file).decode()
                 limits.check_limit(max(line.count(".") for line in text.split("\n")), limits.DOTS, "dots in a line")
-                return _description(parse(text))
+                return _parse_description(parse(text))
             except RecursionError:
                 raise SourceError(f"{file}: nested too deeply") from None
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, SourceError) as error:
@@ -390,12 +390,12 @@ _SELECT: _FieldTypes = {"names": list, "dims": int, "expert": bool}
 _CUT: _FieldTypes = {"names": list, "dim": int, "interleaved": int}
 
 
-def _description(data: Any) -> Description:
-    _check(data, {**_OPTIONS, **_LISTS}, "algorithm")
+def _parse_description(data: Any) -> Description:
+    _check_table(data, {**_OPTIONS, **_LISTS}, "algorithm")
     # The parameters, or the groups that select of a model's.
     members = []
     for table in data.get("parameter", ()):
-        _check(table, _PARAMETER, "name", "shape")
+        _check_table(table, _PARAMETER, "name", "shape")
         fields = {**table, "shape": tuple(map(int, table["shape"]))}
         place = {key: fields.pop(key) for key in ("group", "part") if key in fields}
         members.append(ListedParameter(Parameter(**fields), **place))
@@ -403,24 +403,24 @@ def _description(data: Any) -> Description:
     folders = tuple(map(str, data.get("tensor_parallel", ())))
     for name in (*folders, *map(str, data.get("files", ()))):
         Extent(name, 0, 0)  # refuses a name that is not of a file inside the checkpoint
-    cuts = tuple(TensorCut(**_with_names(table, _CUT)) for table in data.get("cut", ()))
+    cuts = tuple(TensorCut(**_parse_names(table, _CUT)) for table in data.get("cut", ()))
     if bool(folders) != bool(cuts):
         raise SourceError("expected both: tensor_parallel with the folders of its ranks, and [[cut]] tables")
     return Description(
         members=tuple(members),
-        groups=tuple(Select(**_with_names(table, _SELECT)) for table in data.get("group", ())),
+        groups=tuple(Select(**_parse_names(table, _SELECT)) for table in data.get("group", ())),
         files=tuple(map(str, data.get("files", ()))),
         tensor_parallel=TensorParallelism(folders, cuts) if folders else None,
         **{key: value for key, value in data.items() if key in _OPTIONS},
     )
 
 
-def _with_names(table: Any, kinds: _FieldTypes) -> dict[str, Any]:
-    _check(table, kinds, "names")
+def _parse_names(table: Any, kinds: _FieldTypes) -> dict[str, Any]:
+    _check_table(table, kinds, "names")
     return {**table, "names": tuple(map(str, table["names"]))}
 
 
-def _check(data: Any, kinds: _FieldTypes, *required_keys: str) -> None:
+def _check_table(data: Any, kinds: _FieldTypes, *required_keys: str) -> None:
     if not isinstance(data, Mapping) or not data.keys() >= set(required_keys):
         raise SourceError(f"expected a table with {', '.join(required_keys)}, found {data!r:.200}")
     for key, value in data.items():

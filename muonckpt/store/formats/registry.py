@@ -202,7 +202,7 @@ def format_of(path: Location) -> Format:
         with open_regular(path) as file:
             if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
                 return PROCESS_FILES
-        return _plugin_showing([path.name]) or SAFETENSORS
+        return _find_plugin_format([path.name]) or SAFETENSORS
     # A folder shows it by the names in it.
     if kind != "folder":  # said now: it may be published before the next look, and seem to lack what was not there
         # Later attempts at a step of a run supersede the first.
@@ -230,7 +230,7 @@ def format_shown(path: Location) -> Format | None:
     """
     with source_errors(path):
         names = names_in(path)
-        shown = next(_showing(names, BUILT_IN), None) or (_plugin_showing(names) if names else None)
+        shown = next(_find_formats(names, BUILT_IN), None) or (_find_plugin_format(names) if names else None)
         return SIBLINGS if shown is None and len(folders_with(path, signs.METADATA_FILE)) > 1 else shown
 
 
@@ -246,7 +246,7 @@ def format_written_as(word: str) -> Format | None:
     return formats.get(word)
 
 
-def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format]:
+def _find_formats(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format]:
     # The strong signs of all formats, then their weaker ones.
     for strength in zip_longest(*((format.signs, *format.weaker_signs) for format in formats), fillvalue=()):
         for format, patterns in zip(formats, strength, strict=True):
@@ -254,11 +254,11 @@ def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format
                 yield format
 
 
-def _plugin_showing(names: Sequence[str]) -> Format | None:
+def _find_plugin_format(names: Sequence[str]) -> Format | None:
     # Two plug-ins that read the same files would give different checkpoints.
     formats_by_plugin: dict[str, Format] = {}
     for plugin, format in load_plugins(ENTRY_POINTS, Format, "formats").items():
-        if any(_showing(names, (format,))):
+        if any(_find_formats(names, (format,))):
             formats_by_plugin[plugin] = format
     if len(formats_by_plugin) > 1:
         raise SourceError(f"several plug-ins read such files: {'; '.join(formats_by_plugin)}: uninstall all but one")

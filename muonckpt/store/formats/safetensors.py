@@ -188,7 +188,7 @@ def parse_header(text: bytes) -> Header:
     # JSON with a name twice would be read differently by different readers.
     limits.check_text(text)
     try:
-        fields: Any = json.loads(text.decode(), object_pairs_hook=_unique)
+        fields: Any = json.loads(text.decode(), object_pairs_hook=_refuse_repeated_names)
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
     except (ValueError, RecursionError) as error:
@@ -198,11 +198,11 @@ def parse_header(text: bytes) -> Header:
         raise DamageError(f"expected strings in {METADATA_KEY}, found something else")
     # We write no dtype that the format lacks.
     dtype_error = DamageError if MANIFEST_KEY in metadata else SourceError
-    entries = {name: _entry(name, value, dtype_error) for name, value in fields.items()}
+    entries = {name: _parse_entry(name, value, dtype_error) for name, value in fields.items()}
     return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
 
 
-def _entry(name: str, value: Any, dtype_error: type[SourceError]) -> HeaderEntry:
+def _parse_entry(name: str, value: Any, dtype_error: type[SourceError]) -> HeaderEntry:
     with about(f"tensor {name!r}"):
         match value:
             case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **extra} if not extra:
@@ -216,7 +216,7 @@ def _entry(name: str, value: Any, dtype_error: type[SourceError]) -> HeaderEntry
         return HeaderEntry(DTYPE_OF_CODE[code], tuple(shape), start, stop)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")

@@ -202,14 +202,14 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
         # The shapes of files and of chunks in them, and the names of files.
         match fields["chunk_grid"]:
             case {"name": "regular", "configuration": dict(configuration)}:
-                files = _ints(configuration["chunk_shape"])
+                files = _read_ints(configuration["chunk_shape"])
             case grid:
                 raise SourceError(f"expected 'regular' with a configuration, found {grid!r:.200}")
-        prefix, separator = _keys(fields["chunk_key_encoding"])
-        chunks, trailer, index_first = _codecs(fields["codecs"])
+        prefix, separator = _parse_key_encoding(fields["chunk_key_encoding"])
+        chunks, trailer, index_first = _parse_codecs(fields["codecs"])
         return ZarrArray(
             node=node,
-            shape=_ints(fields["shape"]),
+            shape=_read_ints(fields["shape"]),
             dtype=fields["data_type"],
             file_shape=files,
             chunk_shape=files if chunks is None else chunks,
@@ -240,37 +240,37 @@ def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:
         yield tuple(cell), Box(lo, hi)
 
 
-def _codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
+def _parse_codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
     """Return the shape of chunks in a shard (None without shards), their trailer, and whether its index is first."""
     match codecs:
         case [{"name": "sharding_indexed", "configuration": {"chunk_shape": shape, "codecs": inner, **index}}]:
             location = index.get("index_location", "end")
             if index.get("index_codecs") != _INDEX_CODECS or location not in ("start", "end"):
                 raise SourceError("expected a shard index of little-endian numbers with a CRC-32C")
-            chunks, trailer, _ = _codecs(inner)
+            chunks, trailer, _ = _parse_codecs(inner)
             if chunks is not None:
                 raise SourceError("expected no shards within shards")
-            return _ints(shape), trailer, location == "start"
-        case [{"name": "bytes", **codec}] if _setting(codec, "endian", "little") == "little":
+            return _read_ints(shape), trailer, location == "start"
+        case [{"name": "bytes", **codec}] if _get_setting(codec, "endian", "little") == "little":
             return None, 0, False
-        case [{"name": "bytes", **codec}, {"name": "crc32c"}] if _setting(codec, "endian", "little") == "little":
+        case [{"name": "bytes", **codec}, {"name": "crc32c"}] if _get_setting(codec, "endian", "little") == "little":
             return None, INDEX_CHECKSUM, False
         case [*_]:
             return None, None, False
     raise SourceError(f"expected a list of codecs, found {codecs!r:.200}")
 
 
-def _setting(extension: Mapping[Any, Any], name: str, default: str) -> Any:
+def _get_setting(extension: Mapping[Any, Any], name: str, default: str) -> Any:
     return extension.get("configuration", {}).get(name, default)
 
 
-def _keys(encoding: Any) -> tuple[str, str]:
+def _parse_key_encoding(encoding: Any) -> tuple[str, str]:
     """Return prefix and separator of chunks' names."""
     match encoding:
         case {"name": "default", **settings}:
-            prefix, separator = "c", _setting(settings, "separator", "/")
+            prefix, separator = "c", _get_setting(settings, "separator", "/")
         case {"name": "v2", **settings}:
-            prefix, separator = "", _setting(settings, "separator", ".")
+            prefix, separator = "", _get_setting(settings, "separator", ".")
         case _:
             raise SourceError(f"expected a chunk key encoding default or v2, found {encoding!r:.200}")
     if separator not in ("/", "."):
@@ -278,7 +278,7 @@ def _keys(encoding: Any) -> tuple[str, str]:
     return prefix, separator
 
 
-def _ints(value: Any) -> Index:
+def _read_ints(value: Any) -> Index:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
         raise SourceError(f"expected a list of integers, found {value!r:.200}")
     return tuple(value)
@@ -351,11 +351,11 @@ def reader(path: Location) -> Reader:
         SourceError: there is none, or it is refused.
     """
     errors, chunk_errors = list[DamageError](), list[DamageError]()
-    attributes, arrays, consolidated = _nodes(path, errors)
+    attributes, arrays, consolidated = _read_nodes(path, errors)
     tensors, seals, readable = list[StateRecord](), dict[str, object](), list[ZarrArray]()
     for array in arrays:
-        with _collected(errors):
-            tensors.append(_record(path, array, chunk_errors))
+        with _collecting_errors(errors):
+            tensors.append(_read_tensor(path, array, chunk_errors))
             readable.append(array)
             if isinstance(entry := array.attributes.get(MANIFEST_ATTRIBUTE), dict):
                 seals[array.node] = entry.get(SEAL)
@@ -364,10 +364,10 @@ def reader(path: Location) -> Reader:
     provenance: Mapping[str, Any] = {"format": "zarr"}
     count = len({*consolidated, *(array.node for array in arrays)}) if consolidated else None
     seals_digest = None
-    with _collected(errors):
+    with _collecting_errors(errors):
         if (root := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
             with about(path / ZARR_FILE):
-                provenance, count, seals_digest = _root(root)
+                provenance, count, seals_digest = _read_root(root)
             if count != len(tensors):
                 raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
     faults = list[SourceError]()
@@ -413,14 +413,14 @@ def lacks_root(path: Location) -> bool:
 
 
 @contextmanager
-def _collected(errors: list[DamageError]) -> Iterator[None]:
+def _collecting_errors(errors: list[DamageError]) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
         errors.append(error)
 
 
-def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
+def _read_root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
     """Return the provenance of a hierarchy of ours, the number of its arrays, and the digest of their seals."""
     seals_digest: str | None = None
     match fields:
@@ -436,7 +436,7 @@ def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
     raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
 
 
-def _nodes(
+def _read_nodes(
     path: Location, errors: list[DamageError]
 ) -> tuple[Mapping[str, Any], list[ZarrArray], Mapping[str, Mapping[str, Any]]]:
     """Return the root's attributes, by name all arrays below it or the root itself, and those that it describes too.
@@ -453,7 +453,7 @@ def _nodes(
         # A folder without a description is a group that has lost it, if nodes are in it; the root always is.
         if node and ZARR_FILE not in files and not any(is_there(place / name / ZARR_FILE) for name in folders):
             continue
-        with _collected(errors):
+        with _collecting_errors(errors):
             if ZARR_FILE not in files:
                 raise DamageError(f"its {ZARR_FILE}{f' of {node}' * bool(node)} is missing")
             with about(place / ZARR_FILE):
@@ -468,7 +468,7 @@ def _nodes(
     # The root's copy of an array's description replaces a lost one, and must not contradict an existing one.
     arrays_by_node = {array.node: array for array in arrays}
     for node, copied_fields in sorted(consolidated.items()):
-        with _collected(errors):
+        with _collecting_errors(errors):
             with about(path / ZARR_FILE):
                 array = parse_array(node, copied_fields)
             if node not in arrays_by_node:
@@ -489,7 +489,7 @@ def _consolidated(fields: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return {}
 
 
-def _record(path: Location, array: ZarrArray, chunk_errors: list[DamageError]) -> StateRecord:
+def _read_tensor(path: Location, array: ZarrArray, chunk_errors: list[DamageError]) -> StateRecord:
     with about(path / array.node):
         entry = array.attributes.get(MANIFEST_ATTRIBUTE, {})
         if not isinstance(entry, dict):
@@ -497,7 +497,7 @@ def _record(path: Location, array: ZarrArray, chunk_errors: list[DamageError]) -
         if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
             raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
         # An array of another program is a tensor by its path.
-        chunks = list(_chunks(path, array, chunk_errors)) if 0 not in array.shape else []
+        chunks = list(_locate_chunks(path, array, chunk_errors)) if 0 not in array.shape else []
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
             stored = Chunks.of(filter(None, chunks), len(array.shape))
@@ -524,7 +524,7 @@ _MAX_LOST = 1 << 13
 """The most chunks of an array that may be lost, and as many more as are there."""
 
 
-def _chunks(path: Location, array: ZarrArray, errors: list[DamageError]) -> Iterator[Chunk | None]:
+def _locate_chunks(path: Location, array: ZarrArray, errors: list[DamageError]) -> Iterator[Chunk | None]:
     """Yield chunks in order, and None for each chunk of a file that is missing, or whose index is damaged.
 
     Raises:
@@ -542,8 +542,8 @@ def _chunks(path: Location, array: ZarrArray, errors: list[DamageError]) -> Iter
     for file, box in array.files():
         try:
             if file not in files:
-                raise _not_stored(f"{path / file}")
-            yield from list(_chunks_of_file(path, array, file, box))
+                raise _not_stored_error(f"{path / file}")
+            yield from list(_locate_chunks_in(path, array, file, box))
         except DamageError as error:
             errors.append(error)
             yield from [None] * (sum(1 for _ in array.chunks(box)) if chunks_per_file > 1 else 1)
@@ -562,37 +562,37 @@ def _files_below(path: Location, node: str) -> set[str]:
     return paths - {f"{node}/{ZARR_FILE}" if node else ZARR_FILE}
 
 
-def _chunks_of_file(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
+def _locate_chunks_in(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
     size = _size(path, file)
     with about(path / file):
         if _is_read_raw(array):
-            for part, offset, length in _stored(path, array, file, size, box):
+            for part, offset, length in _stored_chunks(path, array, file, size, box):
                 if length != array.chunk_bytes + (array.trailer or 0):
                     raise DamageError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
                 payload = Extent(file, offset, part.numel * itemsize(array.dtype))
                 yield Chunk(part, Extent(file, offset, length), payload)
             return
         if array.sharded:
-            list(_stored(path, array, file, size, box))  # checks that no chunk is missing
+            list(_stored_chunks(path, array, file, size, box))  # checks that no chunk is missing
     yield Chunk(box, Extent(file, 0, size), Extent(file, 0, box.numel * itemsize(array.dtype)))
 
 
-def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
+def _stored_chunks(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
     if not array.sharded:
         yield box, 0, size
         return
     # Every chunk of a shard has to be there, and inside the file.
-    index = _index(path, array, file, size)
+    index = _read_index(path, array, file, size)
     for number, part in array.chunks(box):
         offset, length = map(int, index[number])
         if offset == MISSING_CHUNK:
-            raise _not_stored(f"box {part}")
+            raise _not_stored_error(f"box {part}")
         if offset + length > size:
             raise DamageError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
         yield part, offset, length
 
 
-def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
+def _read_index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     from google_crc32c import value as crc32c
 
     # The index is at either end of the file, with a checksum of its own.
@@ -613,14 +613,14 @@ def _size(path: Location, file: str) -> int:
     # Where no file is, zarr would read zeros.
     place = path / file
     if not is_there(place):
-        raise _not_stored(f"{place}")
+        raise _not_stored_error(f"{place}")
     if place.resolve() != path.resolve() / file:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
     with open_regular(place) as opened:
         return opened.size
 
 
-def _not_stored(noun: str) -> DamageError:
+def _not_stored_error(noun: str) -> DamageError:
     return DamageError(
         f"{noun} is not stored: zarr reads the fill value instead, but it may have been lost; write it with "
         "write_empty_chunks"

@@ -100,17 +100,17 @@ def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray
         entry = {**entry_of(tensor), "digests": [chunk.digest for chunk in tensor.chunks]}
         seals[array.node] = array_seal(array, entry)
         attributes = {MANIFEST_ATTRIBUTE: {**entry, SEAL: seals[array.node]}}
-        _write(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
+        _write_node(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
     root: dict[str, Any] = {"version": 1, "tensors": len(seals), "provenance": dict(manifest.provenance)}
     root = {**json.loads(json.dumps(root)), "arrays": digest_of(seals)}
     root_attributes = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
     groups = {"", *chain.from_iterable(parents(array.node) for array in arrays_of_tensors)}
     for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
         node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else root_attributes}
-        _write(directory / group, json.dumps(node, indent=1))
+        _write_node(directory / group, json.dumps(node, indent=1))
 
 
-def _write(folder: Location, text: str) -> None:
+def _write_node(folder: Location, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_synced(folder / ZARR_FILE, text.encode())
 

@@ -128,7 +128,7 @@ def join_crc32(first: int, second: int, length: int) -> int:
     A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies it by a power of x (Mark Adler,
     ``crc32_combine`` of zlib).
     """
-    return _product(first, _power_of_x(8 * length)) ^ second if first else second
+    return _multiply_polynomials(first, _power_of_x(8 * length)) ^ second if first else second
 
 
 @lru_cache(maxsize=1024)
@@ -136,13 +136,13 @@ def _power_of_x(power: int) -> int:
     # By repeated squaring.
     result, square = _X0, _X0 >> 1
     while power:
-        result = _product(result, square) if power & 1 else result
-        square = _product(square, square)
+        result = _multiply_polynomials(result, square) if power & 1 else result
+        square = _multiply_polynomials(square, square)
         power >>= 1
     return result
 
 
-def _product(left: int, right: int) -> int:
+def _multiply_polynomials(left: int, right: int) -> int:
     # Bit by bit, the right factor times x each time, reduced by the polynomial.
     product = 0
     for bit in range(31, -1, -1):

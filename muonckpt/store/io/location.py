@@ -253,7 +253,7 @@ def kind_of(place: Location) -> Kind | None:
         except FileNotFoundError:
             return None
         return "folder" if kind == "directory" else "file" if kind == "file" else "other"
-    status = _status(place, follow_symlinks=True)
+    status = _read_status(place, follow_symlinks=True)
     if status is None:
         return None
     return "folder" if stat.S_ISDIR(status.st_mode) else "file" if stat.S_ISREG(status.st_mode) else "other"
@@ -261,7 +261,7 @@ def kind_of(place: Location) -> Kind | None:
 
 def is_there(place: Location) -> bool:
     """Return whether anything has this name, if only a link that leads nowhere; raises as `kind_of`."""
-    return (kind_of(place) if isinstance(place, Remote) else _status(place, follow_symlinks=False)) is not None
+    return (kind_of(place) if isinstance(place, Remote) else _read_status(place, follow_symlinks=False)) is not None
 
 
 def refuse_unseen(place: Location, process: str, kind: type[MuonckptError]) -> None:
@@ -282,7 +282,7 @@ def is_file(place: Location) -> bool:
 
 def is_link(place: Location) -> bool:
     """Return whether a link is there, which a store does not have; raises as `kind_of`."""
-    status = None if isinstance(place, Remote) else _status(place, follow_symlinks=False)
+    status = None if isinstance(place, Remote) else _read_status(place, follow_symlinks=False)
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
@@ -294,11 +294,11 @@ def length_of(place: Location) -> int | None:
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
-    status = _status(place, follow_symlinks=False)
+    status = _read_status(place, follow_symlinks=False)
     return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
-def _status(path: Path, follow_symlinks: bool) -> os.stat_result | None:
+def _read_status(path: Path, follow_symlinks: bool) -> os.stat_result | None:
     try:
         return path.stat(follow_symlinks=follow_symlinks)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no name has

@@ -71,7 +71,7 @@ class Staging:
             if isinstance(self.place, Path):
                 self._lock = _lock_directory(self.place)
         except _InUse:
-            raise _in_use(destination) from None
+            raise _in_use_error(destination) from None
         except OSError as error:
             raise unwritable(destination, error) from error
 
@@ -194,16 +194,16 @@ def _claim(destination: Remote) -> None:
     try:
         claim.create(b"of a save that is not finished\n")
     except FileExistsError:
-        raise _in_use(destination) from None
+        raise _in_use_error(destination) from None
     try:
         if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
-            raise _in_use(destination)
+            raise _in_use_error(destination)
     except BaseException:
         claim.unlink()
         raise
 
 
-def _in_use(destination: Location) -> DestinationError:
+def _in_use_error(destination: Location) -> DestinationError:
     return DestinationError(f"{destination} is being written by another save; choose another destination")
 
 
@@ -388,7 +388,7 @@ def is_stale(place: Location, folder: Location) -> bool:
         if isinstance(place, Path):
             last_change = max(entry.lstat().st_mtime for entry in (place, *place.rglob("*")))
         else:
-            last_change = max(map_each(place, _last_change, place.below()), default=math.inf)
+            last_change = max(map_each(place, _read_last_change, place.below()), default=math.inf)
     except FileNotFoundError:  # it has been published, or removed, since it was listed
         return False
     if isinstance(folder, Path):
@@ -397,11 +397,11 @@ def is_stale(place: Location, folder: Location) -> bool:
     # A store's clock is that of a new object.
     clock = folder / ".muonckpt.now"
     clock.write(b"")
-    now = _last_change(clock)
+    now = _read_last_change(clock)
     clock.unlink(missing_ok=True)
     return now - last_change > _STALE_OBJECTS
 
 
-def _last_change(place: Remote) -> float:
+def _read_last_change(place: Remote) -> float:
     moment: datetime = place.ask(place.fs.modified, place.path)
     return moment.timestamp()

@@ -58,10 +58,10 @@ def strided_span(shape: Index, strides: Index) -> int:
 
 def blocks(shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
     """Cut a box into blocks that have no gaps of more than ``gap`` elements and span at most ``max_span``."""
-    yield from _cut((0,) * len(shape), shape, strides, gap, max_span)
+    yield from _cut_box((0,) * len(shape), shape, strides, gap, max_span)
 
 
-def _cut(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
+def _cut_box(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
     # Is the box without wide gaps, from its innermost dim outwards, and small enough?
     dims = sorted((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: -strides[dim])
     reach, is_wide = 1, False
@@ -79,7 +79,7 @@ def _cut(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> It
     for start in range(0, shape[cut], step):
         part_lo = (*lo[:cut], lo[cut] + start, *lo[cut + 1 :])
         part_shape = (*shape[:cut], min(step, shape[cut] - start), *shape[cut + 1 :])
-        yield from _cut(part_lo, part_shape, strides, gap, max_span)
+        yield from _cut_box(part_lo, part_shape, strides, gap, max_span)
 
 
 def strided_view(flat: NDArray[Any], strides: Index, shape: Index) -> NDArray[Any]:

@@ -298,13 +298,13 @@ class Payloads:
         if file is None:
             # One thread opens; another may open the same file again, which is closed with its last reference.
             with self._opening:
-                file = self._in_memory.get(name) or self._opened(name)
+                file = self._in_memory.get(name) or self._open(name)
                 if len(self._files) >= self._max_open:
                     self._files.pop(next(iter(self._files)))  # closed when its last reader ends
                 self._files[name] = file
         return file
 
-    def _opened(self, name: str) -> FileBytes:
+    def _open(self, name: str) -> FileBytes:
         file = self.directory / name
         if name not in self._states and file.parent.resolve() != (self.directory.resolve() / name).parent:
             raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
@@ -336,7 +336,7 @@ class Reader:
 
 def chunk_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
     """Read a chunk's elements in the shape of its box, as `as_words` gives them."""
-    return _elements(payloads.view(payload_of(tensor, chunk)), tensor, chunk)
+    return _view_elements(payloads.view(payload_of(tensor, chunk)), tensor, chunk)
 
 
 def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
@@ -348,14 +348,14 @@ def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> N
         payload = payload_of(tensor, chunk)
         if chunk.digest is None and chunk.crc32 is None:
             payloads.check_item(chunk.item)
-            return _elements(payloads.read_scratch(payload), tensor, chunk)
+            return _view_elements(payloads.read_scratch(payload), tensor, chunk)
         # Each part is compared while it is in the processor's cache.
         raw = payloads.scratch(payload.length)
         _compare_sums(payloads, chunk, payloads.fill_bands(payload, raw))
-        return _elements(raw, tensor, chunk)
+        return _view_elements(raw, tensor, chunk)
 
 
-def _elements(raw: memoryview, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
+def _view_elements(raw: memoryview, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
     return _strided_words(raw, tensor.dtype, chunk.stored("").place.strides, chunk.box.shape)
 
 

@@ -202,7 +202,7 @@ class _Machine:
                     self._extend(stack[-1], items)
                 elif code == _FROZENSET:
                     items, stack = stack, marks.pop()
-                    stack.append(Record(self._global("builtins frozenset"), (items,)))
+                    stack.append(Record(self._read_global("builtins frozenset"), (items,)))
                 elif code == _STOP:
                     if position != len(data):
                         excess = len(data) - position
@@ -234,7 +234,7 @@ class _Machine:
         elif opcode == pickle.EMPTY_LIST:
             stack.append([])
         elif opcode == pickle.EMPTY_SET:
-            stack.append(Record(self._global("builtins set"), ()))
+            stack.append(Record(self._read_global("builtins set"), ()))
         elif opcode == pickle.APPEND:
             item = stack.pop()
             self._extend(stack[-1], [item])
@@ -254,7 +254,7 @@ class _Machine:
             if position > len(data):
                 raise ValueError(f"no end of bytes within {len(data)}")
             text = data[start:position]
-            stack.append(text if made == _BYTES else Record(self._global(made), (text,)))
+            stack.append(text if made == _BYTES else Record(self._read_global(made), (text,)))
         elif opcode == pickle.NEWOBJ_EX:
             options, args = stack.pop(), stack.pop()
             stack[-1] = Record(expect(Global, stack[-1]), (args, options))
@@ -263,12 +263,12 @@ class _Machine:
             position += 8
         elif opcode == pickle.STACK_GLOBAL:
             name, module = expect(str, stack.pop()), expect(str, stack.pop())
-            stack.append(self._global(f"{module} {name}"))
+            stack.append(self._read_global(f"{module} {name}"))
         elif opcode == pickle.GLOBAL:
             start, position = position, data.index(b"\n", data.index(b"\n", position) + 1) + 1
-            stack.append(self._global(data[start : position - 1].decode().replace("\n", " ")))
+            stack.append(self._read_global(data[start : position - 1].decode().replace("\n", " ")))
         elif opcode == pickle.BINPERSID:
-            stack[-1] = Record(self._global(PERSISTENT), stack[-1])
+            stack[-1] = Record(self._read_global(PERSISTENT), stack[-1])
         else:
             from pickletools import opcodes  # not needed where nothing is wrong
 
@@ -276,7 +276,7 @@ class _Machine:
             raise kind(f"expected only opcodes of plain data, found {opcode!r} at byte {position - 1}")
         return position
 
-    def _global(self, name: str) -> Global:
+    def _read_global(self, name: str) -> Global:
         if name not in self._names:
             raise SourceError(f"expected only the names that a stock file has, found {name!r}; nothing was run")
         return Global(name)
@@ -473,7 +473,7 @@ class _Values(dict[bytes, object]):
         return value
 
 
-def _opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
+def _split_opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
     """Split the opcodes of objects; return, too, the numbers of the opcodes that push keys of dicts.
 
     Returns nothing if there are other opcodes than of objects with dicts of scalars and tuples.
@@ -535,7 +535,7 @@ class _Pattern:
     @classmethod
     def learn(cls, code: bytes, memo: Sequence[object]) -> _Pattern | None:
         """Learn from the opcodes of one; return None if there are others than of objects with a dict of scalars."""
-        opcodes, keys = _opcodes(code)
+        opcodes, keys = _split_opcodes(code)
         if not opcodes:
             return None
 
@@ -626,7 +626,7 @@ class Pickler:
     def put(self, value: object) -> None:
         """Append the opcodes that push this value."""
         if isinstance(value, str):
-            self._text(value)
+            self._put_text(value)
         elif value is None or isinstance(value, bool):
             self.out += pickle.NONE if value is None else pickle.NEWTRUE if value else pickle.NEWFALSE
         elif isinstance(value, int):
@@ -656,7 +656,7 @@ class Pickler:
             self.put(value)
         self.out += opcode_after
 
-    def _text(self, text: str) -> None:
+    def _put_text(self, text: str) -> None:
         number = self.memo.get((type(text), text))
         if number is not None:
             self.out += pickle.LONG_BINGET + number.to_bytes(4, "little")

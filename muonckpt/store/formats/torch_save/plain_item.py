@@ -108,7 +108,7 @@ class PlainParts:
             case bytes():
                 return value, 1 + len(value)
             # Bytes, which a pickle of torch.save's own protocol makes of text.
-            case Record() if (data := self._bytes(value)) is not None:
+            case Record() if (data := self._decode_bytes(value)) is not None:
                 return data, 1 + len(data)
             # A scalar of numpy, from the code of its dtype and the bytes of its element.
             case Record(
@@ -117,7 +117,7 @@ class PlainParts:
             ) if (
                 kind in _NUMBERS
                 and code in _CODES
-                and (data := self._bytes(elements)) is not None
+                and (data := self._decode_bytes(elements)) is not None
                 and len(data) == struct.calcsize(_CODES[code])
             ):
                 return struct.unpack(_CODES[code], data)[0], 1
@@ -128,7 +128,7 @@ class PlainParts:
                 raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
         return value, 1
 
-    def _bytes(self, call: Record) -> bytes | None:
+    def _decode_bytes(self, call: Record) -> bytes | None:
         """Return the bytes that a call makes of nothing or of a text, in just the form that a pickler writes."""
         match call:
             case Record(kind=kind, args=(), state=None, items=None) if kind == _NO_BYTES:

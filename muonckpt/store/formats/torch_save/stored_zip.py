@@ -118,7 +118,7 @@ def descriptor(entry: ZipEntry) -> bytes:
 
 def directory(entries: tuple[ZipEntry, ...], start: int) -> bytes:
     """Return the central directory of the members and the end records, for byte ``start`` of the archive."""
-    central = b"".join(map(_central, entries))
+    central = b"".join(map(_central_entry, entries))
     count, size = len(entries), len(central)
     return (  # torch writes all three end records, however large the archive
         central
@@ -129,7 +129,7 @@ def directory(entries: tuple[ZipEntry, ...], start: int) -> bytes:
 
 
 @lru_cache(maxsize=8192)
-def _central(entry: ZipEntry) -> bytes:
+def _central_entry(entry: ZipEntry) -> bytes:
     name = f"archive/{entry.name}".encode()
     extra = entry.zip64(packed=entry.size)
     size, header_offset = min(entry.size, _BIG), min(entry.header_offset, _BIG)
@@ -207,8 +207,8 @@ def _read_exactly(read: Read, offset: int, length: int) -> bytes:
 
 def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     """Return the members of the item of ``length`` bytes at byte ``offset`` of a file, read with ``part``."""
-    directory_offset, count, listing = _directory(part, length)
-    entries = sorted(_entries(listing), key=itemgetter(0))
+    directory_offset, count, listing = _read_directory(part, length)
+    entries = sorted(_read_entries(listing), key=itemgetter(0))
     if len(entries) != count:
         raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
     folders, _, names = zip(*(name.partition("/") for _, name, *_ in entries), strict=True) if entries else ((), (), ())
@@ -236,7 +236,7 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     return tuple(map(ZipMember._make, members))
 
 
-def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
+def _read_directory(part: Read, length: int) -> tuple[int, int, bytes]:
     """Return the offset of the central directory in the item, its number of entries, and its bytes.
 
     Redundant fields must agree: other zip readers may use them.
@@ -250,7 +250,7 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
         )
     # The numbers of the short record are those of the long one, or the largest that fit there.
     short, maxima = (count_on_disk, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
-    numbers = _end64(part, length) or short
+    numbers = _read_zip64_end(part, length) or short
     agree = all(number in (long, maximum) for number, long, maximum in zip(short, numbers, maxima, strict=True))
     is_saturated = numbers is short and {0xFFFF, _BIG} & {count, size, start}
     if any(disks) or numbers[0] != numbers[1] or not agree or is_saturated:
@@ -263,7 +263,7 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     return start, count, part(start, size)
 
 
-def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
+def _read_zip64_end(part: Read, length: int) -> tuple[int, int, int, int] | None:
     """Return the numbers of the zip64 end record (entries on this disk, entries, size, offset), if there is one."""
     locator_offset = length - _END.size - _LOCATOR.size
     if locator_offset < 0:
@@ -282,7 +282,7 @@ def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
     return count_on_disk, count, size, start
 
 
-def _entries(directory: bytes) -> Iterator[tuple[int, str, int, int]]:
+def _read_entries(directory: bytes) -> Iterator[tuple[int, str, int, int]]:
     """Yield for each member the offset of its local header, its name, its size and its CRC-32."""
     position = 0
     while position < len(directory):
@@ -306,14 +306,14 @@ def _entries(directory: bytes) -> Iterator[tuple[int, str, int, int]]:
         name = directory[name_offset:extra_offset].decode("utf-8", "replace")
         if _BIG in (size, packed, header):
             extra = directory[extra_offset : extra_offset + extra_length]
-            size, packed, header = _unsaturated((size, packed, header), extra)
+            size, packed, header = _read_zip64_numbers((size, packed, header), extra)
         # Neither compressed nor encrypted, and no folder.
         if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
             raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
         yield header, name, size, crc32
 
 
-def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
+def _read_zip64_numbers(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
     """Yield size, packed size and header offset, from the zip64 extra field where they do not fit in 32 bits."""
     # The field has only those numbers that do not fit, in this order.
     big = b""

@@ -71,21 +71,21 @@ def frame(dtype: str, shape: Index) -> Frame:
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
-    head, members = _front(dtype, shape)
+    head, members = _make_front(dtype, shape)
     # Where the tails of two checksums differ is where the checksum stands, as four bytes.
-    blank, full = (_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS)
+    blank, full = (_make_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS)
     differing = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
-    return Frame(members[-1].size, head, partial(_filled, blank, differing[::4].tolist()), len(blank))
+    return Frame(members[-1].size, head, partial(_fill_checksum, blank, differing[::4].tolist()), len(blank))
 
 
-def _front(dtype: str, shape: Index) -> tuple[bytes, tuple[ZipEntry, ...]]:
+def _make_front(dtype: str, shape: Index) -> tuple[bytes, tuple[ZipEntry, ...]]:
     """Return the bytes before the payload, and the members up to it; its checksum is not known yet."""
     head, entries = store_front(tensor_pickle(dtype, shape))
     payload = ZipEntry(_PAYLOAD, len(head), math.prod(shape) * itemsize(dtype), 0)
     return head + local_header(payload), (*entries, payload)
 
 
-def _filled(blank: bytes, places: Sequence[int], crc32: int) -> bytes:
+def _fill_checksum(blank: bytes, places: Sequence[int], crc32: int) -> bytes:
     """Return the bytes after a payload: those of the checksum 0, with this one at its places."""
     tail = bytearray(blank)
     for place in places:
@@ -150,10 +150,10 @@ def template(dtype: str, shape: Index) -> ItemTemplate:
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
-    head, members = _front(dtype, shape)
+    head, members = _make_front(dtype, shape)
     # The bytes in which the tails of any checksum and any id agree, as ranges.
-    tails = [_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS]
-    tails += (_tail(head, members, 0, identity) for identity in _IDS)
+    tails = [_make_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS]
+    tails += (_make_tail(head, members, 0, identity) for identity in _IDS)
     columns = np.stack([np.frombuffer(tail, np.uint8) for tail in tails])
     is_fixed = np.pad((columns == columns[0]).all(axis=0), 1)
     bounds = np.flatnonzero(is_fixed[1:] != is_fixed[:-1]).reshape(-1, 2).tolist()
@@ -168,10 +168,10 @@ def template(dtype: str, shape: Index) -> ItemTemplate:
 
 def tail(dtype: str, shape: Index, crc32: int, serialization_id: bytes) -> bytes:
     """Return the bytes after the payload of an item of torch's, whose id has 40 ASCII digits."""
-    return _tail(*_front(dtype, shape), crc32, serialization_id)
+    return _make_tail(*_make_front(dtype, shape), crc32, serialization_id)
 
 
-def _tail(head: bytes, members: tuple[ZipEntry, ...], crc32: int, serialization_id: bytes) -> bytes:
+def _make_tail(head: bytes, members: tuple[ZipEntry, ...], crc32: int, serialization_id: bytes) -> bytes:
     payload = replace(members[-1], crc32=crc32)
     trailer = descriptor(payload)
     start = len(head) + payload.size + len(trailer)
@@ -192,12 +192,12 @@ def tensor_pickle(dtype: str, shape: Index) -> bytes:
     return (
         b"\x80\2ctorch._utils\n_rebuild_tensor_v%b\nq\0((X\7\0\0\0storageq\1c%b\nq\2" % (version, kind)
         + b"X\1\0\0\x000q\3X\3\0\0\0cpuq\4%btq\5QK\0" % integer(count)
-        + (_tuple(shape) + b"q\6" + _tuple(strides) + b"q\7" if shape else b"))")
+        + (_pickle_tuple(shape) + b"q\6" + _pickle_tuple(strides) + b"q\7" if shape else b"))")
         + end % tuple(itertools.islice(numbers, end.count(b"%c")))
     )
 
 
-def _tuple(values: Sequence[int]) -> bytes:
+def _pickle_tuple(values: Sequence[int]) -> bytes:
     items = b"".join(map(integer, values))
     return b"(" + items + b"t" if len(values) > 3 else items + b"\x85\x86\x87"[len(values) - 1 : len(values)]
 
@@ -227,10 +227,10 @@ class TensorItem:
 
 def is_row_major(shape: Index, strides: Index) -> bool:
     """Return whether these strides, except for dims of size 1, are in row-major order."""
-    return 0 in shape or _steps(shape, strides) == _steps(shape, row_major(shape))
+    return 0 in shape or _strides_and_sizes(shape, strides) == _strides_and_sizes(shape, row_major(shape))
 
 
-def _steps(shape: Index, strides: Index) -> list[tuple[int, int]]:
+def _strides_and_sizes(shape: Index, strides: Index) -> list[tuple[int, int]]:
     return [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
 
 
@@ -253,7 +253,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
     if "byteorder" in members and content("byteorder") != b"little":
         raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
     # The payload is as long as the pickle says.
-    dtype, shape, strides = _tensor(content("data.pkl"))
+    dtype, shape, strides = _parse_tensor(content("data.pkl"))
     payload = members[_PAYLOAD]
     size = math.prod(shape) * itemsize(dtype)
     if payload.length != size:
@@ -262,7 +262,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 
 
 @lru_cache(maxsize=1024)
-def _tensor(data: bytes) -> tuple[str, Index, Index]:
+def _parse_tensor(data: bytes) -> tuple[str, Index, Index]:
     tensor = described_tensor(unpickle(data, _TENSOR_NAMES))
     if tensor.start != 0 or tensor.count != math.prod(tensor.shape):
         raise SourceError(
@@ -331,7 +331,7 @@ def _is_dense(shape: Index, strides: Index) -> bool:
     if len(shape) != len(strides):
         return False
     step = 1
-    for stride, size in sorted(_steps(shape, strides)):
+    for stride, size in sorted(_strides_and_sizes(shape, strides)):
         if stride != step:
             return 0 in shape
         step *= size

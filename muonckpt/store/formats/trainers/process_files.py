@@ -96,7 +96,7 @@ class _Parts:
         """Add what a file of ``torch.save`` has, or of its tensors only those with these keys."""
         file = read_torch_file(self.folder, name)
         with about(self.folder / name):
-            tensors, numbered, undecoded = _read(file, root, self.names, self.items)
+            tensors, numbered, undecoded = _read_state_dict(file, root, self.names, self.items)
             tensors = [tensor for tensor in tensors if keys is None or _bare_key(tensor, root) in keys]
             self.tensors += tensors
             self.numbered += numbered
@@ -109,7 +109,7 @@ class _Parts:
 
         def read(name: str, digest: str | None) -> dict[str, StateRecord]:
             with about(name):
-                tensors, _, _ = _read(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
+                tensors, _, _ = _read_state_dict(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
             return {_bare_key(tensor, root): tensor for tensor in tensors}
 
         # Files and index are compared first, by the keys in them.
@@ -220,7 +220,7 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
             parts.add_file(name, (model,))
 
 
-def _read(
+def _read_state_dict(
     file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory
 ) -> tuple[list[StateRecord], list[str], list[str]]:
     """Return a file's tensors, the roots of its optimizers without names, and its undecoded objects; add its items."""
@@ -281,21 +281,21 @@ def universal_reader(path: Location) -> Reader:
                 raise DamageError(f"expected {_ZERO}/{name}/{_WEIGHT}.pt, found {', '.join(names) or 'nothing'}")
             # A parameter is its weight, and a file for each slot of its state.
             for file in names:
-                tensors += _universal_tensor(path, name, file, items, shapes)
+                tensors += _read_universal_tensor(path, name, file, items, shapes)
         if _GROUPS in loose and _add_groups(path, [list(group) for group in shapes()], items):
             not_read.remove(_GROUPS)
     # Nothing lists the files: their shapes, and the files of other parameters, show the faults.
     slots: dict[str, set[str]] = {}
     for name, names in files.items():
         slots[name] = {file.removesuffix(".pt") for file in names}
-    faults = dict([*_misplaced(tensors), *_lost_slots(slots)])
+    faults = dict([*_find_misplaced(tensors), *_find_lost_slots(slots)])
     keys = list(chain.from_iterable(faults.values()))
     fault = [UnlistedError(listed_names([*faults], 3, "; "))] if faults else []
     provenance = {signs.NOT_READ: sorted(not_read)}
     return trainer_reader(path, [t for t in tensors if t.key not in keys], items, (), provenance, fault)
 
 
-def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]]:
+def _find_misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]]:
     """Yield, for each parameter whose files have several shapes, a fault, and the keys of the tensors to blame.
 
     The shape that most files have is right; where two are as frequent, nothing tells.
@@ -316,7 +316,7 @@ def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]
             yield message, [tensor.key for tensor in by_slot.values() if is_tie or tensor.shape != shape]
 
 
-def _lost_slots(slots_by_name: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, list[str]]]:
+def _find_lost_slots(slots_by_name: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, list[str]]]:
     """Yield, for each parameter that lacks slots which others have beside the same, a fault, and the lacking keys."""
     states = {name: frozenset(names - {_WEIGHT}) for name, names in slots_by_name.items()}
     counts = Counter(states.values())
@@ -331,7 +331,7 @@ def _lost_slots(slots_by_name: Mapping[str, AbstractSet[str]]) -> Iterator[tuple
             yield f"{_ZERO}/{name} has lost {files}.pt, which {numbers} with the same other files have", keys
 
 
-def _universal_tensor(
+def _read_universal_tensor(
     path: Location, name: str, file: str, items: ItemsInMemory, shapes: Callable[[], Sequence[Mapping[str, Index]]]
 ) -> Iterator[StateRecord]:
     """Yield the tensor in a file; a number becomes an item."""

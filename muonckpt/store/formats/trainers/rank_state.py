@@ -83,7 +83,7 @@ def reader(path: Location) -> Reader:
             run.
     """
     listed = names_in(path)
-    files, torch_files = _rank_files(listed), dict[str, TorchFile]()
+    files, torch_files = _parse_file_names(listed), dict[str, TorchFile]()
     damage: list[DamageError] = []
     for file in files:
         try:
@@ -102,7 +102,7 @@ def reader(path: Location) -> Reader:
     for file in sorted(files, key=lambda file: (file.root, file.rank)):
         by_root[file.root].append(file)
     with about(path):
-        world, lost = _world(by_root, torch_files.keys())
+        world, lost = _count_ranks(by_root, torch_files.keys())
         names = NamesFile.beside(path)
         contents = _JoinedRanks(is_partial=bool(lost), faults=lost)
         order: dict[str, Index] = {}
@@ -112,7 +112,7 @@ def reader(path: Location) -> Reader:
             values, root_files = [], [file for file in all_files if file.name in torch_files]
             for root_file in root_files:
                 torch_file = torch_files[root_file.name]
-                content, unnamed = _named(torch_file, root, names, order)
+                content, unnamed = _name_parameters(torch_file, root, names, order)
                 numbered |= dict.fromkeys(unnamed)
                 with about(torch_file.name):
                     values.append(dict(decoded(torch_file, content, (root,), dtensors=True)))
@@ -129,7 +129,7 @@ def reader(path: Location) -> Reader:
     return trainer_reader(path, contents.tensors, contents.items, torch_files.values(), provenance, contents.faults)
 
 
-def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
+def _parse_file_names(listed: Sequence[str]) -> list[_RankFile]:
     """Return the files of verl and accelerate, or else those of torch_checkpointing, whose names say less."""
     # torch_checkpointing's names match many others, so they count only where there are none of the other programs.
     files, keyed = [], []
@@ -144,7 +144,9 @@ def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
     return files or keyed
 
 
-def _world(by_root: Mapping[str, Sequence[_RankFile]], readable: Collection[str]) -> tuple[int, list[SourceError]]:
+def _count_ranks(
+    by_root: Mapping[str, Sequence[_RankFile]], readable: Collection[str]
+) -> tuple[int, list[SourceError]]:
     """Return the number of ranks, and for each root which of them have no file that can be read."""
     worlds: set[int | None] = set()
     for files in by_root.values():
@@ -166,7 +168,9 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]], readable: Collection[str]
     return world, faults
 
 
-def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, list[str]]:
+def _name_parameters(
+    file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]
+) -> tuple[object, list[str]]:
     """Return a file's content with names for optimizers' numbers, and the keys of optimizers without names.
 
     Args:
@@ -177,12 +181,12 @@ def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Ind
             return file.content, []
         content = mapping(file.content)
         may_follow = order and names.of(root) is None and is_optimizer(content)
-        if may_follow and _is_of_whole_model(content, order, file):
+        if may_follow and _has_whole_model(content, order, file):
             return optimizer_with_names(content, list(order))[0], []
         return optimizers_with_names(content, (root,), names)
 
 
-def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
+def _has_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
     """Return whether an optimizer has one group of all the model's parameters, in its order.
 
     verl makes it so, ``build_optimizer(module.parameters())``, and no other program with such file names does.
@@ -241,7 +245,7 @@ class _JoinedRanks:
                     parts = [value for value in values.values() if isinstance(value, RankPart)]
                     self._add_sharded(path, parts, files)
                 elif types & {RankPart, SavedTensor}:
-                    self.tensors.append(_replicated(path, [*values.values()], holders))
+                    self.tensors.append(_join_replicas(path, [*values.values()], holders))
                 elif Undecoded in types:
                     rank, value = next((rank, value) for rank, value in values.items() if isinstance(value, Undecoded))
                     self.undecoded.append(value.listed(path, files[rank]))
@@ -282,7 +286,7 @@ class _JoinedRanks:
         self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, boxes))
 
 
-def _replicated(path: KeyPath, values: Sequence[object], files: Sequence[str]) -> StateRecord:
+def _join_replicas(path: KeyPath, values: Sequence[object], files: Sequence[str]) -> StateRecord:
     """Return a tensor that all ranks have whole, such as a counter of steps."""
     # The same dtype, shape and checksum on all.
     first, facts = values[0], set[object]()

@@ -52,7 +52,7 @@ _MAX_LOOKED_AT = 1 << 12
 """Most parts of data in which the object is looked for that makes them no plain data."""
 
 
-def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+def _walk_leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     """Yield the tensors, as the pickle has them, and the other data in a state dict, each with its path."""
     plain, count = PlainParts(file.described), 0
     max_count = limits.FREE_PARTS + file.described // limits.PICKLE_BYTES
@@ -65,7 +65,7 @@ def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
         limits.check_limit(len(path), _MAX_DEPTH, "dicts and lists in each other")
         if is_mapping(value):
             for key, part in mapping(value).items():
-                yield from below(part, (*path, _word(key)))
+                yield from below(part, (*path, _key_text(key)))
         elif type(value) in (list, tuple) and any(map(_holds_parts, cast(Sequence[object], value))):
             for number, part in enumerate(cast(Sequence[object], value)):
                 yield from below(part, (*path, number))
@@ -94,13 +94,13 @@ def _holds_parts(value: object) -> bool:
     return is_tensor(value) or is_mapping(value)
 
 
-def _word(key: object) -> str:
+def _key_text(key: object) -> str:
     """Return a dict's key in the form of a path; objects by the name of their class."""
     match key:
         case Record(kind=kind):
             return f"<{kind}>"
         case tuple():
-            return f"({', '.join(map(_word, key))})"
+            return f"({', '.join(map(_key_text, key))})"
     return str(key)
 
 
@@ -146,7 +146,7 @@ def decoded(
         SourceError: a tensor is damaged, or a part of one.
     """
     chunks = []
-    for path, value in _leaves(file, content, root):
+    for path, value in _walk_leaves(file, content, root):
         if not is_tensor(value):
             yield path, value
             continue
@@ -305,7 +305,7 @@ def optimizer_with_names(
     if not all(type(number) is int for number in numbers):
         return optimizer, {}
     # A name for each number, as the groups record them, or as a person wrote them.
-    names = _recorded_names(groups) if names_listed is None else list(names_listed)
+    names = _read_names(groups) if names_listed is None else list(names_listed)
     if names is None:
         return optimizer, {}
     if len(names) != len(numbers):
@@ -374,7 +374,7 @@ def _is_optimizer(value: object) -> bool:
     return is_mapping(value) and is_optimizer(mapping(value))
 
 
-def _recorded_names(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
+def _read_names(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
     names: list[str] = []
     for group in groups:
         if group.get("param_names") is None:
@@ -427,15 +427,15 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
     """
     match value:
         case Record(args=(_, _, _, (_, dict(state)))) if is_dtensor(value):
-            spec = _fields(state.get("_spec"))
+            spec = _state_of(state.get("_spec"))
         case _:
             raise SourceError("expected a DTensor, found something else")
     # Its mesh, its cut and its global shape.
     local = file.tensor(state.get("_local_tensor"))
-    mesh, meta = _fields(spec.get("mesh")), expect(Record, spec.get("tensor_meta"))
+    mesh, meta = _state_of(spec.get("mesh")), expect(Record, spec.get("tensor_meta"))
     shape = sizes_of(expect(tuple, meta.args)[0])
-    sizes, coordinate = _sizes(file, mesh), sizes_of(mesh.get("_coordinate_on_dim"))
-    placements = tuple(_placement(entry, len(shape)) for entry in sequence(spec.get("placements")))
+    sizes, coordinate = _mesh_sizes(file, mesh), sizes_of(mesh.get("_coordinate_on_dim"))
+    placements = tuple(_read_placement(entry, len(shape)) for entry in sequence(spec.get("placements")))
     has_equal_lengths = len(sizes) == len(coordinate) == len(placements)
     if not has_equal_lengths or any(map(operator.ge, coordinate, sizes)):
         raise SourceError(
@@ -454,25 +454,25 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
     return RankPart(local.dtype, shape, sizes, coordinate, placements, local.chunk)
 
 
-def _fields(value: object) -> Mapping[object, object]:
+def _state_of(value: object) -> Mapping[object, object]:
     return expect(dict, expect(Record, value).state)
 
 
-def _sizes(file: TorchFile, mesh: Mapping[object, object]) -> Index:
+def _mesh_sizes(file: TorchFile, mesh: Mapping[object, object]) -> Index:
     """Return the sizes of a mesh, from torch's layout of it, or before 2.9 from a tensor of ranks."""
     match mesh.get("_layout"):
         case Record(state={"axes": axes}):
-            return tuple(_product(_fields(axis).get("shape")) for axis in sequence(axes))
+            return tuple(_total_size(_state_of(axis).get("shape")) for axis in sequence(axes))
         case Record(state={"shape": shape}):
-            return tuple(map(_product, sequence(shape))) if type(shape) is tuple else (_product(shape),)
+            return tuple(map(_total_size, sequence(shape))) if type(shape) is tuple else (_total_size(shape),)
     return file.tensor(mesh.get("mesh")).shape
 
 
-def _product(size: object) -> int:
+def _total_size(size: object) -> int:
     return math.prod(sizes_of(size)) if type(size) is tuple else sizes_of((size,))[0]
 
 
-def _placement(value: object, ndim: int) -> AxisPlacement:
+def _read_placement(value: object, ndim: int) -> AxisPlacement:
     # Its class, in whichever module of torch.
     record = expect(Record, value)
     name = next((record.kind.removeprefix(module) for module in _PLACEMENTS if record.kind.startswith(module)), "")

@@ -86,9 +86,9 @@ def reader(path: Location) -> Reader:
         num_ranks = expect(int, run.get("dp_world_size"))
         limits.check_limit(num_ranks, _MAX_RANKS, "data-parallel ranks")
         files = dict(_open_files(path, listed, _OPTIMIZER_FILE))
-        missing = _missing(files, num_ranks)
+        missing = _missing_files(files, num_ranks)
         if all(map(_is_of_rank, models.values())):
-            missing += _missing(models, num_ranks)
+            missing += _missing_files(models, num_ranks)
         # The optimizer has the weights, too; the model states have everything else.
         contents = _Contents()
         first = _add_optimizer(contents, run, {rank: _Optimizer.of(file) for rank, file in files.items()}, num_ranks)
@@ -148,7 +148,7 @@ def _is_of_rank(file: TorchFile) -> bool:
     return file.name.startswith("zero")
 
 
-def _missing(files: Mapping[int, TorchFile], num_ranks: int) -> list[str]:
+def _missing_files(files: Mapping[int, TorchFile], num_ranks: int) -> list[str]:
     """Return the names of the files of other ranks, which are not there, or damaged.
 
     Raises:
@@ -258,11 +258,11 @@ class _Contents:
                 rank = fragment.place.buffer
                 assert isinstance(rank, int), "the buffers of a group are its ranks"
                 if rank in parts:
-                    chunks.append(_chunk(fragment.box, fragment.place.offset, parts[rank]))
+                    chunks.append(_make_chunk(fragment.box, fragment.place.offset, parts[rank]))
             self.add((*root, parameter.name, *end), parameter.parameter.shape, dtype, chunks)
 
 
-def _chunk(box: Box, offset: int, part: SavedTensor) -> Chunk:
+def _make_chunk(box: Box, offset: int, part: SavedTensor) -> Chunk:
     """Return the chunk of a box whose elements begin at element ``offset`` of a flat tensor."""
     size, payload = itemsize(part.dtype), part.chunk.payload
     assert payload is not None, "chunks of files have payloads"
@@ -342,15 +342,15 @@ def _add_optimizer(
     first = next(iter(optimizers.values()))
     flat_numbers = list(chain.from_iterable(expect(list, group.get(PARAMS)) for group in first.groups))
     # The model states say the parameters of each flat tensor, in the order in which they are flattened.
-    flat_groups = [_parameters(group) for group in expect(list, run.get("param_shapes"))]
+    flat_groups = [_read_parameters(group) for group in expect(list, run.get("param_shapes"))]
     for optimizer in optimizers.values():
         _check_groups(optimizer, len(flat_groups), len(flat_numbers), num_ranks)
     # Weights and state are in the ranks' parts of the flat tensors.
     layouts = []
     for index, parameters in enumerate(flat_groups):
-        masters = {rank: _flat(optimizer.file, optimizer.masters[index]) for rank, optimizer in optimizers.items()}
+        masters = {rank: _read_flat(optimizer.file, optimizer.masters[index]) for rank, optimizer in optimizers.items()}
         with about(f"group {index}"):
-            layout = _layout(parameters, index, optimizers, masters, num_ranks)
+            layout = _partition_layout(parameters, index, optimizers, masters, num_ranks)
             contents.add_parts(("model",), (), layout, masters)
             _add_state(contents, layout, optimizers, flat_numbers[index])
             layouts.append(layout)
@@ -386,11 +386,11 @@ def _check_groups(optimizer: _Optimizer, num_groups: int, num_parameters: int, n
         )
 
 
-def _parameters(group: object) -> list[Parameter]:
+def _read_parameters(group: object) -> list[Parameter]:
     return [Parameter(expect(str, name), sizes_of(shape), "float32") for name, shape in mapping(group).items()]
 
 
-def _layout(
+def _partition_layout(
     parameters: Sequence[Parameter],
     number: int,
     optimizers: Mapping[int, _Optimizer],
@@ -470,14 +470,14 @@ def _add_state(contents: _Contents, layout: BufferLayout, optimizers: Mapping[in
                 same_on_ranks("value", {rank: part.chunk.crc32 for rank, part in parts.items()})
                 contents.tensors.extend(whole_record((*root, slot), parts[min(parts)]) for root in roots)
             # Momenta that each rank holds whole, or the partitions' elements.
-            elif slot == MOMENTUM and _is_whole(parts, layout, touched, optimizers):
+            elif slot == MOMENTUM and _is_momentum_whole(parts, layout, touched, optimizers):
                 _add_whole(contents, touched, parts)
             else:
                 _check_sizes({rank: part.chunk.box.numel for rank, part in parts.items()}, layout)
                 contents.add_parts(("optimizer", STATE), (slot,), layout, parts)
 
 
-def _is_whole(
+def _is_momentum_whole(
     parts: Mapping[int, SavedTensor],
     layout: BufferLayout,
     touched: Sequence[Sequence[PlacedParameter]],
@@ -520,7 +520,7 @@ def _add_whole(
             shapes[parameter.name] = parameter.parameter.shape
             copies.setdefault(parameter.name, [])
             if rank in parts:
-                chunk = _chunk(Box.of(parameter.parameter.shape), parameter.start, parts[rank])
+                chunk = _make_chunk(Box.of(parameter.parameter.shape), parameter.start, parts[rank])
                 copies[parameter.name].append((rank, chunk))
     for name, places in copies.items():
         path = ("optimizer", STATE, name, MOMENTUM)
@@ -540,7 +540,7 @@ def _add_model(
     """Add what the optimizer does not have: buffers, frozen parameters, and the other names of shared ones."""
     file = models[min(models)]
     weights = {str(tensor.path[-1]): tensor for tensor in contents.tensors if tensor.path[0] == "model"}
-    for alias, name in _items(run, "shared_params"):
+    for alias, name in _items_under(run, "shared_params"):
         if (tensor := weights.get(str(name))) is not None:
             path = ("model", expect(str, alias))
             weights[str(alias)] = replace(tensor, key=key_of(path), path=path)
@@ -548,25 +548,25 @@ def _add_model(
     # The model state of a rank of ZeRO 3 has buffers, and placeholders of weights.
     is_of_rank = _is_of_rank(file)
     buffers = expect(list, run.get("buffer_names") or [])
-    for name, value in _items(run, "module"):
+    for name, value in _items_under(run, "module"):
         if name not in weights and is_tensor(value) and (name in buffers or not is_of_rank):
             contents.tensors.append(whole_record(("model", expect(str, name)), file.tensor(value)))
     # In ZeRO 3 frozen parameters are cut as others are.
-    for name, shape in _items(run, "frozen_param_shapes") if is_of_rank else ():
+    for name, shape in _items_under(run, "frozen_param_shapes") if is_of_rank else ():
         layout = partitioned_parameters([Parameter(expect(str, name), sizes_of(shape))], num_ranks)
         parts = {}
         for rank, model in models.items():
-            fragments = dict(_items(mapping(model.content), "frozen_param_fragments"))
-            parts[rank] = _flat(model, fragments.get(name))
+            fragments = dict(_items_under(mapping(model.content), "frozen_param_fragments"))
+            parts[rank] = _read_flat(model, fragments.get(name))
         contents.add_parts(("model",), (), layout, parts)
 
 
-def _items(content: Mapping[object, object], key: str) -> Iterable[tuple[object, object]]:
+def _items_under(content: Mapping[object, object], key: str) -> Iterable[tuple[object, object]]:
     value = content.get(key)
     return () if value is None else mapping(value).items()
 
 
-def _flat(file: TorchFile, value: object) -> SavedTensor:
+def _read_flat(file: TorchFile, value: object) -> SavedTensor:
     tensor = file.tensor(value)
     if len(tensor.shape) != 1:
         raise SourceError(f"{file.name}: expected a flat tensor, found shape {tensor.shape}")
