@@ -163,7 +163,13 @@ class ForModel:
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
         decisions = sort_parameters(model, rules, head=head, split=split)
-        sorter = ModelGroups(weakref.ref(model), layers_for(model, rules, head, split), rate, kinds or {}, named)
+        sorter = ModelGroups(
+            model=weakref.ref(model),
+            layers=layers_for(model, rules, head, split),
+            adamw=rate,
+            kinds=kinds or {},
+            named=named,
+        )
         if not (groups := sorter.groups_of(decisions)):
             raise ArgumentError(
                 "model: expected parameters to train, found none with requires_grad=True. Write "

@@ -217,7 +217,9 @@ def sort_by_layers(model: nn.Module, layers: Sequence[Sequence[Rule]], given_rul
         if not parameter.requires_grad:  # it needs no rule
             names, if_trained = tuple(use.name for use in uses), decision if isinstance(decision, Decision) else None
             why = "requires_grad=False"
-            decision = Decision(parameter, names, tuple(parameter.shape), FROZEN, None, why, if_trained=if_trained)
+            decision = Decision(
+                parameter, names, shape=tuple(parameter.shape), kind=FROZEN, rule=None, why=why, if_trained=if_trained
+            )
         results[parameter] = decision
     questions += find_questions(uses_of, results, layers)
     if questions:
@@ -246,7 +248,7 @@ def _find_uses(model: nn.Module) -> dict[Tensor, list[Use]]:
             name = ".".join([*parts, attribute])
             if is_lazy(parameter):
                 raise ArgumentError(f"{name} is uninitialized and has no shape yet; run the model once first")
-            uses_of.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
+            uses_of.setdefault(parameter, []).append(Use(name, owner=module, attribute=attribute, parameter=parameter))
     return uses_of
 
 
@@ -272,7 +274,7 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
                     raise ArgumentError(
                         "a convolution's weight is one matrix of its first dim and all others, and no stack of experts"
                     )
-                decision = Decision(parameter, names, shape, rule.kind, rule, why, Fused(flatten=flatten))
+                decision = Decision(parameter, names, shape, rule.kind, rule, why, fused=Fused(flatten=flatten))
             except ValueError as error:
                 raise UnclearError(str(error), usual_rule) from error
             # Its kind has been checked to have rows and columns.

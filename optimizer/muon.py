@@ -448,10 +448,10 @@ class Muon(ForModel, CollectiveOptimizer):
         planner = Planner(
             self._replicas,
             self._execution,
-            self._layout_of,
-            self._scales.factor,
-            self._methods,
-            self._restarted.keys(),
+            resting=self._layout_of,
+            scale=self._scales.factor,
+            methods=self._methods,
+            cleared=self._restarted.keys(),
         )
         return planner.plan(rank_set, self.param_groups, failure)
 

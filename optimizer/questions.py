@@ -87,7 +87,12 @@ def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Ru
         if fused and (isinstance(result, UnselectedError) or (isinstance(result, Decision) and not is_known)):
             yield Question(names, f"{list(shape)} holds {fused[2]} by its name", fused=fused[1:])
         elif isinstance(result, ValueError):
-            yield Question(names, f"{place}: {result}", rule, is_tall and rule is not None and rule.kind == "matrix")
+            yield Question(
+                names,
+                text=f"{place}: {result}",
+                rule=rule,
+                may_be_head=is_tall and rule is not None and rule.kind == "matrix",
+            )
         elif is_tall and is_typed_matrix(rule):
             yield Question(names, f"{list(shape)} has as many rows as an embedding", may_be_head=True)
 

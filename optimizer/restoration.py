@@ -104,9 +104,9 @@ def fit_state_dict(
     matcher = ParameterMatcher(
         live,
         saved,
-        names,
-        restored_options,
-        misfit,
+        groups=names,
+        group_options=restored_options,
+        slot_fault=misfit,
         is_zeroed=lambda parameter, slot: slot in lasting_slots or begins_as_zeros(slot, parameter.options),
     )
     report, differences, faults, origins = matcher.match(globs)

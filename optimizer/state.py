@@ -258,7 +258,7 @@ def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[st
         for index, param in enumerate(params):
             former = param if id(param) in former_kinds else next(replaced)
             if former is not param or former_kinds[id(param)] != _kind_of(param):
-                yield ParameterChange(number, _name_of(group, number, index), former, param)
+                yield ParameterChange(group=number, name=_name_of(group, number, index), former=former, current=param)
 
 
 _KEEP_GROUPS = (

@@ -212,7 +212,9 @@ def _loaded_state(record: Mapping[str, Any], training: Training) -> LoadedState:
     paths |= {key: tuple(path) for key, (path, _) in values.items()}
     items = {key: value for key, (_, value) in values.items()}
     prints = Fingerprints.from_json(record["tensors"]).tensors
-    return LoadedState(paths, items, prints, record["ranks"], (), frozenset(record["frozen"]))
+    return LoadedState(
+        paths, items, prints, world_size=record["ranks"], unloaded_keys=(), frozen=frozenset(record["frozen"])
+    )
 
 
 def last_whole(folder: str | os.PathLike[str]) -> str | None:

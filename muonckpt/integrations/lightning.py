@@ -204,7 +204,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if not stock:
             state[TRAINER] = b""
         choices = {"allow_extra": not self.optimizers, "fresh": self._fresh if self.optimizers else ()}
-        loaded = run_load(LoadCall(state, path, choices, "MuonckptStrategy"))
+        loaded = run_load(LoadCall(state_dict=state, path=path, choices=choices, name="MuonckptStrategy"))
         if self._fresh and self.is_global_zero:
             warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{loaded.report}")
         set_model_state_dict(self.model, state["state_dict"])

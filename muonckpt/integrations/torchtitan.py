@@ -205,7 +205,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         goes_on = OPTIMIZER in state_dict
         if goes_on:
             broadcast_from_first(None, lambda: _refuse_model_alone(checkpoint_id))
-        loaded = run_load(LoadCall(state_dict, checkpoint_id, choices, "MuonckptManager.Config"))
+        loaded = run_load(LoadCall(state_dict, path=checkpoint_id, choices=choices, name="MuonckptManager.Config"))
         logger.info(str(loaded.report))
         self.states[MODEL].load_state_dict(state_dict)
         if not goes_on:

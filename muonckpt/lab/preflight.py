@@ -151,7 +151,17 @@ def preflight(
             if diagnosis.has_loss and not fresh:
                 raise diagnosis.error
         except DamageError as error:
-            return Preflight(str(checkpoint), source, dict(mesh), loader, str(error), LoadReport(), (), (), ())
+            return Preflight(
+                checkpoint=str(checkpoint),
+                source=source,
+                mesh=dict(mesh),
+                loader=loader,
+                refusal=str(error),
+                report=LoadReport(),
+                changes=(),
+                warnings=(),
+                unasked=(),
+            )
         stack.enter_context(_fake_ranks(math.prod(mesh.values()), rank))
         # 2. The state dict that the code would load into, with the keys that the checkpoint has for its parts.
         built = _build_on(maker_of(make) if isinstance(make, str) else make, source, mesh)
@@ -179,17 +189,17 @@ def preflight(
             outcome = _LOADERS[loader](stored, state_dict)
         changes = tuple(_option_changes(outcome, stored, state_dict))
     return Preflight(
-        str(checkpoint),
-        source,
-        dict(mesh),
-        loader,
-        outcome.refusal,
-        outcome.report,
-        changes,
-        (*outcome.warnings, *([diagnosis.sentence] if diagnosis else ())),
-        unasked,
-        diagnosis.verified is not None,
-        "" if loader != "muonckpt" or outcome.refusal else _place_in_run(opened),
+        checkpoint=str(checkpoint),
+        source=source,
+        mesh=dict(mesh),
+        loader=loader,
+        refusal=outcome.refusal,
+        report=outcome.report,
+        changes=changes,
+        warnings=(*outcome.warnings, *([diagnosis.sentence] if diagnosis else ())),
+        unasked=unasked,
+        verified=diagnosis.verified is not None,
+        next_step="" if loader != "muonckpt" or outcome.refusal else _place_in_run(opened),
     )
 
 
@@ -234,12 +244,14 @@ def _as_load(opened: OpenCheckpoint, state_dict: dict[str, Any], choices: Mappin
         call = LOAD
         if StepName.parsed(opened.path.name) is not None:
             call, choices = RESUME, Choices.of(**choices).without_fresh(opened.provenance.get("fresh")).as_arguments()
-        matching, report, refusal = rehearse_load(LoadCall(state_dict, str(opened.path), choices, call), opened)
+        matching, report, refusal = rehearse_load(
+            LoadCall(state_dict, path=str(opened.path), choices=choices, name=call), opened
+        )
     except UnavailableError:  # is no answer
         raise
     except MuonckptError as error:
         return _Outcome({}, LoadReport(), str(error))
-    return _Outcome(matching.sources, report, refusal, matching.doubts)
+    return _Outcome(matching.sources, report, refusal, warnings=matching.doubts)
 
 
 def _option_changes(outcome: _Outcome, stored: Stored, state_dict: Mapping[str, Any]) -> Iterator[OptionChange]:
@@ -262,7 +274,12 @@ def _option_changes(outcome: _Outcome, stored: Stored, state_dict: Mapping[str, 
             owners[change] += map(str, names)
             changes[change] = saved_value, code_value
     for change, (saved_value, code_value) in sorted(changes.items()):
-        yield OptionChange(listed(merged_names(owners[change]), 3), change[0], saved_value, code_value)
+        yield OptionChange(
+            group=listed(merged_names(owners[change]), 3),
+            option=change[0],
+            saved_value=saved_value,
+            code_value=code_value,
+        )
 
 
 # The state dict of the code.
@@ -399,7 +416,9 @@ def _by_key(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
     loaded = set[str]()
     for key in sources:
         loaded |= {reading.name for reading in OptimizerKey.of_slot(paths[key])}
-    return _Outcome(sources, LoadReport(tuple(sorted(loaded))), "; ".join(faults), tuple(warnings))
+    return _Outcome(
+        sources, report=LoadReport(tuple(sorted(loaded))), refusal="; ".join(faults), warnings=tuple(warnings)
+    )
 
 
 def _by_position(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
@@ -444,7 +463,9 @@ def _by_position(stored: Stored, state_dict: Mapping[str, Any]) -> _Outcome:
         warnings.append(f"parameters that begin from zero without a message: numbers {listed(fresh, 8)}")
     sources |= {key: key for key in weights if key in entries}
     sources |= {key: key for key, path_of_key in paths.items() if PARAM_GROUPS in path_of_key and key in entries}
-    return _Outcome(sources, LoadReport(tuple(loaded), tuple(fresh)), "; ".join(faults), tuple(warnings))
+    return _Outcome(
+        sources, report=LoadReport(tuple(loaded), tuple(fresh)), refusal="; ".join(faults), warnings=tuple(warnings)
+    )
 
 
 def _optimizers(state_dict: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:

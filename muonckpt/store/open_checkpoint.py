@@ -254,7 +254,15 @@ class TensorReader:
             # The place of its first element, in bytes of the file.
             place = chunk.stored("").place_at(common.lo)
             offset = payload.offset + place.offset * size if payloads.is_verbatim(payload.file) else None
-            parts.append(StoredPart(common, payload.file, offset, tuple(size * s for s in place.strides), size))
+            parts.append(
+                StoredPart(
+                    box=common,
+                    file=payload.file,
+                    offset=offset,
+                    strides=tuple(size * s for s in place.strides),
+                    itemsize=size,
+                )
+            )
         return tuple(parts)
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:

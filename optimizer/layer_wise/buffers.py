@@ -84,7 +84,9 @@ class Members:
         if expert_names and expert_group is None and dist.is_initialized():
             raise ArgumentError("experts need an expert_group: the ranks that hold the same ones")
         group_of = dict.fromkeys(named, group) | dict.fromkeys(expert_names, expert_group)
-        return cls(named, name_of, group_of, expert_names, GroupSizes(size_of(group), size_of(expert_group)))
+        return cls(
+            named, name_of, group_of, experts=expert_names, sizes=GroupSizes(size_of(group), size_of(expert_group))
+        )
 
     def placement_request(
         self, groups: Sequence[Mapping[str, Any]], bucket_size: int | None, previous: Mapping[str, int | None] | None
@@ -266,7 +268,7 @@ class FlatBuffer:
         shape = placed.parameter.shape if stop - start == placed.parameter.numel else (stop - start,)
         weight, gradient = (memory[start:stop].view(shape) for memory in (self.weights, self.gradients))
         boxes = flat_boxes(placed.parameter.shape, start - placed.start, stop - placed.start) if start < stop else ()
-        return Part(tuple(boxes), weight, gradient, weight.to(exact_dtype(weight)))
+        return Part(boxes=tuple(boxes), weight=weight, gradient=gradient, master=weight.to(exact_dtype(weight)))
 
 
 # torch 2.13 has a new name for it, and warns of the old one.
@@ -337,7 +339,9 @@ def fill_buffers(
     parts: dict[str, Part] = {}
     buckets: list[Bucket] = []
     for layout in layouts:
-        buffer = FlatBuffer(layout, members.named, members.group_of_buffer(layout), gradient_dtype)
+        buffer = FlatBuffer(
+            layout, params=members.named, group=members.group_of_buffer(layout), gradient_dtype=gradient_dtype
+        )
         parts |= {placed.name: buffer.part_of(placed) for placed in layout.parameters}
         buckets += [Bucket(buffer, number, exact) for number in range(len(layout.buckets))]
     # A bucket is full when the first of its parameters in the forward pass has its gradient.

@@ -91,7 +91,7 @@ class CostTable:
             steps, dtype = data["steps"], getattr(torch, data["dtype"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"expected the text of CostTable.as_json(), found {text!r:.80}: {error!r}") from error
-        return cls(times, steps, restarts, dtype)
+        return cls(nanoseconds=times, steps=steps, gram=restarts, dtype=dtype)
 
     def _nearest_shape(self, rows: int, columns: int) -> tuple[int, int]:
         side = sorted((rows, columns))

@@ -80,7 +80,13 @@ def orthogonalize(
         raise ArgumentError(
             f"matrix: expected one of floats, or a stack, found {tuple(matrix.shape)} of {matrix.dtype}"
         )
-    recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, None if gram is None else tuple(gram))
+    recipe = Recipe(
+        coefficients=coefficient_set(coefficients),
+        steps=steps,
+        dtype=dtype,
+        eps=eps,
+        gram=None if gram is None else tuple(gram),
+    )
     if matrix.ndim == 2:
         [iteration] = _get_iterations(recipe, form, matrix.device, ((1, *matrix.shape),))
         return iteration.products.run_matrix(matrix.detach(), dtype, iteration)
@@ -165,7 +171,7 @@ def _make_iterations(
         spans = recipe.spans if form.gram else ()
         dtype = torch.float16 if spans and recipe.dtype.itemsize == 2 else recipe.dtype
         products = choose_products(form, device, dtype, *runs[0][1:])
-        return _Iteration(products, recipe.triples, spans, recipe.eps, recipe.scale, Places(runs))
+        return _Iteration(products, recipe.triples, spans, recipe.eps, recipe.scale, places=Places(runs))
 
     forms = [form or prefer_kernels(device, recipe.dtype, rows, columns, count) for count, rows, columns in runs]
     if runs and forms[0].kernels:

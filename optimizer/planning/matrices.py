@@ -118,7 +118,7 @@ class Split:
 
         rows = shape[Fused(flatten=flatten).row_dim(shape)]
         pieces = counts(self.pieces, rows // self.interleaved)
-        return Fused(pieces, counts(self.columns, shape[-1]), self.interleaved, flatten)
+        return Fused(pieces, columns=counts(self.columns, shape[-1]), interleaved=self.interleaved, flatten=flatten)
 
 
 @dataclass(frozen=True, slots=True)

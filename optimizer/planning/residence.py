@@ -127,7 +127,15 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
     i, j = overlaps(lo[pieces], hi[pieces], layout.starts, layout.stops)
     first_part = np.searchsorted(pieces[i], first_piece)
     arrays = lo, hi, origin - lo, strides_of_pieces
-    return MatrixParts(layout, arrays, first_piece, first_matrix[kind], pieces[i], j, first_part)
+    return MatrixParts(
+        layout,
+        pieces=arrays,
+        first_piece=first_piece,
+        representative=first_matrix[kind],
+        piece=pieces[i],
+        box=j,
+        first=first_part,
+    )
 
 
 @lru_cache(maxsize=4096)

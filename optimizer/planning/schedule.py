@@ -130,12 +130,22 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     for number, kind in enumerate(kinds):
         for index, (matrix, form) in enumerate(kind):
             owner, stage = next(decisions)
-            units.append(Unit(number, index, matrix.shape, ranks[owner], stage, matrix.cost, form))
+            units.append(
+                Unit(
+                    param=number,
+                    index=index,
+                    rows_columns=matrix.shape,
+                    owner=ranks[owner],
+                    stage=stage,
+                    cost=matrix.cost,
+                    form=form,
+                )
+            )
 
     # This rank's copies; and a digest, which is the same on every rank that has planned alike.
     counts = list(map(len, kinds))
     by_stage = _make_stages(specs, counts, np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
-    return Schedule(ranks, tuple(units), tuple(by_stage), _digest_schedule(specs, ranks, units))
+    return Schedule(ranks, units=tuple(units), stages=tuple(by_stage), digest=_digest_schedule(specs, ranks, units))
 
 
 def _make_stages(
@@ -199,7 +209,7 @@ def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: IntArray
 def _make_route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], local: Copies, ranks: int) -> Route:
     sends_on_wire, send_counts = _lay_out(*sends, ranks)
     receives_on_wire, receive_counts = _lay_out(*receives, ranks)
-    return Route(send_counts, receive_counts, sends_on_wire, receives_on_wire.inverse(), local)
+    return Route(send_counts, receive_counts, sends=sends_on_wire, receives=receives_on_wire.inverse(), local=local)
 
 
 def _lay_out(copies: Copies, itemsize: IntArray, ranks: int) -> tuple[Copies, tuple[int, ...]]:

@@ -208,7 +208,16 @@ def equal_boxes(
             for start, stop, (step,) in _even_runs(offset[:, None]):
                 views.append(View((stop - start, *sizes), (step, *wire_strides), int(offset[start])))
             offsets = () if is_tensor[head] else tuple(copies.source_offset[part].tolist())
-            blocks.append(EqualBoxes(kind, tuple(copies.source[part].tolist()), offsets, sizes, strides, tuple(views)))
+            blocks.append(
+                EqualBoxes(
+                    kind,
+                    params=tuple(copies.source[part].tolist()),
+                    offsets=offsets,
+                    sizes=sizes,
+                    strides=strides,
+                    wire_views=tuple(views),
+                )
+            )
     return blocks
 
 

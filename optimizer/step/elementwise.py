@@ -71,7 +71,9 @@ class LocalTensors:
             for name in state.keys() - {MOMENTUM}:
                 [slots[name][number]] = dense([state[name]])
         dtypes = tuple([None if gradient is None else gradient.dtype for gradient in gradients])
-        return cls(groups, weights, gradients, dtypes, slots, momenta, dense_copies)
+        return cls(
+            groups, weights, gradients, gradient_dtypes=dtypes, slots=slots, momenta=momenta, dense_copies=dense_copies
+        )
 
     @property
     def is_active(self) -> list[bool]:
@@ -195,12 +197,12 @@ class TorchElementwise:
             slot = self._spec(next(iter(sizes))).slots[0]
             sent_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize
             copies = self._stacks[key] = StackCopies(
-                sum(sizes.values()),
-                slot.sent_dtype,
-                self._plan_blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
-                self._plan_blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
-                view_pairs(self._copies.update_receives(stage, sizes), sent_size),
-                view_pairs(self._copies.result_sends(stage, sizes), returned_size),
+                numel=sum(sizes.values()),
+                sent_dtype=slot.sent_dtype,
+                local=self._plan_blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
+                local_back=self._plan_blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
+                receives=view_pairs(self._copies.update_receives(stage, sizes), sent_size),
+                sends=view_pairs(self._copies.result_sends(stage, sizes), returned_size),
             )
         stack = torch.empty(copies.numel, dtype=copies.sent_dtype, device=self._device)
         # Parts that rest on this rank do not travel; all others have arrived on the wire.

@@ -121,12 +121,14 @@ class Planner:
         wires = []
         for stage in schedule.stages:
             routes = stage.gather, stage.scatter
-            gather, scatter = (Wire(route, group, device, self.execution.exchange) for route in routes)
+            gather, scatter = (Wire(route, group, device, kind=self.execution.exchange) for route in routes)
             wires.append((gather, scatter))
         methods = [self.methods[member.algorithm] for member in rank_set.matrices]
         pairs = zip(rank_set.members, rank_set.labels, strict=True)
         labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
-        return Step(schedule, params, specs, methods, labels, backend, group, wires, device)
+        return Step(
+            schedule, params, specs, methods, labels, elementwise=backend, group=group, wires=wires, device=device
+        )
 
     def _list_facts(
         self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule
@@ -168,11 +170,24 @@ class Planner:
         # The update comes first; the weight goes with it, and state.
         slots = [Slot(UPDATE, layout, fused, precision.sent_dtype, precision.returned_dtype)]
         if method.weight:
-            slots.append(Slot(WEIGHT, layout, fused, param.dtype, param.dtype, returns=False))
+            slots.append(
+                Slot(
+                    name=WEIGHT,
+                    layout=layout,
+                    fused=fused,
+                    sent_dtype=param.dtype,
+                    returned_dtype=param.dtype,
+                    returns=False,
+                )
+            )
         for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
             tensor = state[name]
             slot_layout = layout if slot.shape == "[m, n]" else layout_of(tensor, ranks)
-            slots.append(Slot(name, slot_layout, reduced.fused, tensor.dtype, tensor.dtype))
+            slots.append(
+                Slot(
+                    name, layout=slot_layout, fused=reduced.fused, sent_dtype=tensor.dtype, returned_dtype=tensor.dtype
+                )
+            )
         return tuple(slots)
 
     def _make_spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
@@ -191,8 +206,8 @@ class Planner:
         return Spec(
             slots,
             cost,
-            lambda m, n, copies: choose_form(device, compute, m, n, copies),
-            lambda m, n: self.scale(group, m, n),
+            form=lambda m, n, copies: choose_form(device, compute, m, n, copies),
+            scale=lambda m, n: self.scale(group, m, n),
         )
 
 

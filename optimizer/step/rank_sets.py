@@ -228,5 +228,7 @@ def rank_sets(
         members[ranks_of_group(replicas)] = []
     for number, group in enumerate(groups):
         for param, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
-            members[ranks_of(param, replicas)].append(Member(param, number, group["algorithm"], name))
+            members[ranks_of(param, replicas)].append(
+                Member(param, group=number, algorithm=group["algorithm"], name=name)
+            )
     return [RankSet(ranks, tuple(members[ranks]), state) for ranks in sorted(members, key=collective_order)]

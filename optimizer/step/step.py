@@ -125,7 +125,13 @@ def make_batches(
         if method.orthogonalizes:
             gram = None if group["gram"] is None else tuple(group["gram"])
             dtype = method.precision(group).compute
-            recipe = Recipe(coefficient_set(group["ns_coefficients"]), group["ns_steps"], dtype, group["eps"], gram)
+            recipe = Recipe(
+                coefficients=coefficient_set(group["ns_coefficients"]),
+                steps=group["ns_steps"],
+                dtype=dtype,
+                eps=group["eps"],
+                gram=gram,
+            )
         methods[method.name] = method
         by_shape[unit.rows_columns, (unit.form, method.name, recipe)].append(number)
 
@@ -148,7 +154,16 @@ def make_batches(
                 params = [units[number].param for number in part]
                 kinds = [(id(group_of(param)), state_kind_of(param)) for param in params]
                 stack_sizes = tuple(len(list(stack)) for _, stack in groupby(zip(shapes, kinds, strict=True)))
-            launches.append(Batch(tuple(part), Places.of(shapes), form, methods[name], recipe, stack_sizes))
+            launches.append(
+                Batch(
+                    units=tuple(part),
+                    places=Places.of(shapes),
+                    form=form,
+                    method=methods[name],
+                    recipe=recipe,
+                    stack_sizes=stack_sizes,
+                )
+            )
     return launches
 
 
@@ -314,7 +329,9 @@ class Step:
             matrix = matrices[start:end].view(shape)
             slots = dict(state) if is_stack else {slot: tensor[0] for slot, tensor in state.items()}
             weight = slots.pop(WEIGHT, None)
-            stack = WholeMatrix(align_matrices(matrix), slots, weight, local.groups[unit.param])
+            stack = WholeMatrix(
+                matrix=align_matrices(matrix), state=slots, weight=weight, options=local.groups[unit.param]
+            )
             try:
                 update = batch.method.updated(stack)
             except Exception as error:

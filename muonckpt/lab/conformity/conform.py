@@ -100,7 +100,7 @@ def _compare_with_one_process(reference: Trial, trial: Trial, shape: str, shardi
     """Compare a mesh's steps with those of one process."""
     failure = (reference.failure and f"{ONE_PROCESS}: {reference.failure}") or trial.failure
     if failure:
-        return Conformity(shape, sharding, ranks, REFUSED, cause=failure)
+        return Conformity(shape, sharding, ranks, status=REFUSED, cause=failure)
     # The first step that differs tells what happened; later ones begin from other weights.
     differences = [_difference(reference, trial, step) for step in range(1, STEPS + 1)]
     # State that a resume on another mesh would not find as one process has left it.
@@ -117,9 +117,11 @@ def _compare_with_one_process(reference: Trial, trial: Trial, shape: str, shardi
     difference, place = differences[step - 1], _place(reference.weights[step], trial.weights[step])
     if trial.has_drifted:
         cause = "replicas of the weight differ: their updates were not made of the same gradients, or not sent"
-        return Conformity(shape, sharding, ranks, OTHER, difference, place, cause, state)
+        return Conformity(
+            shape, sharding, ranks, status=OTHER, difference=difference, place=place, cause=cause, state=state
+        )
     if not difference:
-        return Conformity(shape, sharding, ranks, BITS, difference, state=state)
+        return Conformity(shape, sharding, ranks, status=BITS, difference=difference, state=state)
     cause = _find_cause(trial, step)
     status = OTHER if cause else ROUNDED
     if cause == _UNKNOWN and _find_cause(reference, step) == _UNKNOWN:
@@ -160,7 +162,7 @@ def _find_cause(trial: Trial, step: int) -> str:
     )
     # The slices of ranks are the first suspects.
     rows, columns = trial.slices
-    result = Search(evidence, {"pieces": rows, "columns": columns}, None, _FLOPS).run("muon")
+    result = Search(evidence, options={"pieces": rows, "columns": columns}, sibling=None, flops=_FLOPS).run("muon")
     if result is None or not result.explanations:
         return _UNKNOWN
     cuts = [explanation.cut for explanation in result.explanations]

@@ -86,12 +86,14 @@ def fresh_parameter(
     """Return a parameter with the state that `Muon` makes: of a matrix's method, or AdamW's moments and counter."""
     if not matrix:
         moments = (StateTensor(slot, shape, dtype) for slot in (EXP_AVG, EXP_AVG_SQ))
-        return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")))
+        return ModelParameter(
+            name, shape, dtype, method=None, options={}, state=(*moments, StateTensor(STEP, (), "float32"))
+        )
     options = complete_options(method, asdict(fused))
     state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
     for name, (slot, reduced) in method_slots(shape, options, method).items():
         state.append(StateTensor(name, reduced.shape, slot.dtype_name or dtype))
-    return ModelParameter(name, shape, dtype, method, options, tuple(state))
+    return ModelParameter(name, shape, dtype, method, options, state=tuple(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,9 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
                 parameter.name,
                 shape,
                 dtype,
-                method if is_matrix else None,
-                complete_options(method, options) if is_matrix else {},
-                tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in state.items()),
+                method=method if is_matrix else None,
+                options=complete_options(method, options) if is_matrix else {},
+                state=tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in state.items()),
             )
         )
     if not any(parameter.method for parameter in parameters):

@@ -111,11 +111,11 @@ def plan(
     topologies = [topology_of(tensors, mesh, rules, options) for mesh in meshes]
     return Prospect(
         tensors.source,
-        len(tensors.parameters),
-        sum(parameter.numel for parameter in tensors.parameters),
-        len(tensors.matrices),
-        tuple(topologies),
-        min(range(len(topologies)), key=lambda i: (topologies[i].sent["most"], topologies[i].memory["total"])),
+        parameters=len(tensors.parameters),
+        elements=sum(parameter.numel for parameter in tensors.parameters),
+        matrices=len(tensors.matrices),
+        topologies=tuple(topologies),
+        cheapest=min(range(len(topologies)), key=lambda i: (topologies[i].sent["most"], topologies[i].memory["total"])),
     )
 
 

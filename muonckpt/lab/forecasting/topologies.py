@@ -138,7 +138,9 @@ def _make_layout_of(target: Target) -> _LayoutOf:
     def layout_of(parameter: ModelParameter, shape: Index) -> TensorLayout:
         if not shape:
             return owned_layout((), 0)
-        record = StateRecord(parameter.name, (parameter.name,), shape, parameter.dtype, no_chunks(len(shape)))
+        record = StateRecord(
+            key=parameter.name, path=(parameter.name,), shape=shape, dtype=parameter.dtype, chunks=no_chunks(len(shape))
+        )
         return lay_out(shape, target.cuts(record, default))
 
     return layout_of
@@ -262,7 +264,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     if busiest:
         with gc_paused():
             schedule = make_schedule(specs, everyone, busiest, options.stages)
-    return StepPlan(num_units, sent, work, most_wires(schedule.stages))
+    return StepPlan(matrices=num_units, sent=sent, work=work, wires=most_wires(schedule.stages))
 
 
 def _make_specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: MuonOptions) -> list[Spec]:
@@ -288,10 +290,27 @@ def _make_spec(
     weight_dtype = dtype_named(parameter.dtype) or precision.sent_dtype
     slots = [Slot(UPDATE, layout, parameter.fused, precision.sent_dtype, precision.returned_dtype)]
     if method.weight:
-        slots.append(Slot(WEIGHT, layout, parameter.fused, weight_dtype, weight_dtype, returns=False))
+        slots.append(
+            Slot(
+                name=WEIGHT,
+                layout=layout,
+                fused=parameter.fused,
+                sent_dtype=weight_dtype,
+                returned_dtype=weight_dtype,
+                returns=False,
+            )
+        )
     for name, (method_slot, reduced) in method_slots(parameter.shape, group, method).items():
         dtype = method_slot.dtype or weight_dtype
-        slots.append(Slot(name, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
+        slots.append(
+            Slot(
+                name,
+                layout=layout_of(parameter, reduced.shape),
+                fused=reduced.fused,
+                sent_dtype=dtype,
+                returned_dtype=dtype,
+            )
+        )
 
     def cost(rows: int, columns: int) -> int:
         iterations = flops(rows, columns, group["ns_steps"]) if method.orthogonalizes else 0
@@ -346,7 +365,14 @@ def _find_parts(layout: TensorLayout, fused: Fused, index: int) -> PartReplicas:
     by_rank: defaultdict[int, list[int]] = defaultdict(list)
     for rank, number in zip(ranks.tolist(), part.tolist(), strict=True):
         by_rank[rank].append(number)
-    return PartReplicas(parts.volumes(numbers), np.cumsum(replicas) - replicas, replicas, ranks, part, dict(by_rank))
+    return PartReplicas(
+        numel=parts.volumes(numbers),
+        first_row=np.cumsum(replicas) - replicas,
+        replicas=replicas,
+        rank=ranks,
+        part=part,
+        by_rank=dict(by_rank),
+    )
 
 
 def most_wires(stages: Sequence[Stage]) -> int:
@@ -381,7 +407,9 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
     members_by_cuts: defaultdict[tuple[AxisCut, ...], list[_CutMember]] = defaultdict(list)
     for parameter in parameters:
         chunks = no_chunks(len(parameter.shape))
-        record = StateRecord(parameter.name, (parameter.name,), parameter.shape, parameter.dtype, chunks)
+        record = StateRecord(
+            key=parameter.name, path=(parameter.name,), shape=parameter.shape, dtype=parameter.dtype, chunks=chunks
+        )
         cuts = target.cuts(record, ())
         members_by_cuts[cuts].append((parameter, cuts))
     members_by_axes: defaultdict[tuple[str, ...], list[_CutMember]] = defaultdict(list)

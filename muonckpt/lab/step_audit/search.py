@@ -170,7 +170,13 @@ class Search:
         for explanation in explanations:
             if replace(explanation.rule, momentum=0) not in tied_rules or not explanation.cut.is_of(best.cut):
                 rivals.append(explanation.residual)
-        return SearchResult(ties if best.is_within(bound) else [], best, bound, tie_bound, min(rivals, default=None))
+        return SearchResult(
+            explanations=ties if best.is_within(bound) else [],
+            best=best,
+            bound=bound,
+            tie_bound=tie_bound,
+            rival=min(rivals, default=None),
+        )
 
 
 # The hypotheses.
@@ -192,7 +198,7 @@ def recorded_cut(options: Mapping[str, Any], shape: Index) -> Cut:
     """Return the cut that the options of a parameter's group say, in common words."""
     pieces, columns = (tuple(options[word]) if options.get(word) else None for word in ("pieces", "columns"))
     flatten = bool(options.get("flatten")) and len(shape) > 2
-    return Cut(flatten, pieces, columns, int(options.get("interleaved") or 1), ("as recorded",))
+    return Cut(flatten, pieces, columns, interleaved=int(options.get("interleaved") or 1), causes=("as recorded",))
 
 
 def cuts_to_try(options: Mapping[str, Any], shape: Index) -> list[Cut]:

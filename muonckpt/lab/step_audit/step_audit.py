@@ -154,7 +154,14 @@ def audit_step(
         verdicts = audit.verdicts([name for name in names if name in chosen], progress)
         program = looks[1].view.dialect.name if looks[1].view.dialect else "unknown"
         findings = tuple(_find_findings(verdicts, looks[1]))
-        return StepAudit(str(before), str(after), (looks[0].step, looks[1].step), program, tuple(verdicts), findings)
+        return StepAudit(
+            before=str(before),
+            after=str(after),
+            steps=(looks[0].step, looks[1].step),
+            program=program,
+            verdicts=tuple(verdicts),
+            findings=findings,
+        )
 
 
 class _Audit:
@@ -187,18 +194,18 @@ class _Audit:
     def _judge(self, parameter: StoredParameter, flops: float) -> ParameterVerdict:
         evidence = self._read_evidence(parameter.name)
         if isinstance(evidence, str):
-            return ParameterVerdict(parameter.name, parameter.shape, UNKNOWN, evidence)
+            return ParameterVerdict(parameter.name, parameter.shape, status=UNKNOWN, reason=evidence)
         if not evidence.change.any():
             is_same = np.array_equal(evidence.momentum_before, evidence.source(UpdateRule(nesterov=False)))
             reason = "neither the weight nor its momentum" if is_same else "its momentum changed, and the weight not"
-            return ParameterVerdict(parameter.name, parameter.shape, UNCHANGED, reason)
+            return ParameterVerdict(parameter.name, parameter.shape, status=UNCHANGED, reason=reason)
         options, sibling = self._options(parameter), self.explanations.get(_kind(parameter))
         search = Search(evidence, options, sibling, flops)
         result = search.run(parameter.method.name if parameter.method else "")
         self.flops -= search.flops_spent
         if result is None:
             reason = f"its hypotheses would take more than the {flops:.1e} FLOPs that flops= has for it"
-            return ParameterVerdict(parameter.name, parameter.shape, UNKNOWN, reason)
+            return ParameterVerdict(parameter.name, parameter.shape, status=UNKNOWN, reason=reason)
         if result.explanations:
             self.explanations.setdefault(_kind(parameter), result.best)
         return _judge_result(evidence, options, result, sibling)
@@ -241,7 +248,14 @@ class _Audit:
         before, after = arrays
         slot = "momentum" if "momentum" in before else "first"
         weight_after = after.pop(_WEIGHT)
-        return Evidence(name, before[_WEIGHT], weight_after, before[slot], state=after, dtypes=dtypes[1])
+        return Evidence(
+            name,
+            before=before[_WEIGHT],
+            after=weight_after,
+            momentum_before=before[slot],
+            state=after,
+            dtypes=dtypes[1],
+        )
 
 
 def _kind(parameter: StoredParameter) -> tuple[Any, ...]:

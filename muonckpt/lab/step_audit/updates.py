@@ -274,11 +274,11 @@ def explain(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tuple[Explanation
     explanation = Explanation(
         cut,
         rule,
-        {shape: -float(factor) for shape, factor in zip(shapes, factors, strict=False)},
-        -float(factors[-1]),
-        error,
-        remainder_norm / update_norm if update_norm else 0.0,
-        line_residual,
+        rates={shape: -float(factor) for shape, factor in zip(shapes, factors, strict=False)},
+        decay=-float(factors[-1]),
+        decay_error=error,
+        residual=remainder_norm / update_norm if update_norm else 0.0,
+        line_residual=line_residual,
     )
     return explanation, remainder
 

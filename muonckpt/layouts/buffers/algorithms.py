@@ -136,7 +136,17 @@ def _make_layout(
     whole: bool = True,
 ) -> BufferLayout:
     parameters = tuple(entries[parameter.name] for parameter in group)
-    return BufferLayout(algorithm, 1, ranks, parameters, tuple(buckets), shards, alignment, whole, options)
+    return BufferLayout(
+        algorithm,
+        version=1,
+        ranks=ranks,
+        parameters=parameters,
+        buckets=tuple(buckets),
+        shards=shards,
+        alignment=alignment,
+        whole=whole,
+        options=options,
+    )
 
 
 def _matrix_cost(parameter: Parameter) -> int:
@@ -421,13 +431,27 @@ def partitioned_group(
     if size is None:
         size = round_up(entries[-1].stop, PARTITION_ALIGNMENT * ranks) // ranks
     buckets = ((0, size * ranks),)
-    return BufferLayout("zero", 1, ranks, tuple(entries), buckets, bucket_shards(buckets, ranks))
+    return BufferLayout(
+        algorithm="zero",
+        version=1,
+        ranks=ranks,
+        parameters=tuple(entries),
+        buckets=buckets,
+        shards=bucket_shards(buckets, ranks),
+    )
 
 
 def partitioned_parameters(parameters: Sequence[Parameter], ranks: int) -> BufferLayout:
     """Cut each parameter evenly, padded, and lay the parts of each rank end to end, as ZeRO 3 does."""
     entries, buckets = end_to_end([[parameter] for parameter in parameters], divisor=ranks)
-    return BufferLayout("zero-3", 1, ranks, tuple(entries.values()), buckets, bucket_shards(buckets, ranks))
+    return BufferLayout(
+        algorithm="zero-3",
+        version=1,
+        ranks=ranks,
+        parameters=tuple(entries.values()),
+        buckets=buckets,
+        shards=bucket_shards(buckets, ranks),
+    )
 
 
 def touched_parameters(layout: BufferLayout) -> list[list[PlacedParameter]]:

@@ -96,7 +96,7 @@ def consecutive_shards(ranges: Iterable[tuple[int, int, int]]) -> tuple[FlatShar
     ends: defaultdict[int, int] = defaultdict(int)
     shards = []
     for start, stop, rank in ranges:
-        shards.append(FlatShard(rank, start, stop, ends[rank]))
+        shards.append(FlatShard(buffer=rank, start=start, stop=stop, offset=ends[rank]))
         ends[rank] += stop - start
     return tuple(shards)
 

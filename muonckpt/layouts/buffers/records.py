@@ -177,7 +177,13 @@ class GroupBuffer:
         with _damaged("record of a flat buffer"):
             check_fields({key: data[key] for key in GROUP}, GROUP)
             group, origins = int_tuple(data["group"]), tuple(map(int_tuple, data["origins"]))
-            return cls(data["slot"], data["part"], group, origins, from_json({key: data[key] for key in LAYOUT}))
+            return cls(
+                slot=data["slot"],
+                part=data["part"],
+                group=group,
+                origins=origins,
+                layout=from_json({key: data[key] for key in LAYOUT}),
+            )
 
 
 def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
@@ -205,5 +211,7 @@ def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
         run = provenance["layer_wise"]
         for recorded_layout, ranks in zip(run["buffers"], run["ranks"], strict=True):
             layout = from_json(recorded_layout)
-            buffers.append(GroupBuffer(None, 0, int_tuple(ranks), layout.origins, layout))
+            buffers.append(
+                GroupBuffer(slot=None, part=0, group=int_tuple(ranks), origins=layout.origins, layout=layout)
+            )
     return tuple(buffers)

@@ -170,7 +170,7 @@ def reader(path: Location) -> Reader:
         common_blobs = common_file(path) or lost_common_file(path, manifest)
         outline = replace(manifest, blobs=(*manifest.blobs, *common_blobs))
         faults = tuple(extent_faults(path, named_items(outline)))
-    return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
+    return Reader(outline, payloads, faults, locate=partial(locate_chunks, payloads.directory))
 
 
 def _make_outline(metadata: Metadata) -> Manifest:
@@ -200,7 +200,11 @@ def _make_outline(metadata: Metadata) -> Manifest:
     for (key, tensor), place in zip(metadata.tensors.items(), places, strict=True):
         path = metadata.paths.get(key, (key,))
         name, slot = slot_in(path, optimizers)
-        tensors.append(StateRecord(key, path, tensor.size, tensor.dtype, Chunks(columns, *place), name=name, slot=slot))
+        tensors.append(
+            StateRecord(
+                key, path, shape=tensor.size, dtype=tensor.dtype, chunks=Chunks(columns, *place), name=name, slot=slot
+            )
+        )
     blobs = []
     for key in metadata.blobs:
         item = _find_item(key, None, metadata)
@@ -309,7 +313,7 @@ def siblings_reader(path: Location) -> Reader:
     )
     payloads = Payloads(path)
     faults = tuple(chain.from_iterable(part.faults for part in readers.values()))
-    return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
+    return Reader(outline, payloads, faults, locate=partial(locate_chunks, payloads.directory))
 
 
 def _has_optimizers_only(outline: Manifest) -> bool | None:

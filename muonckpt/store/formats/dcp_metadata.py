@@ -132,11 +132,11 @@ def _read_metadata(content: object) -> Metadata:
         version = fields.get("version")
         return Metadata(
             tensors,
-            tuple(blobs),
-            storage,
-            {expect(str, key): _read_path(path) for key, path in paths.items()},
-            version if version is None else expect(str, version),
-            tuple(expect(str, name) for name in fields if name not in _ATTRIBUTES),
+            blobs=tuple(blobs),
+            storage=storage,
+            paths={expect(str, key): _read_path(path) for key, path in paths.items()},
+            version=version if version is None else expect(str, version),
+            extra=tuple(expect(str, name) for name in fields if name not in _ATTRIBUTES),
         )
     except (KeyError, ValueError) as error:
         raise SourceError(f"expected the metadata of a checkpoint, found a part missing ({error})") from None

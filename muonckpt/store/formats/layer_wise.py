@@ -133,7 +133,7 @@ def _read_part(path: Location, description: Description, folder: str) -> _Part:
     if model:
         model.check_masters(path, states)
     weights_here = weights.values() if model and model.folder == path else ()
-    return _Part(files, members, shares, states, (*_make_records(shares, states), *weights_here))
+    return _Part(files, members, shares, states, records=(*_make_records(shares, states), *weights_here))
 
 
 def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Iterator[StateRecord]:

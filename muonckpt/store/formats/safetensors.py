@@ -313,7 +313,7 @@ def read_weights(path: Location) -> Weights:
         length = length_of(place / name)
         if length is None or length < end:
             faults.append(DamageError(f"expected {end} bytes in {place / name}, found {length}: it was cut"))
-    return Weights(tensors, provenance, list(files), shards.copies, tuple(faults))
+    return Weights(tensors, provenance, files=list(files), copies=shards.copies, faults=tuple(faults))
 
 
 def folder(path: Location) -> Location:
@@ -354,7 +354,7 @@ def encode_front(
     for tensor, (digest, _) in zip(tensors, sums, strict=True):
         place = Extent(_DATA, start, tensor_bytes(tensor))
         entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, start, place.end)
-        chunks.append(([Chunk(Box.of(tensor.shape), place, place, digest)], len(tensor.shape)))
+        chunks.append(([Chunk(box=Box.of(tensor.shape), item=place, payload=place, digest=digest)], len(tensor.shape)))
         start = place.end
     records = []
     for tensor, tensor_chunks, (_, share) in zip(tensors, in_columns(chunks), sums, strict=True):
@@ -438,10 +438,10 @@ def _read_file(
                 f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA_KEY} says otherwise"
             )
         chunk_digest = None if tensor is None else tensor.chunks[0].digest
-        chunks.append(([Chunk(box, place, place, chunk_digest)], len(entry.shape)))
+        chunks.append(([Chunk(box, item=place, payload=place, digest=chunk_digest)], len(entry.shape)))
     tensors = []
     for (key, entry), stored in zip(file_header.entries.items(), in_columns(chunks), strict=True):
-        unnamed = StateRecord(key, (key,), entry.shape, entry.dtype, stored)
+        unnamed = StateRecord(key, path=(key,), shape=entry.shape, dtype=entry.dtype, chunks=stored)
         tensors.append(dataclasses.replace(records.get(key, unnamed), chunks=stored))
     return manifest.provenance, tensors
 

@@ -501,7 +501,9 @@ def _read_tensor(path: Location, array: ZarrArray, chunk_errors: list[DamageErro
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
             stored = Chunks.of(filter(None, chunks), len(array.shape))
-            return StateRecord(array.node or path.name, parts, array.shape, array.dtype, stored)
+            return StateRecord(
+                key=array.node or path.name, path=parts, shape=array.shape, dtype=array.dtype, chunks=stored
+            )
         # One of ours has a record, which must agree, and the digests of its chunks.
         tensor = tensor_of(entry)
         if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):

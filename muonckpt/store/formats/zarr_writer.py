@@ -53,7 +53,13 @@ def chunk_frame(payload_length: int, chunk_bytes: int, index: bytes) -> Frame:
         padding = bytes(chunk_bytes - payload_length)
         return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + index
 
-    return Frame(payload_length, b"", tail, chunk_bytes - payload_length + INDEX_CHECKSUM + len(index), _crc32c)
+    return Frame(
+        payload_length,
+        head=b"",
+        tail=tail,
+        tail_length=chunk_bytes - payload_length + INDEX_CHECKSUM + len(index),
+        checksum_of=_crc32c,
+    )
 
 
 def _crc32c(raw: RawBytes, start: int) -> int:
@@ -88,7 +94,17 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None) -> list[Zarr
         shard = tuple(-(-length // part) * part for length, part in zip(block, chunk, strict=True))
         # Stock zarr 3.1 cannot read a shard without dims.
         dtype, is_sharded = stored_as(tensor.dtype), bool(tensor.shape)
-        zarr_arrays.append(ZarrArray(node, tensor.shape, dtype, shard, chunk, INDEX_CHECKSUM, is_sharded))
+        zarr_arrays.append(
+            ZarrArray(
+                node,
+                tensor.shape,
+                dtype,
+                file_shape=shard,
+                chunk_shape=chunk,
+                trailer=INDEX_CHECKSUM,
+                sharded=is_sharded,
+            )
+        )
     return zarr_arrays
 
 

@@ -70,7 +70,7 @@ def _cut_box(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -
         reach += (shape[dim] - 1) * strides[dim]
     if reach <= max_span and not is_wide:
         slices = tuple(map(slice, lo, map(operator.add, lo, shape)))
-        yield Block(slices, shape, sum(map(operator.mul, lo, strides)), reach)
+        yield Block(slices, shape, start=sum(map(operator.mul, lo, strides)), span=reach)
         return
 
     # Cut along the dim of the largest stride: its gaps are the largest, and its parts the furthest apart.

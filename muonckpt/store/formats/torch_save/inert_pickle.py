@@ -99,7 +99,7 @@ def unpickle(data: bytes, names: Container[str], max_parts: int | None = None) -
         LimitError: there are more.
         SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
     """
-    return _Machine(data, names, [], max_parts).content()
+    return _Machine(data, names, memo=[], max_parts=max_parts).content()
 
 
 def unpickle_in_columns(data: bytes, names: Container[str]) -> object:
@@ -564,11 +564,11 @@ class _Pattern:
         machine = _Machine(program + pickle.TUPLE + pickle.STOP, (), model_memo, max_parts=len(code))
         model = expect(tuple, machine.content())
         return cls(
-            re.compile(b"(?:%b)++" % b"".join(run_parts), re.DOTALL),
-            re.compile(b"".join(object_parts), re.DOTALL),
-            model,
-            tuple(model_memo[num_values:]),
-            sum(opcode[0] in _MAKING for opcode in opcodes),
+            run_expression=re.compile(b"(?:%b)++" % b"".join(run_parts), re.DOTALL),
+            object_expression=re.compile(b"".join(object_parts), re.DOTALL),
+            model=model,
+            memo=tuple(model_memo[num_values:]),
+            num_parts=sum(opcode[0] in _MAKING for opcode in opcodes),
         )
 
     def run(self, match: re.Match[bytes], values: _Values) -> _Run:
@@ -582,7 +582,7 @@ class _Pattern:
         for number, part in enumerate(self.memo):
             if type(part) is Leaf or _is_scalar(part):
                 memo[number :: len(self.memo)] = objects.column(part)
-        return _Run(match[0], objects, memo, self.num_parts * len(rows))
+        return _Run(code=match[0], objects=objects, memo=memo, num_parts=self.num_parts * len(rows))
 
 
 class _Unmade:

@@ -75,7 +75,12 @@ def frame(dtype: str, shape: Index) -> Frame:
     # Where the tails of two checksums differ is where the checksum stands, as four bytes.
     blank, full = (_make_tail(head, members, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS)
     differing = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
-    return Frame(members[-1].size, head, partial(_fill_checksum, blank, differing[::4].tolist()), len(blank))
+    return Frame(
+        payload_length=members[-1].size,
+        head=head,
+        tail=partial(_fill_checksum, blank, differing[::4].tolist()),
+        tail_length=len(blank),
+    )
 
 
 def _make_front(dtype: str, shape: Index) -> tuple[bytes, tuple[ZipEntry, ...]]:
@@ -159,10 +164,10 @@ def template(dtype: str, shape: Index) -> ItemTemplate:
     bounds = np.flatnonzero(is_fixed[1:] != is_fixed[:-1]).reshape(-1, 2).tolist()
     return ItemTemplate(
         head,
-        members[-1].size,
-        len(head) + members[-1].size + len(tails[0]),
-        tuple((slice(start, stop), tails[0][start:stop]) for start, stop in bounds),
-        tuple(slice(start, start + 4) for start in np.flatnonzero(columns[0] != columns[1])[::4].tolist()),
+        payload_length=members[-1].size,
+        length=len(head) + members[-1].size + len(tails[0]),
+        fixed=tuple((slice(start, stop), tails[0][start:stop]) for start, stop in bounds),
+        crc32_at=tuple(slice(start, start + 4) for start in np.flatnonzero(columns[0] != columns[1])[::4].tolist()),
     )
 
 
@@ -324,7 +329,7 @@ def described_tensor(value: object) -> Described:
         raise SourceError(f"expected a storage with the elements of shape {shape} from {first} on, found {numel}")
     if not _is_dense(shape, strides):
         raise SourceError(f"expected each element once, found strides {strides} for shape {shape}")
-    return Described(key, dtype, shape, strides, first, numel)
+    return Described(storage=key, dtype=dtype, shape=shape, strides=strides, start=first, count=numel)
 
 
 def _is_dense(shape: Index, strides: Index) -> bool:

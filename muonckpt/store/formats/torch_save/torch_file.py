@@ -199,7 +199,7 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
         max_bytes = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
         limits.check_limit(pickled, max_bytes, "bytes in data.pkl, in proportion to the other members of the file")
         content = unpickle(member_data(file.read, members["data.pkl"], pickled), Anything())
-        return TorchFile(name, content, members, pickled)
+        return TorchFile(name, content, members, described=pickled)
 
 
 def _bare(value: object) -> object:

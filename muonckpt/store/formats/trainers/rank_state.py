@@ -135,12 +135,12 @@ def _parse_file_names(listed: Sequence[str]) -> list[_RankFile]:
     files, keyed = [], []
     for name in listed:
         if match := _VERL.fullmatch(name):
-            files.append(_RankFile(name, _ROOTS[match[1]], int(match[3]), int(match[2])))
+            files.append(_RankFile(name, root=_ROOTS[match[1]], rank=int(match[3]), world=int(match[2])))
         elif match := _ACCELERATE.fullmatch(name):
             number = "" if match[2] in (None, "_0") else match[2]
-            files.append(_RankFile(name, f"{_ROOTS[match[1]]}{number}", int(match[3]), None))
+            files.append(_RankFile(name, root=f"{_ROOTS[match[1]]}{number}", rank=int(match[3]), world=None))
         elif match := _TORCH_CHECKPOINTING.fullmatch(name):
-            keyed.append(_RankFile(name, match[1], int(match[2]), None))
+            keyed.append(_RankFile(name, root=match[1], rank=int(match[2]), world=None))
     return files or keyed
 
 
@@ -283,7 +283,9 @@ class _JoinedRanks:
                         )
                     )
         boxes = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
-        self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, boxes))
+        self.tensors.append(
+            StateRecord(key=key_of(path), path=path, shape=first.shape, dtype=first.dtype, chunks=boxes)
+        )
 
 
 def _join_replicas(path: KeyPath, values: Sequence[object], files: Sequence[str]) -> StateRecord:

@@ -451,7 +451,7 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
             raise SourceError(
                 f"expected shards cut from the first axis of the mesh to the last, found the order {axes}"
             )
-    return RankPart(local.dtype, shape, sizes, coordinate, placements, local.chunk)
+    return RankPart(local.dtype, shape, sizes, coordinate, placements, local=local.chunk)
 
 
 def _state_of(value: object) -> Mapping[object, object]:

@@ -109,7 +109,12 @@ def reader(path: Location) -> Reader:
     not_read = [*names, *contents.not_read]
     zero = {"ranks": num_ranks, "stage": first.stage, "format": first.kind}
     provenance = {"zero": zero} | ({signs.NOT_READ: not_read} if not_read else {})
-    manifest = Manifest(tuple(contents.tensors), tuple(contents.items.blobs), provenance, dict.fromkeys(missing, ""))
+    manifest = Manifest(
+        tensors=tuple(contents.tensors),
+        blobs=tuple(contents.items.blobs),
+        provenance=provenance,
+        files=dict.fromkeys(missing, ""),
+    )
     checksums = checksums_inside(opened, [*contents.tensors, *contents.compared])
     in_memory = {**contents.items.in_memory, _STEPS: bytes(contents.steps)}
     faults: list[SourceError] = []
@@ -236,7 +241,9 @@ class _Contents:
     steps: bytearray = field(default_factory=bytearray)
 
     def add(self, path: KeyPath, shape: Index, dtype: str, chunks: Iterable[Chunk]) -> None:
-        self.tensors.append(StateRecord(key_of(path), path, shape, dtype, Chunks.of(chunks, len(shape))))
+        self.tensors.append(
+            StateRecord(key=key_of(path), path=path, shape=shape, dtype=dtype, chunks=Chunks.of(chunks, len(shape)))
+        )
 
     def add_number(self, path: KeyPath, value: object) -> None:
         """Add state that is no tensor; numbers of updates take the form of torch's AdamW."""
