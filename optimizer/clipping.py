@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,8 @@ def clip_grad_norm_(
         )
     check_gradients(params, [param.grad for param in params])
     # The sum of squares over all ranks, and over pipeline stages.
-    squares, differs, limits, widest = _sum_over_ranks(params, max_norm)
+    total = _sum_over_ranks(params, max_norm)
+    squares, differs, limits, widest = total.squares, total.differs, total.limits, total.widest_ranks
     if pipeline is not None:
         received = gather_numbers([squares, differs.to(squares), *limits], pipeline)
         squares, differs = received[:, 0].sum(), received[:, 1].any()
@@ -128,11 +130,24 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
-def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, Tensor, list[Tensor], list[Ranks]]:
-    """Return the sum of the squares of all gradients, on the device of the first parameter; whether some rank that has
-    a part of it has another sum; the least and the greatest ``max_norm``; and the widest sets of ranks that share
-    parameters with this one.  Collective.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Total:
+    """The sum of the squares of all gradients, and what tells whether the ranks agree on it.
+
+    Attributes:
+        differs: whether some rank that has a part of the sum has another sum.
+        limits: the least and the greatest ``max_norm``.
+        widest_ranks: the widest sets of ranks that share parameters with this one.
     """
+
+    squares: Tensor
+    differs: Tensor
+    limits: list[Tensor]
+    widest_ranks: list[Ranks]
+
+
+def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> _Total:
+    """Sum up the squares of all gradients, on the device of the first parameter.  Collective."""
     # Parameters by the ranks that share them, on any mesh; the widest of the sets receive the sums of all others.
     by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for param in params:
@@ -164,7 +179,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
                 are_equal = ((sums == sums[0]) | (sums.isnan() & sums[0].isnan())) & (received[:, 2] == 1)
                 differs = differs | ~are_equal.all().to(device)
         terms.append(squares.to(device))
-    return _sum_in_order(terms), differs, limits, widest
+    return _Total(_sum_in_order(terms), differs, limits, widest_ranks=widest)
 
 
 def _sum_in_order(terms: Sequence[Tensor]) -> Tensor:

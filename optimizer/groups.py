@@ -253,6 +253,7 @@ def _find_uses(model: nn.Module) -> dict[Tensor, list[Use]]:
 
 
 def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
+    """Decide a parameter by the first layer that selects it; raise ValueError if none does, or its rules disagree."""
     names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
     # A linear weight without rows was flattened, unless a rule gives it to AdamW by name.
     is_linear = any(isinstance(use.owner, nn.Linear) and use.attribute == "weight" for use in uses)
@@ -261,7 +262,6 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
         if isinstance(parameter, FlatParameter) or not any(any(map(rule.reason, uses)) for rule in adamw):
             raise ArgumentError(FSDP1)
     usual_rule = _guess_rule(uses, names)
-    # The first layer that selects it decides.
     for layer in layers:
         reasons: list[tuple[Rule, str]] = []
         for rule in layer:

@@ -337,6 +337,7 @@ class Muon(ForModel, CollectiveOptimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_step(self) -> None:
+        """Follow what code has changed, check gradients, and step matrices with other ranks, then elements."""
         self._follow_parameters()
         self._follow_options()
         has_gradients = False
@@ -351,7 +352,6 @@ class Muon(ForModel, CollectiveOptimizer):
                 warn_of_no_gradient()
             if self._model_groups is not None:
                 self._warn_of_left_out()
-        # Matrices together with other ranks, then elements by itself.
         self._has_history = True
         self._step_with_ranks(None)
         for group in self.param_groups:
@@ -432,6 +432,7 @@ class Muon(ForModel, CollectiveOptimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # also called by a step that has failed
     def _step_with_ranks(self, failure: Exception | None) -> None:
+        """Step matrices, or tell the other ranks of a failure of this one.  Collective."""
         self._has_waiting_peers = False
         history = self._consume_gradients()
 
@@ -443,6 +444,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._restarted = {}  # all ranks have planned with it
 
     def _plan(self, rank_set: RankSet, failure: Exception | None) -> Step:
+        """Plan the steps of a set of ranks, as `Planner.plan` does.  Collective over them."""
         if self._warns and self._replicas is None:
             warn_if_unshared(rank_set)
         planner = Planner(

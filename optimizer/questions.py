@@ -83,9 +83,10 @@ def find_questions(uses_of: Uses, results: Results, layers: Sequence[Sequence[Ru
         # A rule that has a split, or spells the name out, says which matrices a projection holds.
         is_known = not fused or rule is None or rule.split is not None
         if fused and rule is not None and not is_known:
-            is_known = any(fused[0] in selector for selector in (*rule.patterns, rule.attribute or ""))
+            is_known = any(fused.name in selector for selector in (*rule.patterns, rule.attribute or ""))
         if fused and (isinstance(result, UnselectedError) or (isinstance(result, Decision) and not is_known)):
-            yield Question(names, f"{list(shape)} holds {fused[2]} by its name", fused=fused[1:])
+            text = f"{list(shape)} holds {fused.matrices} by its name"
+            yield Question(names, text, fused=(fused.pattern, fused.matrices))
         elif isinstance(result, ValueError):
             yield Question(
                 names,
@@ -121,8 +122,17 @@ def _find_head_heights(uses_of: Uses, results: Results, layers: Sequence[Sequenc
     return {embedding.shape[0] for embedding in embeddings if embedding.dim() == 2}
 
 
-def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str, str] | None:
-    """Return the known name of a projection of several matrices, its name in ``split``, and the matrices in words."""
+@dataclass(frozen=True, slots=True)
+class _FusedProjection:
+    """A projection of several matrices: its known name, its ``pattern`` in ``split``, and the matrices in words."""
+
+    name: str
+    pattern: str
+    matrices: str
+
+
+def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> _FusedProjection | None:
+    """Return what the name of a projection says of its matrices; None where it says nothing."""
     shape = tuple(use.parameter.shape)
     *before, name = _BELOW.sub("", use.name).split(".")
     parts = FUSED.get(name) or FUSED.get(name.removesuffix("_weight"))
@@ -139,7 +149,7 @@ def _find_fused(use: Use, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, s
     if parts is None or len(shape) < 2:
         return None
     tail = use.name.removesuffix(".weight").split(".")[len(before) :]
-    return name, ".".join([*(["*"] if before else []), *tail]), parts
+    return _FusedProjection(name, ".".join([*(["*"] if before else []), *tail]), parts)
 
 
 def _suggest_arguments(

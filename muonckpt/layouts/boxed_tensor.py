@@ -182,13 +182,13 @@ def _boxes_of(parts: Parts) -> list[Box]:
 
 
 def _check_parts(shape: Index, dtype: torch.dtype, parts: Parts) -> None:
+    """Refuse parts that overlap, reach outside the tensor, or have another dtype."""
     boxes = _boxes_of(parts)
     for box, part in zip(boxes, parts.values(), strict=True):
         if box.ndim != len(shape) or any(map(gt, box.hi, shape)):
             raise LayoutError(f"box {box} reaches outside the tensor of shape {shape}")
         if part.dtype != dtype:
             raise LayoutError(f"box {box} is {part.dtype}, the tensor is {dtype}")
-    # No two boxes overlap.
     if len(boxes) > 1:
         lo, hi = corners_of(shape, boxes)
         for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):

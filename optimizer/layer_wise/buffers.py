@@ -439,6 +439,7 @@ class Gradients:
             handle.remove()
 
     def _collect(self, name: str, param: Tensor) -> None:
+        """Move ``param.grad`` to its bucket, and reduce full buckets.  Collective in the last backward pass."""
         number = self._number_of[name]
         assert param.grad is not None
         if number < self._num_reduced:
@@ -461,6 +462,7 @@ class Gradients:
                 self._reduce_next()
 
     def _reduce_next(self) -> None:
+        """Begin to reduce the next bucket, with zeros for gradients that have not arrived.  Collective."""
         bucket = self._buckets[self._num_reduced]
         for name in bucket.gradient_of.keys() - self.arrived_names:
             bucket.gradient_of[name].zero_()  # or the last step's

@@ -253,6 +253,7 @@ class LayerWise(CollectiveOptimizer):
             raise intent.error
 
     def _finish_gradients(self, failure: Exception | None) -> None:
+        """Reduce the last gradients, agree on those that any rank has, and divide the sums.  Collective."""
         refuse_ended_groups(*self._agreement.groups)
         self._agreement.read()
         try:

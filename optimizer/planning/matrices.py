@@ -265,6 +265,11 @@ class Slot:
     returned_dtype: torch.dtype
     returns: bool = True
 
+    @classmethod
+    def unrounded(cls, name: str, layout: TensorLayout, fused: Fused, dtype: torch.dtype, returns: bool = True) -> Slot:
+        """Return a slot that travels in the dtype in which it rests."""
+        return cls(name, layout, fused, sent_dtype=dtype, returned_dtype=dtype, returns=returns)
+
     @property
     def sides(self) -> tuple[tuple[int, int], ...]:
         """The rows and columns of each matrix."""

@@ -170,24 +170,11 @@ class Planner:
         # The update comes first; the weight goes with it, and state.
         slots = [Slot(UPDATE, layout, fused, precision.sent_dtype, precision.returned_dtype)]
         if method.weight:
-            slots.append(
-                Slot(
-                    name=WEIGHT,
-                    layout=layout,
-                    fused=fused,
-                    sent_dtype=param.dtype,
-                    returned_dtype=param.dtype,
-                    returns=False,
-                )
-            )
+            slots.append(Slot.unrounded(WEIGHT, layout, fused, param.dtype, returns=False))
         for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
             tensor = state[name]
             slot_layout = layout if slot.shape == "[m, n]" else layout_of(tensor, ranks)
-            slots.append(
-                Slot(
-                    name, layout=slot_layout, fused=reduced.fused, sent_dtype=tensor.dtype, returned_dtype=tensor.dtype
-                )
-            )
+            slots.append(Slot.unrounded(name, slot_layout, reduced.fused, tensor.dtype))
         return tuple(slots)
 
     def _make_spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:

@@ -180,6 +180,7 @@ class _Products:
         self._fastest(*memories, *factors)
 
     def _by(self, tile: Tile) -> Callable[..., None]:
+        """Return the launch of all products in tiles of this size, made once."""
         if tile in self._launches:
             return self._launches[tile]
         kind = self._kind
@@ -264,6 +265,7 @@ def _multiply(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
+    """Compute one tile of one product; ``tiles`` and ``sizes`` are as `_by` makes them."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 3
     matrix = sizes + tl.load(tile).to(tl.int64) * 6
     top, first = tl.load(tile + 1) * ROWS, tl.load(tile + 2) * COLUMNS

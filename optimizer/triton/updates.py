@@ -237,6 +237,7 @@ def _send(
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Average one block of a gradient into its momentum, and write the update to the buffer: see `send`."""
     tensor, near, far, at, mask = _place(segments, blocks, BLOCK)
     gradient = tl.load(gradients + tensor)
     if gradient != 0:
@@ -255,6 +256,7 @@ def _send(
 
 @triton.jit
 def _apply(segments, blocks, targets, rate_table, buffer, PARAM: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
+    """Decay one block of a weight, and subtract the update in the buffer from it: see `apply`."""
     tensor, near, far, at, mask = _place(segments, blocks, BLOCK)
     param = tl.load(targets + tensor)
     if param != 0:
@@ -271,6 +273,7 @@ def _apply(segments, blocks, targets, rate_table, buffer, PARAM: tl.constexpr, F
 
 @triton.jit
 def _carry(segments, blocks, tensors, buffer, KIND: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy one block from a tensor to the buffer, or BACK: see `carry`."""
     tensor, near, far, at, mask = _place(segments, blocks, BLOCK)
     address = tl.load(tensors + tensor)
     if address != 0:

@@ -107,6 +107,7 @@ def run_trials(source: str | Make, ranks: int) -> dict[tuple[str, str], Trial]:
 
 
 def _run_rank(rank: int, ranks: int, source: str | Make, folder: str) -> None:
+    """Run all trials as one rank of its own process, which it ends; rank 0 writes them to a file in ``folder``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

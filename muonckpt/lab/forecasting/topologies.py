@@ -290,27 +290,10 @@ def _make_spec(
     weight_dtype = dtype_named(parameter.dtype) or precision.sent_dtype
     slots = [Slot(UPDATE, layout, parameter.fused, precision.sent_dtype, precision.returned_dtype)]
     if method.weight:
-        slots.append(
-            Slot(
-                name=WEIGHT,
-                layout=layout,
-                fused=parameter.fused,
-                sent_dtype=weight_dtype,
-                returned_dtype=weight_dtype,
-                returns=False,
-            )
-        )
+        slots.append(Slot.unrounded(WEIGHT, layout, parameter.fused, weight_dtype, returns=False))
     for name, (method_slot, reduced) in method_slots(parameter.shape, group, method).items():
         dtype = method_slot.dtype or weight_dtype
-        slots.append(
-            Slot(
-                name,
-                layout=layout_of(parameter, reduced.shape),
-                fused=reduced.fused,
-                sent_dtype=dtype,
-                returned_dtype=dtype,
-            )
-        )
+        slots.append(Slot.unrounded(name, layout_of(parameter, reduced.shape), reduced.fused, dtype))
 
     def cost(rows: int, columns: int) -> int:
         iterations = flops(rows, columns, group["ns_steps"]) if method.orthogonalizes else 0

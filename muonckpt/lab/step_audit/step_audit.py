@@ -192,6 +192,7 @@ class _Audit:
         return [verdicts[name] for name in names]
 
     def _judge(self, parameter: StoredParameter, flops: float) -> ParameterVerdict:
+        """Read a parameter of both checkpoints, search what explains its step, and return the verdict."""
         evidence = self._read_evidence(parameter.name)
         if isinstance(evidence, str):
             return ParameterVerdict(parameter.name, parameter.shape, status=UNKNOWN, reason=evidence)

@@ -294,11 +294,12 @@ def decoupled_total_order(
 
 
 def _place_compactly(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
-    is_alone = lambda parameter: False  # noqa: E731
-    return [
-        (group, *end_to_end(in_buckets(reversed(group), closes_at(bucket_size), is_alone)))
-        for group in split(parameters)
-    ]
+    """Place the parameters of each buffer end to end, without padding; tied ones get no bucket of their own."""
+    buffers: list[_CompactBuffer] = []
+    for group in split(parameters):
+        contents = in_buckets(reversed(group), closes_at(bucket_size), is_alone=lambda parameter: False)
+        buffers.append((group, *end_to_end(contents)))
+    return buffers
 
 
 def _place_with_owners(
@@ -308,7 +309,7 @@ def _place_with_owners(
     sizes: GroupSizes,
     bucket_size: int | None,
 ) -> tuple[BufferLayout, ...]:
-    """Deal the parameters in this order to ranks 0 … n-1, n-1 … 0, and so on, dense and expert ones by themselves."""
+    """Give the parameters, in this order, to ranks 0 … n-1, n-1 … 0, and so on, dense and expert ones by themselves."""
     # Owners.
     counts: defaultdict[bool, int] = defaultdict(int)
     owners = {}

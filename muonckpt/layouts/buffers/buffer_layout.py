@@ -199,7 +199,7 @@ def rank_of(shard: FlatShard) -> int:
 
 
 def _prove_shards(layout: BufferLayout) -> None:
-    # A rank's shards follow one another in its buffer, and replicas are in the order of ranks.
+    """Refuse shards of a rank that do not follow one another, replicas out of order, and holes between shards."""
     ends: defaultdict[Buffer, int] = defaultdict(int)
     for shard in layout.shards:
         if shard.buffer not in range(layout.ranks):
@@ -229,9 +229,9 @@ def _prove_tiling(noun: str, spans: Sequence[Span], numel: int) -> None:
 
 
 def _prove_parameters(layout: BufferLayout) -> None:
+    """Refuse parameters that overlap, or are not where alignment, buckets and ``whole`` demand them."""
     if len({entry.name for entry in layout.parameters}) != len(layout.parameters):
         raise LayoutError("two parameters of one name")
-    # They are disjoint and aligned, each in its bucket, and in one shard if the layout keeps them whole.
     end = 0
     for entry in sorted(layout.parameters, key=lambda entry: entry.start):
         about = f"{entry.name!r} at [{entry.start}, {entry.stop})"

@@ -174,7 +174,8 @@ def reader(path: Location) -> Reader:
 
 
 def _make_outline(metadata: Metadata) -> Manifest:
-    # Each item is of a chunk or of a blob.
+    """Return the manifest of a checkpoint, in which chunks have items, and no payloads yet."""
+    # Refuse items that are of no chunk and no blob.
     expected_items: set[tuple[str, Index | None]] = {(key, None) for key in metadata.blobs}
     for key, tensor in metadata.tensors.items():
         expected_items.update((key, offsets) for offsets, _ in tensor.chunks)

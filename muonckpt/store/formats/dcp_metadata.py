@@ -114,6 +114,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def _read_metadata(content: object) -> Metadata:
+    """Read the content of the pickle: tensors with their chunks, blobs, and the item of each."""
     try:
         fields = _read_fields("Metadata", content)
         storage = _read_storage(expect(dict, fields["storage_data"]))
@@ -174,6 +175,7 @@ def _read_tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, l
 
 
 def _read_storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], StoredItem]:
+    """Read the items by the key of a tensor and the offsets of the chunk; without offsets for a blob."""
     places: list[tuple[str, Index | None]] = []
     items: list[StoredItem] = []
     for key, value in stored.items():
@@ -263,6 +265,7 @@ def _refuse_twice(noun: str, values: Iterable[Hashable]) -> None:
 
 
 def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Iterator[bytes]:
+    """Yield the pickle of the metadata in parts; its keys are in the order in which DCP writes them."""
     writer = _MetadataWriter()
     # The tensors with the boxes of their chunks, and the items.
     writer.begin("Metadata", METADATA)

@@ -112,6 +112,7 @@ class _Part:
 
 
 def _read_part(path: Location, description: Description, folder: str) -> _Part:
+    """Read the files of one tensor-parallel rank, whose names begin with ``folder``; empty without such ranks."""
     # The description and the weights say which parameters there are, and its algorithm who owns them.
     names = description.files or _find_rank_files(path / folder.rstrip("/") if folder else path)
     files = [read_rank_file(path, f"{folder}{name}") for name in names]

@@ -82,6 +82,7 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
 
 
 def _read_groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
+    """Yield the parameter groups of one of the chained optimizers in a file."""
     entries = mapping(child)
     optimizer = mapping(entries["optimizer"]) if "optimizer" in entries else entries
     states, groups = mapping(optimizer["state"]), expect(list, optimizer["param_groups"])
@@ -391,6 +392,7 @@ _CUT: _FieldTypes = {"names": list, "dim": int, "interleaved": int}
 
 
 def _parse_description(data: Any) -> Description:
+    """Check the tables of a description, and return it; raises several kinds of errors."""
     _check_table(data, {**_OPTIONS, **_LISTS}, "algorithm")
     # The parameters, or the groups that select of a model's.
     members = []

@@ -206,16 +206,16 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
             case grid:
                 raise SourceError(f"expected 'regular' with a configuration, found {grid!r:.200}")
         prefix, separator = _parse_key_encoding(fields["chunk_key_encoding"])
-        chunks, trailer, index_first = _parse_codecs(fields["codecs"])
+        codecs = _parse_codecs(fields["codecs"])
         return ZarrArray(
             node=node,
             shape=_read_ints(fields["shape"]),
             dtype=fields["data_type"],
             file_shape=files,
-            chunk_shape=files if chunks is None else chunks,
-            trailer=trailer,
-            sharded=chunks is not None,
-            index_first=index_first,
+            chunk_shape=files if codecs.chunk_shape is None else codecs.chunk_shape,
+            trailer=codecs.trailer,
+            sharded=codecs.chunk_shape is not None,
+            index_first=codecs.index_first,
             prefix=prefix,
             separator=separator,
             attributes=fields["attributes"],
@@ -240,23 +240,31 @@ def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:
         yield tuple(cell), Box(lo, hi)
 
 
-def _parse_codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
-    """Return the shape of chunks in a shard (None without shards), their trailer, and whether its index is first."""
+@dataclass(frozen=True, slots=True)
+class _Codecs:
+    """How a file's chunks are stored: ``chunk_shape`` is that of chunks in a shard, None without shards."""
+
+    chunk_shape: Index | None
+    trailer: int | None
+    index_first: bool = False
+
+
+def _parse_codecs(codecs: Any) -> _Codecs:
     match codecs:
         case [{"name": "sharding_indexed", "configuration": {"chunk_shape": shape, "codecs": inner, **index}}]:
             location = index.get("index_location", "end")
             if index.get("index_codecs") != _INDEX_CODECS or location not in ("start", "end"):
                 raise SourceError("expected a shard index of little-endian numbers with a CRC-32C")
-            chunks, trailer, _ = _parse_codecs(inner)
-            if chunks is not None:
+            inner_codecs = _parse_codecs(inner)
+            if inner_codecs.chunk_shape is not None:
                 raise SourceError("expected no shards within shards")
-            return _read_ints(shape), trailer, location == "start"
+            return _Codecs(_read_ints(shape), inner_codecs.trailer, index_first=location == "start")
         case [{"name": "bytes", **codec}] if _get_setting(codec, "endian", "little") == "little":
-            return None, 0, False
+            return _Codecs(None, trailer=0)
         case [{"name": "bytes", **codec}, {"name": "crc32c"}] if _get_setting(codec, "endian", "little") == "little":
-            return None, INDEX_CHECKSUM, False
+            return _Codecs(None, trailer=INDEX_CHECKSUM)
         case [*_]:
-            return None, None, False
+            return _Codecs(None, trailer=None)  # encoded: the zarr library decodes whole files
     raise SourceError(f"expected a list of codecs, found {codecs!r:.200}")
 
 
@@ -490,6 +498,7 @@ def _consolidated(fields: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _read_tensor(path: Location, array: ZarrArray, chunk_errors: list[DamageError]) -> StateRecord:
+    """Return the tensor of an array; ``chunk_errors`` receives the errors of chunks, which leave holes."""
     with about(path / array.node):
         entry = array.attributes.get(MANIFEST_ATTRIBUTE, {})
         if not isinstance(entry, dict):
@@ -565,6 +574,7 @@ def _files_below(path: Location, node: str) -> set[str]:
 
 
 def _locate_chunks_in(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
+    """Yield the chunks of one file, which is this box of the array; one for the whole file if it is decoded."""
     size = _size(path, file)
     with about(path / file):
         if _is_read_raw(array):
@@ -580,6 +590,7 @@ def _locate_chunks_in(path: Location, array: ZarrArray, file: str, box: Box) -> 
 
 
 def _stored_chunks(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
+    """Yield the box of each chunk in a file, with the offset and the number of its stored bytes."""
     if not array.sharded:
         yield box, 0, size
         return
@@ -597,7 +608,7 @@ def _stored_chunks(path: Location, array: ZarrArray, file: str, size: int, box: 
 def _read_index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     from google_crc32c import value as crc32c
 
-    # The index is at either end of the file, with a checksum of its own.
+    # The index is at either end of the file, with a checksum at its own end.
     if size < array.index_bytes:
         raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
     with open_regular(path / file) as opened:

@@ -62,7 +62,7 @@ def blocks(shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Bl
 
 
 def _cut_box(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
-    # Is the box without wide gaps, from its innermost dim outwards, and small enough?
+    """Yield the box as one block if it is small and has no wide gaps; else those of its parts.  Recursive."""
     dims = sorted((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: -strides[dim])
     reach, is_wide = 1, False
     for dim in reversed(dims):

@@ -254,6 +254,7 @@ class _JoinedRanks:
                     self.items.add(path, same_on_ranks("value", values, advice))
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
+        """Add a tensor that the ranks hold in parts; replicas that differ become faults."""
         first = parts[0]
         if math.prod(first.sizes) != len(parts) and not self.is_partial:
             raise SourceError(
