@@ -85,9 +85,9 @@ class Preflight:
     loader: str
     refusal: str
     report: LoadReport
-    changes: tuple[OptionChange, ...]
-    warnings: tuple[str, ...]
-    unasked: tuple[str, ...]
+    changes: tuple[OptionChange, ...] = ()
+    warnings: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
     verified: bool = False
     next_step: str = ""
 
@@ -151,17 +151,7 @@ def preflight(
             if diagnosis.has_loss and not fresh:
                 raise diagnosis.error
         except DamageError as error:
-            return Preflight(
-                checkpoint=str(checkpoint),
-                source=source,
-                mesh=dict(mesh),
-                loader=loader,
-                refusal=str(error),
-                report=LoadReport(),
-                changes=(),
-                warnings=(),
-                unasked=(),
-            )
+            return Preflight(str(checkpoint), source, dict(mesh), loader, refusal=str(error), report=LoadReport())
         stack.enter_context(_fake_ranks(math.prod(mesh.values()), rank))
         # 2. The state dict that the code would load into, with the keys that the checkpoint has for its parts.
         built = _build_on(maker_of(make) if isinstance(make, str) else make, source, mesh)
@@ -189,10 +179,10 @@ def preflight(
             outcome = _LOADERS[loader](stored, state_dict)
         changes = tuple(_option_changes(outcome, stored, state_dict))
     return Preflight(
-        checkpoint=str(checkpoint),
-        source=source,
-        mesh=dict(mesh),
-        loader=loader,
+        str(checkpoint),
+        source,
+        dict(mesh),
+        loader,
         refusal=outcome.refusal,
         report=outcome.report,
         changes=changes,

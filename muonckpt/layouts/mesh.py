@@ -71,9 +71,7 @@ class DimShares:
         run, part = expanded(first_part, (before + length - 1) // size - first_part + 1)
         lo, hi = np.maximum(part * size[run], before[run]), np.minimum((part + 1) * size[run], (before + length)[run])
         shift = (self.start - before)[run]
-        return DimShares(
-            count=self.count * parts, share=self.share[run] * parts + part, start=lo + shift, stop=hi + shift
-        )
+        return DimShares(self.count * parts, self.share[run] * parts + part, start=lo + shift, stop=hi + shift)
 
     def cut_strided(self, split: int, parts: int) -> DimShares:
         """Cut each share into ``split`` parts, and these as `cut` does; a share has part ``k`` of all of them."""
@@ -83,7 +81,7 @@ class DimShares:
     def regroup(self, count: int, share: IntArray) -> DimShares:
         """Return the runs in other shares, with a share for each run."""
         order = np.argsort(share, kind="stable")
-        return DimShares(count, share=share[order], start=self.start[order], stop=self.stop[order])
+        return DimShares(count, share[order], self.start[order], self.stop[order])
 
     def holders(self) -> IntArray:
         """Return the starts and the shares of runs, in the order of the dim; joined shares are equal if these are."""
@@ -94,9 +92,7 @@ class DimShares:
         """Merge adjacent runs, so that a contiguous share is one box."""
         is_head = np.ones(len(self.share), np.bool_)
         is_head[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
-        return DimShares(
-            self.count, share=self.share[is_head], start=self.start[is_head], stop=self.stop[np.roll(is_head, -1)]
-        )
+        return DimShares(self.count, self.share[is_head], self.start[is_head], self.stop[np.roll(is_head, -1)])
 
 
 @dataclass(frozen=True, slots=True)

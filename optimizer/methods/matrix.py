@@ -124,9 +124,5 @@ def as_stored(
 def fused_of(group: Mapping[str, Any]) -> Fused:
     """Return a group's fused matrices."""
     pieces, columns = tuple(group["pieces"] or ()), tuple(group["columns"] or ())
-    return Fused(
-        pieces=pieces or None,
-        columns=columns or None,
-        interleaved=group["interleaved"],
-        flatten=group.get(FLATTEN, False),
-    )
+    is_flattened = group.get(FLATTEN, False)
+    return Fused(pieces or None, columns or None, interleaved=group["interleaved"], flatten=is_flattened)

@@ -80,13 +80,7 @@ def orthogonalize(
         raise ArgumentError(
             f"matrix: expected one of floats, or a stack, found {tuple(matrix.shape)} of {matrix.dtype}"
         )
-    recipe = Recipe(
-        coefficients=coefficient_set(coefficients),
-        steps=steps,
-        dtype=dtype,
-        eps=eps,
-        gram=None if gram is None else tuple(gram),
-    )
+    recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, gram=None if gram is None else tuple(gram))
     if matrix.ndim == 2:
         [iteration] = _get_iterations(recipe, form, matrix.device, ((1, *matrix.shape),))
         return iteration.products.run_matrix(matrix.detach(), dtype, iteration)

@@ -125,13 +125,8 @@ def make_batches(
         if method.orthogonalizes:
             gram = None if group["gram"] is None else tuple(group["gram"])
             dtype = method.precision(group).compute
-            recipe = Recipe(
-                coefficients=coefficient_set(group["ns_coefficients"]),
-                steps=group["ns_steps"],
-                dtype=dtype,
-                eps=group["eps"],
-                gram=gram,
-            )
+            coefficients = coefficient_set(group["ns_coefficients"])
+            recipe = Recipe(coefficients, steps=group["ns_steps"], dtype=dtype, eps=group["eps"], gram=gram)
         methods[method.name] = method
         by_shape[unit.rows_columns, (unit.form, method.name, recipe)].append(number)
 
