@@ -115,53 +115,56 @@ def _print_findings(findings: Sequence[Finding], verbose: bool, max_kinds: int |
 
 
 def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bool) -> int:
-    """Print the verdict of each step at once; return the exit code."""
+    """Print the verdict of each step at once, then the run's; return the exit code."""
     verdicts, steps_by_fault = list[StepVerdict](), dict[str, str]()
     for verdict in verdict_stream:
         verdicts.append(verdict)
         if not as_json:
-            first = steps_by_fault.setdefault(verdict.sentence, verdict.step.name)
-            is_repeated = bool(verdict.sentence) and first != verdict.step.name
-            fault = f"as {first}" if is_repeated else verdict.sentence
-            if verdict.report is None:
-                state = "could not be read" if verdict.is_unread else f"{verdict.step.state}, not verified"
-            else:
-                state, num_bytes = verdict.report.verdict, verdict.report.payload_bytes
-                state += f", {size(num_bytes)} read" if num_bytes and not fault else ""
-            parts = filter(None, (verdict.step.name, state, fault))
-            note = f" ({verdict.note})" if verdict.note else ""
-            print_line(f"{': '.join(parts)}{note}", fg=None if verdict.is_whole else "red")
+            first_step = steps_by_fault.setdefault(verdict.sentence, verdict.step.name)
+            is_repeated = bool(verdict.sentence) and first_step != verdict.step.name
+            _print_verdict(verdict, f"as {first_step}" if is_repeated else verdict.sentence)
     # The run as it is known to be now.
     steps_by_name = {step.name: step for step in run.steps} | {verdict.step.name: verdict.step for verdict in verdicts}
     damages = {verdict.step.name: verdict.report.damage for verdict in verdicts if verdict.report}
     run = replace(run, steps=tuple(steps_by_name[step.name] for step in run.steps))
-    of_run = verdict_on(run, resumes_of(run.path).resumes, damages)
-    seen = {verdict.step.name for verdict in verdicts}
-    others = [step for step in run.steps if step.name not in seen]
+    run_verdict = verdict_on(run, resumes_of(run.path).resumes, damages)
+    verified_steps = {verdict.step.name for verdict in verdicts}
     if as_json:
-        steps = []
-        for verdict in verdicts:
-            steps.append(
-                {
-                    "name": verdict.step.name,
-                    "path": str(verdict.step.path),
-                    "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
-                    "sentence": verdict.sentence,
-                    "findings": _findings_json(verdict.report.findings if verdict.report else ()),
-                    "note": verdict.note,
-                }
-            )
+        others = [step for step in run.steps if step.name not in verified_steps]
         not_verified = [{"name": step.name, "state": step.state, "fault": step.fault} for step in others]
         newest = run.newest_whole.name if run.newest_whole else None
-        result = {"steps": steps, "not_verified": not_verified, "newest_whole": newest}
-        print_json({**result, "missing": of_run.missing, "verdict": of_run.diagnosis})
+        result = {"steps": list(map(_verdict_json, verdicts)), "not_verified": not_verified, "newest_whole": newest}
+        print_json({**result, "missing": run_verdict.missing, "verdict": run_verdict.diagnosis})
     else:
-        for label, line in (*of_run.faults(seen), *of_run.facts):
+        for label, line in (*run_verdict.faults(verified_steps), *run_verdict.facts):
             print_labelled(label, line)
-        for line in of_run.next_lines:
+        for line in run_verdict.next_lines:
             print_line(line)
         print_duration()
-    return of_run.exit_code
+    return run_verdict.exit_code
+
+
+def _print_verdict(verdict: StepVerdict, fault: str) -> None:
+    """Print the verdict of a step on one line, with its fault if there is one."""
+    if verdict.report is None:
+        state = "could not be read" if verdict.is_unread else f"{verdict.step.state}, not verified"
+    else:
+        state, num_bytes = verdict.report.verdict, verdict.report.payload_bytes
+        state += f", {size(num_bytes)} read" if num_bytes and not fault else ""
+    parts = filter(None, (verdict.step.name, state, fault))
+    note = f" ({verdict.note})" if verdict.note else ""
+    print_line(f"{': '.join(parts)}{note}", fg=None if verdict.is_whole else "red")
+
+
+def _verdict_json(verdict: StepVerdict) -> dict[str, Any]:
+    return {
+        "name": verdict.step.name,
+        "path": str(verdict.step.path),
+        "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
+        "sentence": verdict.sentence,
+        "findings": _findings_json(verdict.report.findings if verdict.report else ()),
+        "note": verdict.note,
+    }
 
 
 def _findings_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ def stats(
             progress(count, total)
 
         tensors = measured(opened, look, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
-        changes = _changes(opened, earlier, pairs, memory, passed) if earlier else {}
+        changes = _rms_changes(opened, earlier, pairs, memory, passed) if earlier else {}
         return stats_of(opened, look, tensors, earlier, earlier_look, changes)
 
 
@@ -245,7 +245,7 @@ def stats_of(
             factor = per_step / lr * math.sqrt(max(parameter.sides))
         updates.append(WeightUpdate(key, rms=rms, per_step=per_step, lr=lr, factor=factor))
     since = str(earlier.path) if earlier else None
-    health, quantised = tuple(_health(tensors, updates)), scales_of_quantised(look.manifest.tensors)
+    health, quantised = tuple(_health_findings(tensors, updates)), scales_of_quantised(look.manifest.tensors)
     return CheckpointStats(
         str(opened.path),
         since=since,
@@ -257,7 +257,7 @@ def stats_of(
     )
 
 
-def _changes(
+def _rms_changes(
     opened: OpenCheckpoint,
     earlier: OpenCheckpoint,
     pairs: Sequence[tuple[StateRecord, StateRecord]],
@@ -312,7 +312,7 @@ def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], li
     return groups
 
 
-def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
+def _health_findings(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
     """Yield what looks odd, with what it usually means."""
 
     def finding(kind: str, keys: Sequence[str], singular: str, plural: str, means: str) -> Iterator[Finding]:
@@ -332,13 +332,13 @@ def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -
     groups = siblings_of([tensor for tensor in tensors if not tensor.name.isdecimal()])
     means = "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
     for (pattern, _), members in groups.items():
-        middle, keys = _far_from_siblings({tensor.key: tensor.figures.rms for tensor in members})
-        distance = f"an RMS more than {APART:g} times off the median {middle:.3g} of {pattern}"
+        sibling_median, keys = _far_from_siblings({tensor.key: tensor.figures.rms for tensor in members})
+        distance = f"an RMS more than {APART:g} times off the median {sibling_median:.3g} of {pattern}"
         yield from finding("outlier_rms", keys, f"tensor has {distance}", f"tensors have {distance}", means)
     means = "a matrix with other structure than its siblings: a collapsed, fused or transposed one"
     for (pattern, _), members in groups.items():
-        middle, keys = _far_from_siblings({tensor.key: tensor.stable_rank for tensor in members})
-        distance = f"a stable rank more than {APART:g} times off the median {middle:.3g} of {pattern}"
+        sibling_median, keys = _far_from_siblings({tensor.key: tensor.stable_rank for tensor in members})
+        distance = f"a stable rank more than {APART:g} times off the median {sibling_median:.3g} of {pattern}"
         yield from finding("outlier_stable_rank", keys, f"matrix has {distance}", f"matrices have {distance}", means)
     spectra = [tensor for tensor in momenta if min(matrix_sides(tensor.shape), default=0) >= 8 and tensor.stable_rank]
     keys = [tensor.key for tensor in spectra if (tensor.stable_rank or 2) < _COLLAPSED_RANK]

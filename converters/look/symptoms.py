@@ -143,13 +143,13 @@ def _stateless_siblings(view: ModelView) -> Iterator[Finding]:
     trained_layers = {_layer_of(parameter.name) for parameter in parameters if parameter.state}
     trained = Counter(p.layer_pattern for p in parameters if p.state)
     untrained = Counter(p.layer_pattern for p in parameters if not p.state and p.weight)
-    loose = []
+    without_state = []
     for parameter in parameters:
         pattern, is_candidate = parameter.layer_pattern, parameter.weight and not (parameter.state or parameter.group)
         if is_candidate and trained[pattern] >= untrained[pattern] and _layer_of(parameter.name) in trained_layers:
-            loose.append(parameter.name)
+            without_state.append(parameter.name)
     if view.dialect is not None:
-        yield from _of_parameters("no_state", loose, "no state, where siblings in other layers have some")
+        yield from _of_parameters("no_state", without_state, "no state, where siblings in other layers have some")
 
 
 def _orphaned_state(view: ModelView, has_all_groups: bool) -> Iterator[Finding]:

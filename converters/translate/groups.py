@@ -132,18 +132,20 @@ class OptionWriter:
             SourceError: the target cannot store a value without which the update is another one altogether.
         """
         target, method = self.target, self.method
-        options, losses = self._translated()
+        options, losses = self._translated_options()
         # Defaults of a new optimizer replace the options that the target cannot express.
-        lent: dict[str, dict[str, object]] = {name: {} for name in losses}
-        for name, coding in ((name, coding) for name in losses for coding in method.codings if name in coding.common):
-            lent[name] |= {o: method.default_options[o] for o in coding.options if o in method.default_options}
-        findings = [*self._lost(losses, lent)]
+        replacements: dict[str, dict[str, object]] = {name: {} for name in losses}
+        for coding in method.codings:
+            defaults = {o: method.default_options[o] for o in coding.options if o in method.default_options}
+            for name in losses.keys() & {*coding.common}:
+                replacements[name] |= defaults
+        findings = [*self._loss_findings(losses, replacements)]
         # Constants of the target's program, with which it computes whatever the source did and left out.
         constants = target.constant_options.get(method.name, {})
         for name in constants.keys() - self.stored.common.keys() - _SILENT_VALUES.keys():
             hint = self.source.hints.get(name, "unknown")
             reason = f"always so in {target.name}; {self.source.name} does not say it: {hint}"
-            findings.append(_check(Action.SET, {name: constants[name]}, reason))
+            findings.append(_options_check(Action.SET, {name: constants[name]}, reason))
         # Options without a common name are left out, as the target may mean something else by them.
         target_names = set[str]().union(*(target_method.all_options for target_method in target.methods))
         for option, expected in self.stored.private.items():
@@ -152,33 +154,35 @@ class OptionWriter:
                 reason = f"expected {expected}, so what it means is unknown"
             elif option in target_names:
                 reason = f"nothing says that it means what {target.name}'s option of this name does"
-            findings.append(_check(Action.LEFT, {option: self.options[option]}, reason))
+            findings.append(_options_check(Action.LEFT, {option: self.options[option]}, reason))
         # The template's options that the source does not say; those that change no update are not reported.
         additions = {o: v for o, v in template_options.items() if o not in {*options, target.method_option}}
         reason = f"{self.source.name} does not say it; taken from the template"
         for option in additions.keys() - method.inert_options.keys() - _EXECUTION_OPTIONS:
-            findings.append(_check(Action.CARRIED, {option: additions[option]}, reason))
+            findings.append(_options_check(Action.CARRIED, {option: additions[option]}, reason))
         options |= additions
         # Options of a new optimizer of the target's program, which cannot run without them.
-        unsaid, lent_options = set[str](), {*chain.from_iterable(lent.values())}
+        unsaid, replacing_options = set[str](), {*chain.from_iterable(replacements.values())}
         for option, value in method.default_options.items():
             if option in options or option in target.unwritten_options:
                 continue
             options[option] = value
-            if option not in lent_options:
+            if option not in replacing_options:
                 unsaid.add(option)
-                reason = f"{self._silence(option)}; the value is a new optimizer's, recorded as unsaid"
-                findings.append(_check(Action.SET, {option: value}, reason))
+                reason = f"{self._silence_reason(option)}; the value is a new optimizer's, recorded as unsaid"
+                findings.append(_options_check(Action.SET, {option: value}, reason))
         options = {**options, **{o: v for o, v in method.inert_options.items() if o not in options}}
         # The running optimizer decides options that no source gives.
         required = {o for coding in method.encodings if not coding.optional for o in coding.options}
         for option in required - options.keys() - target.unwritten_options - {method.options.get("step")}:
-            findings.append(Check(Action.SET, option, (), f"{self._silence(option)}; the running optimizer's stays"))
+            findings.append(
+                Check(Action.SET, option, (), f"{self._silence_reason(option)}; the running optimizer's stays")
+            )
         if target.method_option:
             options[target.method_option] = method.name
         return WrittenOptions(options, frozenset(unsaid), tuple(findings))
 
-    def _translated(self) -> tuple[dict[str, object], dict[str, object]]:
+    def _translated_options(self) -> tuple[dict[str, object], dict[str, object]]:
         """Return the common options by the target's names, and by common name the values that it cannot store."""
         common, target_options, losses = self.stored.common, dict[str, object](), dict[str, object]()
         translatable_names = {*HISTORY_OPTIONS, "step"}
@@ -199,8 +203,15 @@ class OptionWriter:
                 losses[name] = value
         return {o: v for o, v in target_options.items() if o not in self.target.unwritten_options}, losses
 
-    def _lost(self, losses: Mapping[str, object], lent: Mapping[str, Mapping[str, object]]) -> Iterator[Check]:
-        """Report values that the target cannot store, in the source's words, and the values that replace them."""
+    def _loss_findings(
+        self, losses: Mapping[str, object], replacements: Mapping[str, Mapping[str, object]]
+    ) -> Iterator[Check]:
+        """Yield a finding for each value that the target cannot store, with the default that replaces it.
+
+        Args:
+            losses: the values by common name.
+            replacements: the target's options and values, by the common name that they stand for.
+        """
         for name, value in sorted(losses.items()):
             if name in _REFUSED:
                 raise SourceError(
@@ -208,7 +219,7 @@ class OptionWriter:
                     "such thing, so training would go on altogether differently. Leave out the state of these "
                     "parameters with `select=`"
                 )
-            if lent[name].get(name) == value:
+            if replacements[name].get(name) == value:
                 continue
             # Rules may have changed which matrices are in the parameter: others are said as they are stored.
             coding = next((coding for coding in self.source_method.encodings if name in coding.common), None)
@@ -219,15 +230,15 @@ class OptionWriter:
                 options = (name,) if name in coding.options else coding.options
                 words = {o: self.options[o] for o in options if o in self.options}
             reason = f"{self.target.name} has no option for it"
-            if lent[name]:
-                written = ", ".join(f"{option}={default!r}" for option, default in lent[name].items())
+            if replacements[name]:
+                written = ", ".join(f"{option}={default!r}" for option, default in replacements[name].items())
                 reason = f"{self.target.name} cannot say it; {written} is written, as in a new optimizer"
             action = Action.LEFT if name in _ROUNDING else Action.SET
             if name == "adjust_lr_fn" and self.method.derived:
                 action, reason = Action.CARRIED, f"by {', '.join(self.method.derived)} of each parameter"
-            yield _check(action, words or {name: value}, reason)
+            yield _options_check(action, words or {name: value}, reason)
 
-    def _silence(self, option: str) -> str:
+    def _silence_reason(self, option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
         names: list[str] = []
         for coding in self.method.encodings:
@@ -237,7 +248,7 @@ class OptionWriter:
         return f"{self.source.name} does not say it{f' ({hint})' if hint else ''}"
 
 
-def _check(action: Action, options: Mapping[str, object], reason: str) -> Check:
+def _options_check(action: Action, options: Mapping[str, object], reason: str) -> Check:
     return Check(action, " and ".join(options), tuple(map(repr, options.values())), reason)
 
 

@@ -118,6 +118,8 @@ def translate(manifest: Manifest, values: Values, choices: Request) -> Outputs:
     # Report every difference; the manifest keeps the source's roots, options that no run said, and members of groups.
     _report_meanings(model, groups.options)
     _report_losses(model)
+    if not model.is_same_dialect:
+        _report_change_of_program(model)
     target, findings = model.target, model.findings
     findings.programs.extend((f"source: {detected}", f"target: {target.name} ({target.who})"))
     roots = roots_of(detected.dialect) if target.name != detected.dialect.name else {}
@@ -188,8 +190,8 @@ def _report_meanings(model: TranslatedModel, options: Mapping[str, WrittenOption
 
 
 def _report_losses(model: TranslatedModel) -> None:
-    """Report what the target's program has no use for, what it takes to use it, and what its runs have to set."""
-    source, target, findings, step = model.dialect, model.target, model.findings, model.choices.step
+    """Report what is left out, the number of steps if the user gives one, and matrices that rules cut."""
+    target, findings, step = model.target, model.findings, model.choices.step
     for slot, count in Counter(model.left_out.values()).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items", topic=Topic.ALL)
     if model.private:
@@ -206,8 +208,11 @@ def _report_losses(model: TranslatedModel) -> None:
     for names in parts_by_source.values():
         reason = f"the source orthogonalises it as one; each part is a matrix by itself in {target.name}"
         findings.check(Action.LEFT, "a matrix that rules cut", *sorted(names), reason=reason)
-    if target is source:
-        return
+
+
+def _report_change_of_program(model: TranslatedModel) -> None:
+    """Report what the source's program does not say, and what runs of the target's program have to set."""
+    source, target, findings = model.dialect, model.target, model.findings
     # Where no program is known, slots alone tell methods, and other programs may mean others by them.
     if not (source.unique_keys or source.marks):
         methods = Counter((p.method.name, ", ".join(p.method.slots.values())) for p in model.stateful)

@@ -174,10 +174,12 @@ def keys_in(manifest: Manifest) -> FoundKeys:
         for reading in readings:
             slots[reading.place].add(reading.leaf)
     # Keep the readings in optimizers, the shortest prefix first.
-    bare = {place for place, leaves in slots.items() if leaves <= KNOWN_SLOTS and leaves - {STEP}} - groups.keys()
+    of_known_slots = {place for place, leaves in slots.items() if leaves <= KNOWN_SLOTS and leaves - {STEP}}
+    optimizers_without_groups = of_known_slots - groups.keys()
     state: dict[KeyPath, OptimizerKey] = {}
     for path, readings in readings_by_path.items():
-        accepted = [r for r in readings if r.place in groups] or [r for r in readings if r.place in bare]
+        in_groups = [reading for reading in readings if reading.place in groups]
+        accepted = in_groups or [reading for reading in readings if reading.place in optimizers_without_groups]
         if accepted:
             state[path] = accepted[0]
     names_by_place: defaultdict[KeyPlace, set[str]] = defaultdict(set)
@@ -204,7 +206,7 @@ def keys_in(manifest: Manifest) -> FoundKeys:
     for place in places:
         kind = frozenset(chain.from_iterable(groups[place].values())) or frozenset(slots[place])
         optimizers[kind][place] = names_by_place[place] or names_by_option_place[place]
-    return replace(found_keys, keys=_unwrap(found_keys.keys, optimizers, weights))
+    return replace(found_keys, keys=_with_models_and_wrappers(found_keys.keys, optimizers, weights))
 
 
 WRAPPER = "module"
@@ -229,7 +231,7 @@ _CHUNK = re.compile(f"{_MODEL}[0-9]+")
 """Megatron-LM's keys of the chunks of a virtual pipeline."""
 
 
-def _unwrap(keys: Keys, optimizers: _WrappedOptimizers, weights: Iterable[KeyPath]) -> Keys:
+def _with_models_and_wrappers(keys: Keys, optimizers: _WrappedOptimizers, weights: Iterable[KeyPath]) -> Keys:
     """Return the keys with the place of the model, or of its chunks, and what wrappers put before names in optimizers.
 
     Names are compared without wrappers: how many a name has differs between optimizers and model, from run to run.
@@ -367,15 +369,15 @@ def detect(manifest: Manifest, named: Dialect | None = None) -> Detected:
         form = "flat" if any(place.flat for place in keys.optimizers) else "numbered" if keys.numbered else "nested"
         reason = f"{places} has torch's {form} keys, such as {found_keys.example!r}"
         # Plug-ins are asked only where no built-in program has a mark.
-        marks, void = _marks(found_keys, DIALECTS)
+        marks, void_reasons = _marked_programs(found_keys, DIALECTS)
         if not marks:
-            marks, void = _marks(found_keys, with_plugins())
+            marks, void_reasons = _marked_programs(found_keys, with_plugins())
         if len(marks) > 1:
             programs_marked = ", ".join(f"{dialect.name} (only it writes the {mark})" for dialect, mark in marks)
             raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
         for dialect, mark in marks:
             return Detected(dialect_at(dialect, keys), (reason, f"only it writes the {mark}"))
-        return _unknown_program(keys, reason, *void or ("no slot or option is written by one program only",))
+        return _unknown_program(keys, reason, *void_reasons or ("no slot or option is written by one program only",))
     # A model without an optimizer tells only where it lies.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
     models = [
@@ -424,14 +426,14 @@ def _unknown_program(keys: Keys, *reasons: str) -> Detected:
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
-def _marks(
+def _marked_programs(
     found_keys: FoundKeys, dialects: Mapping[str, Dialect]
 ) -> tuple[Sequence[tuple[Dialect, Mark]], Iterable[str]]:
-    """Return the programs of which the checkpoint bears a mark, each with its first, and sentences about void ones.
+    """Return the programs of which the checkpoint bears a mark, each with its first, and why others are void.
 
     A mark is void if groups have an option that the program never writes.
     """
-    marks, void = list[tuple[Dialect, Mark]](), dict[str, None]()
+    marks, void_reasons = list[tuple[Dialect, Mark]](), dict[str, None]()
     for dialect in dialects.values():
         # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
@@ -443,14 +445,14 @@ def _marks(
             if is_away or not (mark.slots <= found_keys.slots and has_options):
                 continue
             if unknown_options:
-                void[
+                void_reasons[
                     f"it has the {mark} of {dialect.who}, but also {listed(map(repr, unknown_options))}, which that "
                     f"never writes, so another program wrote it; {_NAME_IT}"
                 ] = None
             else:
                 marks.append((dialect, mark))
                 break
-    return [(dialect, mark) for dialect, mark in marks if mark.at_home] or marks, void
+    return [(dialect, mark) for dialect, mark in marks if mark.at_home] or marks, void_reasons
 
 
 def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
