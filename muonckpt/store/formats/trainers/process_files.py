@@ -96,11 +96,10 @@ class _Parts:
         """Add what a file of ``torch.save`` has, or of its tensors only those with these keys."""
         file = read_torch_file(self.folder, name)
         with about(self.folder / name):
-            tensors, numbered, undecoded = _read_state_dict(file, root, self.names, self.items)
-            tensors = [tensor for tensor in tensors if keys is None or _bare_key(tensor, root) in keys]
-            self.tensors += tensors
-            self.numbered += numbered
-            self.not_read += undecoded
+            content = _read_state_dict(file, root, self.names, self.items)
+            self.tensors += [t for t in content.tensors if keys is None or _bare_key(t, root) in keys]
+            self.numbered += content.numbered
+            self.not_read += content.undecoded
         self.torch_files.append(file)
         self.files.append(name)
 
@@ -109,8 +108,8 @@ class _Parts:
 
         def read(name: str, digest: str | None) -> dict[str, StateRecord]:
             with about(name):
-                tensors, _, _ = _read_state_dict(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
-            return {_bare_key(tensor, root): tensor for tensor in tensors}
+                content = _read_state_dict(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
+            return {_bare_key(tensor, root): tensor for tensor in content.tensors}
 
         # Files and index are compared first, by the keys in them.
         if index is None:
@@ -220,10 +219,17 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
             parts.add_file(name, (model,))
 
 
-def _read_state_dict(
-    file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory
-) -> tuple[list[StateRecord], list[str], list[str]]:
-    """Return a file's tensors, the roots of its optimizers without names, and its undecoded objects; add its items."""
+@dataclass(frozen=True, slots=True)
+class _FileContent:
+    """The tensors of a file, the roots of its optimizers whose parameters have numbers only, and undecoded objects."""
+
+    tensors: list[StateRecord]
+    numbered: list[str]
+    undecoded: list[str]
+
+
+def _read_state_dict(file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory) -> _FileContent:
+    """Read the state dict in a file, and add what is no tensor to ``items``."""
     content: object = file.content
     if not is_mapping(content):
         raise SourceError(
@@ -241,7 +247,7 @@ def _read_state_dict(
             undecoded.append(value.listed(path, file.name))
         else:
             items.add(path, value)
-    return tensors, numbered, undecoded
+    return _FileContent(tensors, numbered, undecoded)
 
 
 _ZERO = "zero"
