@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback
@@ -41,6 +41,14 @@ STOCK = "meta.pt"
 
 LAST = "last-whole.ckpt"
 """A link to a whole checkpoint, for ``ckpt_path="last"``, which takes the newest ``last*.ckpt`` there is."""
+
+
+class _Restored(NamedTuple):
+    """The step and the path of the checkpoint that was loaded, and what it held."""
+
+    step: int
+    path: str
+    state: LoadedState
 
 
 class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
@@ -85,8 +93,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """A running save, and the path at which its checkpoint is to be."""
         self._outdated: list[Any] = []
         """Removed when the running save has succeeded."""
-        self._restored: tuple[int, str, LoadedState] | None = None
-        """Step and path of the checkpoint that was loaded, and what it held."""
+        self._restored: _Restored | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what the Trainer has collected.  Collective.
@@ -128,7 +135,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         make_parents(place)
         if not isinstance(place, Path) or not os.path.lexists(place):
             return str(place), str(place)
-        if self._restored is not None and self._restored[0] == step and _hold_same(place, Path(self._restored[1])):
+        if self._restored is not None and self._restored.step == step and _hold_same(place, Path(self._restored.path)):
             return str(place), None
         staged = place.with_name(f".{place.name}.new")
         remove_any(staged)
@@ -181,8 +188,8 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         super().on_train_start()
         if self._restored is None:
             return
-        step, _, loaded = self._restored
-        proof = compare(lambda: LiveParts.of_objects(loaded, self.model, self.optimizers, None), step, None)
+        state, step = self._restored.state, self._restored.step
+        proof = compare(lambda: LiveParts.of_objects(state, self.model, self.optimizers, None), step, None)
         if self.is_global_zero:
             proof.show()
 
@@ -212,7 +219,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
         rest = dict(torch.load(trainer, weights_only=weights_only))
-        self._restored = rest["global_step"], absolute_name(path), loaded.state
+        self._restored = _Restored(rest["global_step"], absolute_name(path), loaded.state)
         return rest
 
 

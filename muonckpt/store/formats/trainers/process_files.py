@@ -244,7 +244,7 @@ def _read_state_dict(file: TorchFile, root: KeyPath, names: NamesFile, items: It
         if isinstance(value, SavedTensor):
             tensors.append(whole_record(path, value))
         elif isinstance(value, Undecoded):
-            undecoded.append(value.listed(path, file.name))
+            undecoded.append(value.entry(path, file.name))
         else:
             items.add(path, value)
     return _FileContent(tensors, numbered, undecoded)

@@ -248,7 +248,7 @@ class _JoinedRanks:
                     self.tensors.append(_join_replicas(path, [*values.values()], holders))
                 elif Undecoded in types:
                     rank, value = next((rank, value) for rank, value in values.items() if isinstance(value, Undecoded))
-                    self.undecoded.append(value.listed(path, files[rank]))
+                    self.undecoded.append(value.entry(path, files[rank]))
                 else:
                     advice = f": to read the other files, move {files[0]} and its siblings away"
                     self.items.add(path, same_on_ranks("value", values, advice))

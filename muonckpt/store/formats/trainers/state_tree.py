@@ -126,7 +126,7 @@ class Undecoded:
 
     kind: str
 
-    def listed(self, path: KeyPath, file: str) -> str:
+    def entry(self, path: KeyPath, file: str) -> str:
         """Return it as an entry of `signs.NOT_READ`."""
         return f"{key_of(path)} (undecoded: {self.kind:.80}) in {file}"
 

@@ -322,12 +322,12 @@ class _Optimizer:
             return "bf16-optimizer"
         return f"zero{self.stage}{'-bf16' if self.file.name.startswith('bf16_') else ''}"
 
-    def listed(self, key: str, number: int, default: object = None) -> object:
+    def group_value(self, key: str, number: int, default: object = None) -> object:
         """Return what ZeRO has for a group; the default where it has no such list."""
         values = self.zero.get(key)
         return default if values is None else dict(enumerate(expect(list, values))).get(number)
 
-    def configured(self, *keys: str) -> object:
+    def config_value(self, *keys: str) -> object:
         """Return a value of the configuration of ZeRO; None if it has none."""
         node: object = self.file.content
         for key in ("ds_config", "zero_optimization", *keys):
@@ -417,8 +417,8 @@ def _partition_layout(
         else:
             if "zero_stage" in first.zero:  # else they are of BF16_Optimizer, which stores the padding
                 for rank, optimizer in optimizers.items():
-                    sizes[rank] += expect(int, optimizer.listed("group_paddings", number))
-            alignment = expect(list, first.listed("param_alignment_paddings", number, []))
+                    sizes[rank] += expect(int, optimizer.group_value("group_paddings", number))
+            alignment = expect(list, first.group_value("param_alignment_paddings", number, []))
             between = [expect(int, count) for count in alignment]
             layout = partitioned_group(parameters, num_ranks, same_on_ranks("size of the partitions", sizes), between)
     except LayoutError as error:
@@ -442,8 +442,8 @@ def _check_recorded(layout: BufferLayout, number: int, optimizers: Mapping[int, 
                 expected[rank][parameter.name] = {"numel": hi - lo, "start": shard.offset + lo - shard.start}
     # A universal checkpoint records a fragment for each parameter of a rank.
     for rank, optimizer in optimizers.items():
-        recorded = optimizer.listed("param_slice_mappings", number)
-        if recorded is None or optimizer.configured("round_robin_gradients"):  # with that it records another order
+        recorded = optimizer.group_value("param_slice_mappings", number)
+        if recorded is None or optimizer.config_value("round_robin_gradients"):  # with that it records another order
             continue
         places = {name: expect(Record, address).state for name, address in mapping(recorded).items()}
         for name in {**expected[rank], **places}:
@@ -498,7 +498,7 @@ def _is_momentum_whole(
     first = optimizers[min(parts)]
     if "zero_stage" not in first.zero or first.is_stage_3:
         return False
-    if first.configured("offload_optimizer", "device") not in (None, "none"):
+    if first.config_value("offload_optimizer", "device") not in (None, "none"):
         return False
     # A rank that holds no part of a cut parameter has the same elements both ways.
     cutting_ranks = set()
