@@ -21,7 +21,7 @@ _NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "
 
 # Exponent bits, mantissa bits, exponent bias; whether the largest magnitude is NaN (OCP's "fn"), or a negative zero is
 # (arXiv:2206.02915's "fnuz").
-_SMALL = {
+_FLOAT8_FORMATS = {
     "float8_e4m3fn": (4, 3, 7, "fn"),
     "float8_e4m3fnuz": (4, 3, 8, "fnuz"),
     "float8_e5m2": (5, 2, 15, "ieee"),
@@ -29,7 +29,7 @@ _SMALL = {
 }
 
 
-_NUMERIC = {*_NATIVE, *_SMALL, *PARTS, "bool", "bfloat16", "float8_e8m0fnu"}
+_NUMERIC = {*_NATIVE, *_FLOAT8_FORMATS, *PARTS, "bool", "bfloat16", "float8_e8m0fnu"}
 
 
 def has_numbers(dtype: str) -> bool:
@@ -51,15 +51,15 @@ def as_float64(words: Words, dtype: str) -> Values64:
         return as_float64(flat.view(DTYPES[PARTS[dtype]].bits), PARTS[dtype])
     if dtype == "float8_e8m0fnu":
         return np.where(flat == 255, np.nan, np.exp2(flat.astype(np.float64) - 127))
-    numbers: Values64 = _table(dtype)[flat]
+    numbers: Values64 = _float8_values(dtype)[flat]
     return numbers
 
 
 @cache
-def _table(dtype: str) -> Values64:
+def _float8_values(dtype: str) -> Values64:
     """Return the values of all 256 words of an 8-bit float."""
     # Numbers without an exponent are subnormal; the largest words, or a negative zero, may be no numbers.
-    exponent_bits, mantissa_bits, bias, kind = _SMALL[dtype]
+    exponent_bits, mantissa_bits, bias, kind = _FLOAT8_FORMATS[dtype]
     words = np.arange(256)
     exponent = words >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = (words & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
@@ -168,8 +168,8 @@ def statistics_of(
     changed, far = int(np.count_nonzero(differ)), tolerance.far(values_a, values_b)
     # Sums are over pairs of finite numbers.
     finite_a, finite_b = np.isfinite(values_a), np.isfinite(values_b)
-    nonfinite = [int(values_a.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
-    if any(nonfinite):
+    nonfinite_a, nonfinite_b = (int(finite.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b))
+    if nonfinite_a or nonfinite_b:
         is_finite = finite_a & finite_b
         values_a, values_b = values_a[is_finite], values_b[is_finite]
     change = values_b - values_a
@@ -177,15 +177,16 @@ def statistics_of(
     relative = np.divide(np.abs(change), largest, out=np.zeros_like(change), where=largest > 0)
     return Statistics(
         finite_a.size,
-        changed,
-        far,
-        float(np.abs(change).max(initial=0.0)),
-        float(relative.max(initial=0.0)),
-        _norm(values_a),
-        _norm(values_b),
-        _norm(change),
-        float(values_a @ values_b),
-        *nonfinite,
+        changed=changed,
+        far=far,
+        max_abs=float(np.abs(change).max(initial=0.0)),
+        max_rel=float(relative.max(initial=0.0)),
+        norm_a=_norm(values_a),
+        norm_b=_norm(values_b),
+        norm_change=_norm(change),
+        dot=float(values_a @ values_b),
+        nonfinite_a=nonfinite_a,
+        nonfinite_b=nonfinite_b,
     )
 
 
@@ -286,8 +287,8 @@ def compare_elements(
     statistics = Statistics()
     for band in bands(Box.of(record_a.shape), max(memory // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:
-            words = a.words(box), record_a.dtype, b.words(box), record_b.dtype
-            statistics += statistics_of(*words, tolerance, are_codes)
+            words_a, words_b = a.words(box), b.words(box)
+            statistics += statistics_of(words_a, record_a.dtype, words_b, record_b.dtype, tolerance, are_codes)
             passed(box.numel * (itemsize(record_a.dtype) + itemsize(record_b.dtype)))
     status = CHANGED if tolerance.exact or statistics.far else CLOSE
     if statistics.changed == 0 and record_a.dtype == record_b.dtype:

@@ -112,19 +112,19 @@ def figures_of(
     max_elements = max(memory // ELEMENT_BYTES, 1)
     total = ElementFigures()
     spectra: list[Spectrum] = []
-    for matrix in _matrices(record.shape):
+    for matrix in _matrix_boxes(record.shape):
         # The first pass measures, and keeps the rows that fit in memory for the passes of the sketch.
         rows_in_memory: list[Values64] = []
         is_kept = matrix.numel <= max_elements
         figures, columns = ElementFigures(), 0
-        for rows in _rows(stored, matrix, max_elements):
+        for rows in _row_bands(stored, matrix, max_elements):
             figures, columns = figures + _figures_of_each(rows)[0], rows.shape[-1]
             passed(rows.size * itemsize(record.dtype))
             if is_kept:
                 rows_in_memory.append(rows)
         total += figures
         if sketch and len(record.shape) >= 2 and figures.finite == figures.elements:
-            read_rows = partial(iter, rows_in_memory) if is_kept else partial(_rows, stored, matrix, max_elements)
+            read_rows = partial(iter, rows_in_memory) if is_kept else partial(_row_bands, stored, matrix, max_elements)
             spectra += spectra_of(columns, read_rows, [figures])
     return TensorFigures(
         record.key, name=name, role=role, shape=record.shape, dtype=record.dtype, figures=total, spectra=tuple(spectra)
@@ -151,10 +151,10 @@ def figures_of_alike(
         stack = matrices if len(finite) == len(matrices) else matrices[finite]
         sketches = spectra_of(sides[-1], lambda: iter((stack,)), [figures[number] for number in finite])
         spectra = dict(zip(finite, sketches, strict=True))
-    # A tensor has so many matrices, one after the other.
-    count = len(matrices) // len(records)
+    # The matrices of a tensor stand one after the other.
+    matrices_per_tensor = len(matrices) // len(records)
     for number, (record, (name, role)) in enumerate(zip(records, labels, strict=True)):
-        numbers = range(number * count, (number + 1) * count)
+        numbers = range(number * matrices_per_tensor, (number + 1) * matrices_per_tensor)
         total = sum((figures[matrix] for matrix in numbers), ElementFigures())
         spectra_of_tensor = tuple(spectra[matrix] for matrix in numbers if matrix in spectra)
         yield TensorFigures(
@@ -162,7 +162,8 @@ def figures_of_alike(
         )
 
 
-def _matrices(shape: tuple[int, ...]) -> Iterator[Box]:
+def _matrix_boxes(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yield the box of each matrix in a tensor: one for each index of the dims before the last two, or the whole."""
     if matrix_sides(shape) != shape[-2:]:
         yield Box.of(shape)
         return
@@ -170,7 +171,7 @@ def _matrices(shape: tuple[int, ...]) -> Iterator[Box]:
         yield Box((*index, *(0 for _ in shape[-2:])), (*(i + 1 for i in index), *shape[-2:]))
 
 
-def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values64]:
+def _row_bands(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values64]:
     """Yield the numbers of a matrix, some rows at a time, ``[1, rows, columns]``; those of a vector are one column.
 
     Where rows are too long for memory, the rows of its transpose, which has the same singular values.

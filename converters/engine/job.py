@@ -100,9 +100,9 @@ class Job:
         """
         # The present source, and the request.
         task = self.state, self.container.name, self.arranged.items
-        yield _text(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
+        yield _repr_bytes(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
-        yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
+        yield _repr_bytes(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
         yield from (column.tobytes() for column in (*columns.arrays, columns.frames))
         # The tensors, each with the chunks of the source that it is made of.
         tensor_numbers = {output.key: number for number, output in enumerate(self.outputs.tensors)}
@@ -114,14 +114,14 @@ class Job:
             fields = record_fields(output.record)
             fields.pop("layout", None)
             making = output.scale, output.source_dtype
-            yield _text(tuple(fields.values()), sources, _layout_digest(output.layout), making)
+            yield _repr_bytes(tuple(fields.values()), sources, _layout_digest(output.layout), making)
         # The files: their plans, each once because many chunks share it, and the tensor, plan and offset of each chunk.
         for file in self.files:
             for plan in file.chunks.plans:
                 if plan not in plan_numbers:
                     plan_numbers[plan] = len(plan_numbers)
-                    yield _text(plan.box.lo, plan.box.hi, plan.frame.payload_offset, plan.frame.length)
-            yield _text(file.name, file.length, file.items, len(file.chunks))
+                    yield _repr_bytes(plan.box.lo, plan.box.hi, plan.frame.payload_offset, plan.frame.length)
+            yield _repr_bytes(file.name, file.length, file.items, len(file.chunks))
             yield file.chunks.offsets.tobytes()
             yield np.array([tensor_numbers[output.key] for output in file.chunks.outputs], np.int64).tobytes()
             yield np.array([plan_numbers[plan] for plan in file.chunks.plans], np.int64).tobytes()
@@ -131,7 +131,7 @@ _layout_digest = lru_cache(maxsize=1024)(TensorLayout.digest)
 """Cached, because tensors of the same geometry share their layout."""
 
 
-def _text(*values: object) -> bytes:
+def _repr_bytes(*values: object) -> bytes:
     return repr(values).encode(errors="surrogatepass")
 
 
@@ -223,8 +223,8 @@ class Share:
             return cls(job.files, job.rows.has_elements, np.zeros(len(job.rows), np.bool_))
         ends = (0, *part_ends([file.length for file in job.files], worker.world))
         start, stop = ends[worker.rank], ends[worker.rank + 1]
-        local_sources = _sources(job, job.files[start:stop])
-        remote_sources = _sources(job, (*job.files[:start], *job.files[stop:]))
+        local_sources = _rows_copied_from(job, job.files[start:stop])
+        remote_sources = _rows_copied_from(job, (*job.files[:start], *job.files[stop:]))
         checked = job.rows.has_elements & (local_sources | ~remote_sources if worker.coordinates else local_sources)
         return cls(job.files[start:stop], checked, local_sources & remote_sources)
 
@@ -253,7 +253,7 @@ def _part_ends(sizes: Sequence[int], limit: int) -> list[int]:
     return [*ends, len(sizes)]
 
 
-def _sources(job: Job, files: Iterable[OutputFile]) -> Mask:
+def _rows_copied_from(job: Job, files: Iterable[OutputFile]) -> Mask:
     is_source = np.zeros(len(job.rows), np.bool_)
     for file in files:
         is_source |= file.chunks.sources(job.rows)

@@ -117,18 +117,18 @@ class Mover:
         """
         self._progress(0)  # open no file where another thread has failed
         files, ranges = part
-        drafts = files.begin_part(self._draft)
+        drafts = files.begin_part(self._open_draft)
         if not drafts:
             return []
         # A band of each file in turn, so that one read serves them all.
-        writings = [self._write(draft, numbers) for draft, numbers in zip(drafts, ranges, strict=True)]
+        writings = [self._write_in_bands(draft, numbers) for draft, numbers in zip(drafts, ranges, strict=True)]
         ended = object()
         while writings:
             writings = [writing for writing in writings if next(writing, ended) is not ended]
         return files.end_part()
 
     @contextmanager
-    def _draft(self, file: OutputFile) -> Iterator[Draft]:
+    def _open_draft(self, file: OutputFile) -> Iterator[Draft]:
         """Open a file to write its chunks; when all are written, write what depends on their sums, and sync it."""
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ class Mover:
                 footer = file.footer(draft.sums)
                 output.write(footer, file.length - len(footer))
 
-    def _write(self, draft: Draft, numbers: range) -> Generator[None, None, None]:
+    def _write_in_bands(self, draft: Draft, numbers: range) -> Generator[None, None, None]:
         """Write chunks of a file in order, before the first of them its items; pauses after every band."""
         file, writing, chunks = draft.file, draft.output, draft.file.chunks
         sums_of_header: ChunkSums | None = None
@@ -202,7 +202,7 @@ class Mover:
         start, last = int(chunks.offsets[window[0]]), window[-1]
         data = bytearray(int(chunks.offsets[last]) + chunks.plans[last].frame.length - start)
         for plan, numbers in chunks.grouped(window):
-            elements = self._elements(plan, [chunks.outputs[number] for number in numbers])
+            elements = self._gather_small(plan, [chunks.outputs[number] for number in numbers])
             sums[numbers] = sums_of(plan, elements)
             places, checksums = (chunks.offsets[numbers] - start).tolist(), sums["checksum"][numbers].tolist()
             for place, raw, checksum in zip(places, elements, checksums, strict=True):
@@ -211,7 +211,7 @@ class Mover:
         draft.output.write(memoryview(data), start)
         self._progress(sum(chunks.plans[number].frame.payload_length for number in window))
 
-    def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
+    def _gather_small(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
         """Return the elements of small chunks of one plan and kind, ``[chunks, payload_length]``."""
         # Equal boxes have equal copies, so each copy is made for all chunks at once.
         output, table = outputs[0], plan.copies.table
@@ -239,9 +239,10 @@ class Mover:
         for band in bands(box, max(numel, 1)):
             near = fragments[bisect_left(last, band.start) : bisect_left(first, band.stop)]
             for part in band.boxes:
-                yield sums.add(output.elements(self._payloads, near, part, self._checks.read, self._memory), part.lo)
+                elements = output.elements(self._payloads, near, part, self._checks.read, self._thread_memory)
+                yield sums.add(elements, part.lo)
 
-    def _memory(self, shape: Index, bits: str) -> Words:
+    def _thread_memory(self, shape: Index, bits: str) -> Words:
         """Return memory of this thread, which the next band overwrites: fresh memory is slower."""
         length = math.prod(shape) * np.dtype(bits).itemsize
         if len(getattr(self._thread, "memory", b"")) < length:

@@ -113,31 +113,31 @@ def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -
         LayoutError: the elements of the tensor have another shape; names the tensor.
     """
     with about(f"tensor {output.key!r}"):
-        return _plans(output.layout, tuple(boxes), output.record.dtype, frame_of)
+        return _shared_plans(output.layout, tuple(boxes), output.record.dtype, frame_of)
 
 
 @lru_cache(maxsize=1024)
-def _plans(source: TensorLayout, boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
-    boxed = zip(boxes, _copies(source, boxes), strict=True)
+def _shared_plans(source: TensorLayout, boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
+    boxed = zip(boxes, _copies_of_boxes(source, boxes), strict=True)
     return tuple(ChunkPlan(box, dtype, frame=frame_of(dtype, box.shape), copies=copies) for box, copies in boxed)
 
 
 @lru_cache(maxsize=1024)
-def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ...]:
+def _copies_of_boxes(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ...]:
     """Return the copies that fill each box; tensors of the same geometry share them."""
     # Box n is buffer -1 - n, so that none has the name of a chunk.
     filled = [(number, box) for number, box in enumerate(boxes) if box.numel]
     target = tuple(dense(box, -1 - number) for number, box in filled)
     plan = make_plan(source, TensorLayout.of(source.shape, target))
     # The copies of each box stand together, in the order of filling.
-    number = -1 - np.array(plan.targets, np.int64)[plan.table.target]
-    order = np.lexsort((plan.table.target_offset, number))
+    box_numbers = -1 - np.array(plan.targets, np.int64)[plan.table.target]
+    order = np.lexsort((plan.table.target_offset, box_numbers))
     table = replace(plan.table, source=np.array(plan.sources, np.int64)[plan.table.source]).rows(order)
     # A copy is one run if its strides are those of a dense box, but for dims of size 1.
     is_single, expected = table.sizes == 1, dense_strides(table.sizes)
     strides = (table.source_strides, table.target_strides)
     in_runs = np.all([is_single | (side == expected) for side in strides], (0, 2))
-    ends = np.searchsorted(number[order], np.arange(len(boxes) + 1)).tolist()
+    ends = np.searchsorted(box_numbers[order], np.arange(len(boxes) + 1)).tolist()
     starts = plan.starts[order]
     copies = []
     for start, end in pairwise(ends):
@@ -244,9 +244,9 @@ def written_tensors(
     numbers = {output.key: number for number, output in enumerate(outputs)}
     plans = list(chain.from_iterable(file.chunks.plans for file in files))
     chunk_outputs = chain.from_iterable(file.chunks.outputs for file in files)
-    owner = np.fromiter((numbers[output.key] for output in chunk_outputs), np.int32, len(plans))
-    order = np.argsort(owner, kind="stable")
-    ends = np.cumsum(np.bincount(owner, minlength=len(outputs))).tolist()
+    tensor_numbers = np.fromiter((numbers[output.key] for output in chunk_outputs), np.int32, len(plans))
+    order = np.argsort(tensor_numbers, kind="stable")
+    ends = np.cumsum(np.bincount(tensor_numbers, minlength=len(outputs))).tolist()
     sums_by_file = [files_done[file.name].chunks for file in files]
 
     def sorted_sums(name: str) -> NDArray[Any]:
@@ -259,13 +259,14 @@ def written_tensors(
     shared_boxes = dict[Boxes, Boxes]()
     shares = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sorted_sums("share"))])  # modulo 2**64
     for start, end, output in zip([0, *ends], ends, outputs, strict=False):
-        boxes = _boxes(tuple([plans[number] for number in order[start:end].tolist()]), len(output.record.shape))
+        tensor_plans = tuple([plans[number] for number in order[start:end].tolist()])
+        boxes = _boxes_of_plans(tensor_plans, len(output.record.shape))
         boxes = shared_boxes.setdefault(boxes, boxes)
         yield Chunks(columns, start, boxes), (int(shares[end]) - int(shares[start])) % 2**64
 
 
 @lru_cache(maxsize=1024)  # tensors of one geometry share their plans
-def _boxes(plans: tuple[ChunkPlan, ...], ndim: int) -> Boxes:
+def _boxes_of_plans(plans: tuple[ChunkPlan, ...], ndim: int) -> Boxes:
     return Boxes.of_all([plan.box for plan in plans], ndim)
 
 
@@ -276,10 +277,10 @@ def _columns(
     digest: NDArray[np.void],
     checksum: NDArray[np.uint32],
 ) -> Columns:
-    """Return the columns of the files' chunks in this order, in which their sums are already."""
+    """Return the columns of the files' chunks, sorted by ``order``; digests and checksums are sorted already."""
     # Chunks of one plan have one frame.
     numbers: dict[ChunkPlan, int] = {}
-    number = np.fromiter((numbers.setdefault(plan, len(numbers)) for plan in plans), np.int32, len(plans))[order]
+    frame_numbers = np.fromiter((numbers.setdefault(plan, len(numbers)) for plan in plans), np.int32, len(plans))[order]
     frames = [plan.frame for plan in numbers]
     lengths = [(frame.length, frame.payload_offset, frame.payload_length) for frame in frames]
     # A checksum that is no CRC-32 is of use to the frame only.
@@ -290,9 +291,9 @@ def _columns(
         names=tuple(file.name for file in files),
         file=np.repeat(np.arange(len(files), dtype=np.int32), [len(file.chunks) for file in files])[order],
         item=np.concatenate([np.zeros(0, np.int64), *(file.chunks.offsets for file in files)])[order],
-        frame=number,
+        frame=frame_numbers,
         frames=np.array(lengths, np.int64).reshape(-1, 3),
         digest=digest.view(np.uint8).reshape(-1, 16),
         has_digest=np.ones(len(order), np.bool_),
-        crc32=np.where(has_crc32[number], checksum.astype(np.int64), UNKNOWN),
+        crc32=np.where(has_crc32[frame_numbers], checksum.astype(np.int64), UNKNOWN),
     )

@@ -51,7 +51,7 @@ class RankFiles(Container):
         # Layouts say which ranks hold each box, and loads which of them writes it.
         outputs, target = request.outputs, request.target
         layouts = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
-        boxes = _by_rank(outputs.tensors, layouts, target.ranks, self.frame_of)
+        boxes = _boxes_by_rank(outputs.tensors, layouts, target.ranks, self.frame_of)
         files, buffers = self.fill(layouts.buffers, outputs.items, boxes)
         # The provenance tells readers how the tensors were laid out, and when.
         step = {
@@ -127,7 +127,7 @@ class TorchDistFiles(DcpFiles):
         native.write_torch_dist(manifest, folder)
 
 
-def _by_rank(
+def _boxes_by_rank(
     tensors: Sequence[OutputTensor], layouts: TargetLayouts, ranks: int, frame_of: FrameOf
 ) -> list[LocalBoxes]:
     """Return the boxes of each rank; a replica is written by the rank with the least to write so far."""

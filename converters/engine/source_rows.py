@@ -96,7 +96,7 @@ class SourceChecks:
             SourceError: one is damaged.
         """
         for row in rows:
-            if self._take(np.array([row])).all():
+            if self._mark_checked(np.array([row])).all():
                 tensor, chunk = self._rows.at(row)
                 check_chunk(self._payloads, tensor, chunk)
                 self._progress(payload_of(tensor, chunk).length)
@@ -130,7 +130,7 @@ class SourceChecks:
             if joined.reached < length:
                 return
             del self._runs[row]
-        if self._take(np.array([row])).all():
+        if self._mark_checked(np.array([row])).all():
             check_joined(self._payloads, *self._rows.at(row), joined)
             self._progress(length)
 
@@ -157,7 +157,7 @@ class SourceChecks:
                 place = starts[member] - offset
                 elements[numbers[member]] = raw[place : place + length]
         # The first reader of a chunk checks it: by its digest, or without one as `check_chunk` does.
-        unchecked_numbers = np.flatnonzero(self._take(rows)).tolist()
+        unchecked_numbers = np.flatnonzero(self._mark_checked(rows)).tolist()
         for number in unchecked_numbers:
             row = int(rows[number])
             digest = columns.digest[row].tobytes() if columns.has_digest[row] else None
@@ -167,7 +167,7 @@ class SourceChecks:
             self._progress(len(unchecked_numbers) * length)
         return elements
 
-    def _take(self, rows: Column) -> Mask:
+    def _mark_checked(self, rows: Column) -> Mask:
         """Mark rows as checked, and return a mask of the newly marked ones."""
         with self._lock:
             waiting: Mask = self._is_waiting[rows]
