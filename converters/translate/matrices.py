@@ -76,8 +76,10 @@ class Matrices:
         if len(self.runs) < 2:
             return None
         row_dim = _row_dim(len(self.runs), self.is_flat)
-        columns = [[size for _, size in runs] for runs in self.runs[row_dim + 1 :]]
-        labels = [label for runs in self.runs[row_dim + 1 :] for label, _ in runs]
+        # Rows may repeat a block of pieces in turns; columns may be divided in one dim, each piece a matrix by itself.
+        column_runs = self.runs[row_dim + 1 :]
+        columns = [[size for _, size in runs] for runs in column_runs]
+        labels = [label for label, _ in chain.from_iterable(column_runs)]
         rows = self.runs[row_dim]
         count = len({label for label, _ in rows})
         block = rows[:count]
@@ -101,10 +103,12 @@ class Matrices:
             return self
         runs = _merged(chain.from_iterable(_sliced(self.runs[dim], lo, hi) for lo, hi in ranges))
         if self._is_stack(dim):
-            # Other indices of a stack are other matrices.
-            others = [tuple((Label((ranges[0], label.key), label.size), n) for label, n in r) for r in self.runs]
-            others[dim] = _one_run(sum(size for _, size in runs))
-            return replace(self, runs=tuple(others))
+            # Other indices of a stack are other matrices, so their labels differ by the range.
+            relabelled: list[Runs] = []
+            for dim_runs in self.runs:
+                relabelled.append(tuple((Label((ranges[0], label.key), label.size), size) for label, size in dim_runs))
+            relabelled[dim] = _one_run(sum(size for _, size in runs))
+            return replace(self, runs=tuple(relabelled))
         return replace(self, runs=(*self.runs[:dim], runs, *self.runs[dim + 1 :]))
 
     def without_dim(self, dim: int) -> Matrices:

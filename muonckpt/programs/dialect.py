@@ -448,10 +448,12 @@ class Dialect:
             for name in tuple(stored_names):
                 if (match := compiled(parts[0]).fullmatch(name)) is None:
                     continue
-                names_of_parts, *others = ([filled(p, match.groupdict()) for p in side] for side in (parts, beside))
-                if all(part in stored_names for part in chain(names_of_parts, *others)):
+                placeholders = match.groupdict()
+                names_of_parts = [filled(pattern, placeholders) for pattern in parts]
+                names_beside = [filled(pattern, placeholders) for pattern in beside]
+                if all(part in stored_names for part in (*names_of_parts, *names_beside)):
                     members = chain.from_iterable(stored_names[part] for part in names_of_parts)
-                    stored_names.setdefault(filled(listed, match.groupdict()), tuple(members))
+                    stored_names.setdefault(filled(listed, placeholders), tuple(members))
         return {name: parts for name, parts in stored_names.items() if name not in own_names}
 
     def holds_groups(self, path: KeyPath) -> bool:
