@@ -89,7 +89,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     columns = job.rows.columns
     # Columns tell most chunks with a checksum at once; formats know of the others.
     unchecked_rows = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
-    balance = tuple(_unbalanced(job)) if of_ranks else ()
+    balance = tuple(_balance_notes(job)) if of_ranks else ()
     files = []
     for file in job.files:
         name = destination.name if file.name == job.container.root else file.name
@@ -101,7 +101,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         ranks=job.target.ranks if of_ranks else None,
         mesh=dict(job.target.mesh) if of_ranks else None,
         layout=job.target.layout if of_ranks else None,
-        buffers=_summary(job.arranged.provenance.get("buffers", ())) if of_ranks else (),
+        buffers=_buffer_summary_of(job.arranged.provenance.get("buffers", ())) if of_ranks else (),
         files=tuple(files),
         tensors=len(job.tensors),
         checked=job.bytes_to_check,
@@ -119,7 +119,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     )
 
 
-def _unbalanced(job: Job) -> Iterator[str]:
+def _balance_notes(job: Job) -> Iterator[str]:
     """Yield a note if some ranks get much more than others; it names the largest tensor with too few parts for all."""
     ranks, sizes = job.target.ranks, [file.payload for file in job.files]
     mean, largest = sum(sizes) / ranks, max(sizes, default=0)
@@ -137,7 +137,7 @@ def _unbalanced(job: Job) -> Iterator[str]:
     yield f"unbalanced: a rank gets up to {size}{cure}"
 
 
-def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+def _buffer_summary_of(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     if not buffers:
         return ()
     from .look.buffer_summary import buffer_summary, labelled_buffers  # not needed for rows

@@ -83,11 +83,11 @@ def balance_of(shares: Mapping[int, int]) -> dict[str, Any]:
 
 def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
     """Return the bytes of elements in the files of each rank; empty if names of files do not tell ranks."""
-    by_rank = _by_rank(dict(zip(manifest.columns.names, bytes_by_file(manifest), strict=True)))
+    by_rank = _sums_by_rank(dict(zip(manifest.columns.names, bytes_by_file(manifest), strict=True)))
     return dict(sorted(by_rank.items())) if by_rank else {}
 
 
-def _by_rank(by_file: Mapping[str, int]) -> Counter[int] | None:
+def _sums_by_rank(by_file: Mapping[str, int]) -> Counter[int] | None:
     """Return the sums of amounts by rank; None if the name of a file tells none."""
     by_rank: Counter[int] = Counter()
     for name, amount in by_file.items():
@@ -118,18 +118,18 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
         return None
     by_file: Counter[str] = Counter()
     for tensor in matrices:
-        amounts = _newton_schulz(tensor.shape, tensor.dtype, tensor.boxes)
+        amounts = _newton_schulz_by_box(tensor.shape, tensor.dtype, tensor.boxes)
         if amounts is None:
             return None
         chunks, columns = tensor.chunks, tensor.chunks.columns
         for file, amount in zip(columns.file[chunks.start : chunks.stop].tolist(), amounts, strict=True):
             by_file[columns.names[file]] += amount
-    by_rank = _by_rank(by_file)
+    by_rank = _sums_by_rank(by_file)
     return None if by_rank is None else {rank: by_rank[rank] for rank in ranks}
 
 
 @lru_cache(maxsize=1024)
-def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
+def _newton_schulz_by_box(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
     """Return the FLOPs of each box; None if a matrix is cut.  Cached as `_cut_text` is."""
     sizes = boxes.hi - boxes.lo
     is_flattened = matrix_sides(shape) != shape[-2:]

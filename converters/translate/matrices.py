@@ -54,7 +54,7 @@ class Matrices:
             runs[dim] = tuple((Label(number, size * times), size) for number, size in enumerate(sizes)) * times
             if sum(size for _, size in runs[dim]) != shape[dim]:
                 return UNKNOWN
-        return cls(tuple(map(_merged, runs)), is_flat)
+        return cls(tuple(map(_merged_runs, runs)), is_flat)
 
     @property
     def is_known(self) -> bool:
@@ -101,7 +101,7 @@ class Matrices:
         """Return the matrices in these ranges of a dim, one after the other."""
         if not self.is_known:
             return self
-        runs = _merged(chain.from_iterable(_sliced(self.runs[dim], lo, hi) for lo, hi in ranges))
+        runs = _merged_runs(chain.from_iterable(_runs_between(self.runs[dim], lo, hi) for lo, hi in ranges))
         if self._is_stack(dim):
             # Other indices of a stack are other matrices, so their labels differ by the range.
             relabelled: list[Runs] = []
@@ -139,19 +139,19 @@ def joined(
     """
     first = parts[0]
     for part in parts:
-        others = [_numbered(runs) for number, runs in enumerate(part.runs) if number != dim]
-        if not part.is_known or others != [_numbered(r) for number, r in enumerate(first.runs) if number != dim]:
+        others = [_numbered_runs(runs) for number, runs in enumerate(part.runs) if number != dim]
+        if not part.is_known or others != [_numbered_runs(r) for number, r in enumerate(first.runs) if number != dim]:
             return UNKNOWN
     is_stack, placed = first._is_stack(dim), list[tuple[int, Runs]]()
     for part, origin, part_ranges in zip(parts, origins, ranges, strict=True):
         others_of_part, start = (*part.runs[:dim], *part.runs[dim + 1 :]), 0
         for lo, hi in part_ranges:
             labelled = []
-            for label, size in _sliced(part.runs[dim], start, start + hi - lo):
+            for label, size in _runs_between(part.runs[dim], start, start + hi - lo):
                 labelled.append((Label((origin, others_of_part, label.key), label.size), size))
             placed.append((lo, tuple(labelled)))
             start += hi - lo
-    runs = _merged(chain.from_iterable(runs for _, runs in sorted(placed, key=lambda pair: pair[0])))
+    runs = _merged_runs(chain.from_iterable(runs for _, runs in sorted(placed, key=lambda pair: pair[0])))
     if is_stack:
         runs = _one_run(sum(size for _, size in runs))
     is_flat = first.is_flat and all(part.is_flat for part in parts)
@@ -166,7 +166,7 @@ def _one_run(size: int) -> Runs:
     return ((Label(0, size), size),)
 
 
-def _merged(runs: Iterable[tuple[Label, int]]) -> Runs:
+def _merged_runs(runs: Iterable[tuple[Label, int]]) -> Runs:
     """Return the runs with neighbours of one label as one."""
     merged: list[tuple[Label, int]] = []
     for label, size in runs:
@@ -177,7 +177,7 @@ def _merged(runs: Iterable[tuple[Label, int]]) -> Runs:
     return tuple(merged)
 
 
-def _sliced(runs: Runs, lo: int, hi: int) -> Iterator[tuple[Label, int]]:
+def _runs_between(runs: Runs, lo: int, hi: int) -> Iterator[tuple[Label, int]]:
     """Yield the runs of the elements from ``lo`` to ``hi``."""
     start = 0
     for label, size in runs:
@@ -187,7 +187,7 @@ def _sliced(runs: Runs, lo: int, hi: int) -> Iterator[tuple[Label, int]]:
         start += size
 
 
-def _numbered(runs: Runs) -> tuple[tuple[int, int], ...]:
+def _numbered_runs(runs: Runs) -> tuple[tuple[int, int], ...]:
     """Return runs with numbers as labels, in the order of their first elements."""
     numbers: dict[Label, int] = {}
     return tuple((numbers.setdefault(label, len(numbers)), size) for label, size in runs)
