@@ -88,7 +88,6 @@ class Cuts:
         """Return the box that tensor parallelism gives to the rank at a coordinate: equal parts along one dim."""
         if self.split is None:
             return Box.of(shape)
-        # Equal parts along one dim, as tensor parallelism requires.
         axis, dim = self.split
         parts = self.mesh.shape[axis]
         if not 0 <= dim < len(shape) or shape[dim] % parts:

@@ -38,7 +38,6 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        # A plain tensor lies whole on every replica.
         if len(replicas) == 1:
             return owned_layout(shape, replicas[0])
         return mesh_layout(shape, Mesh((len(replicas),), replicas), (Replicate(),))

@@ -101,7 +101,7 @@ def portion_elements(device: torch.device) -> int:
 
 def cut_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
     """Cut parallel lists of tensors of one device, of equal shapes at equal places, to portions of at most
-    `portion_elements`.  Larger tensors are cut to flat parts, if they are contiguous in every list.
+    `portion_elements`.  Larger tensors are cut to flat parts, if all of them are contiguous.
     """
     if not lists[0]:
         return

@@ -113,8 +113,7 @@ def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = Non
     carry momentum as matrices.
 
     Args:
-        custom_method: a method that the groups of our optimizer may name; others are as stored
-            of them.
+        custom_method: a method that the groups of our optimizer may name; of others only the stored state is known.
 
     Raises:
         SourceError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Flat buffers as JSON data in checkpoints, so that no reader has to know how parameters were entry."""
+"""Flat buffers as JSON data in checkpoints, so that no reader has to know how parameters were placed."""
 
 from __future__ import annotations
 

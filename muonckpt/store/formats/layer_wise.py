@@ -249,7 +249,7 @@ def _placements_of_slot(
 def _collect_options(
     files: Sequence[RankFile], params: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the options of each group that has parameters, with their names; ranks without parameters are ignored."""
+    """Yield the options of each group that has parameters, with the names of the parameters."""
     for number, names in sorted(params.items()):
         # Ranks without parameters of the group have options that no parameter used.
         owners = [file for file in files if file.groups[number].states]

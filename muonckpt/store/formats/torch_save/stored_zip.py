@@ -181,7 +181,6 @@ def member_data(read: Read, member: ZipMember, max_bytes: int) -> bytes:
 
 def window(read: Read, offset: int, length: int) -> Read:
     """Read parts of an item by offsets in it.  Its ends, all but the payload, are read once."""
-    # The ends of an item have all but the payload, and cost two reads.
     head = _read_exactly(read, offset, length if length <= _HEAD_BYTES + _TAIL_BYTES else _HEAD_BYTES)
     tail_start = max(length - _TAIL_BYTES, 0)
     tail = head[tail_start:] if len(head) == length else _read_exactly(read, offset + tail_start, _TAIL_BYTES)
