@@ -150,7 +150,7 @@ def _print_details(difference: Difference, every: bool) -> None:
 
 
 def _tensor_row(tensor: TensorDifference) -> tuple[object, ...]:
-    """Return the cells of a tensor that changed; a dash stands for numbers that were not computed."""
+    """Return the cells of a tensor that changed; numbers that were not computed are dashes."""
     (shape_a, shape_b), (dtype_a, dtype_b) = tensor.shapes, tensor.dtypes
     name = tensor.key if dtype_a == dtype_b else f"{tensor.key} ({dtype_a}, {dtype_b})"
     s = tensor.statistics

@@ -165,7 +165,7 @@ def _print_view(view: str, opened: OpenCheckpoint, inspection: Inspection, optio
 
 
 def _sorted_records(inspection: Inspection, globs: Sequence[str], sort: str | None) -> list[StateRecord]:
-    """Return the tensors that the patterns match, all without any; sorted if that is asked for."""
+    """Return the tensors that the patterns match, or all tensors without a pattern; sorted if the user says how."""
     records = list(inspection.matching(*globs))
     return sorted(records, key=_SORTS[sort]) if sort else records
 
@@ -274,7 +274,7 @@ def _print_summary(inspection: Inspection, ranks: bool) -> None:
 
 
 def _print_records(inspection: Inspection, records: Sequence[StateRecord]) -> None:
-    """Print what is recorded of each tensor, and where each lies in flat buffers."""
+    """Print the record of each tensor, and the places of parameters in flat buffers."""
     if inspection.buffers:
         from ..converters.look.buffer_summary import labelled_buffers  # imports all of flat buffers
 

@@ -123,7 +123,7 @@ def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bo
             first_step = steps_by_fault.setdefault(verdict.sentence, verdict.step.name)
             is_repeated = bool(verdict.sentence) and first_step != verdict.step.name
             _print_verdict(verdict, f"as {first_step}" if is_repeated else verdict.sentence)
-    # The run as it is known to be now.
+    # The run with the verified states of its steps.
     steps_by_name = {step.name: step for step in run.steps} | {verdict.step.name: verdict.step for verdict in verdicts}
     damages = {verdict.step.name: verdict.report.damage for verdict in verdicts if verdict.report}
     run = replace(run, steps=tuple(steps_by_name[step.name] for step in run.steps))
