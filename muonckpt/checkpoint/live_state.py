@@ -463,7 +463,25 @@ def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
         # Whether an object follows a protocol is slow to tell, and tensors do not.
         if type(nested[key]) is not Tensor and isinstance(nested[key], Stateful):
             nested[key] = nested[key].state_dict()
+        if _is_deeper(nested[key], _MOST_CONTAINERS):
+            raise ArgumentError(
+                f"{key!r} of the state dict {purpose} has a container that contains itself, or more than "
+                f"{_MOST_CONTAINERS} containers inside one another: leave it out, or save its values in fewer"
+            )
     return nested
+
+
+_MOST_CONTAINERS = 100
+"""How many may be inside one another: with many more, Python's stack ends a walk, that of a reader first."""
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Return whether more containers than this are inside one another, as those that contain themselves are."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    # Tensors, the most by far, cost no call.
+    return any(
+        isinstance(part, (dict, list, tuple)) and (levels == 1 or _is_deeper(part, levels - 1)) for part in parts
+    )
 
 
 def refuse_no_state_dict(value: object, purpose: str) -> None:

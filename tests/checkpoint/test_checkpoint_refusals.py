@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -278,6 +280,30 @@ def test_two_parts_with_one_key_are_refused_by_it(tmp_path, twice):
             ArgumentError, match=r"two parts of the state dict to (save|load into) have the key 'a\.[b1]'"
         ):
             call(twice, path)
+
+
+def nested_in(wrap: Callable[[Any], Any], count: int, value: Any = 1) -> Any:
+    for _ in range(count):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda value: {"a": value}, lambda value: [value], lambda value: (value,)])
+def test_containers_in_themselves_or_in_too_many_others_are_refused_by_key_and_the_most_are_loaded(tmp_path, wrap):
+    endless: list[Any] = []
+    endless.append(wrap(endless))
+    muonckpt.save({"good": 1}, tmp_path / "saved")
+    for value in (endless, nested_in(wrap, 101), nested_in(wrap, 600)):
+        for call, path in (
+            (muonckpt.save, tmp_path / "new"),
+            (lambda *arguments: muonckpt.async_save(*arguments).result(), tmp_path / "new"),
+            (muonckpt.load, tmp_path / "saved"),
+        ):
+            with pytest.raises(ArgumentError, match=r"'bad' of the state dict to .* contains itself, or more than 100"):
+                call({"good": 1, "bad": value}, path)
+    muonckpt.save({"most": nested_in(wrap, 100)}, tmp_path / "most")
+    muonckpt.load(loaded := {"most": nested_in(wrap, 100, 0)}, tmp_path / "most")
+    assert loaded == {"most": nested_in(wrap, 100)}
 
 
 @pytest.mark.parametrize("save", [muonckpt.save, lambda state, path: dcp.save(state, checkpoint_id=path)])
