@@ -72,7 +72,14 @@ def report_command(
     lines = list(page.lines)
     for line in lines:
         print_line(line)
-    summary = counted(page.findings, "finding") if page.findings else "nothing else odd" if lines else "nothing odd"
+    to_look_at = "" if code else " to look at"
+    summary = (
+        f"{counted(page.findings, 'finding')}{to_look_at}"
+        if page.findings
+        else "nothing else odd"
+        if lines
+        else "nothing odd"
+    )
     print_line(f"{output}: {summary} in {checkpoint}")
     print_duration()
     return code

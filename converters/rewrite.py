@@ -35,8 +35,8 @@ _FIELD_LINES = {
     field.name: f"{option}=muonckpt.{kind.__name__}({field.name}=...)"
     for option, kind in (("translation", Translation), ("execution", Execution))
     for field in fields(kind)
-}
-"""Where the options go that errors name alone, such as `from_dialect=`."""
+} | {"to": "to_dialect=...", "to_format": "format=..."}
+"""Where the options go that errors name alone, such as `from_dialect=`, and those of the command."""
 
 
 @called_like("muonckpt.reshard(source, destination, mesh={'dp': 8})", **_FIELD_LINES)
@@ -115,22 +115,23 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _called_like(model: Callable[Arguments, Result]) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Give a function the signature of another, for type checkers and for `help`."""
+def _signed_as(model: Callable[Arguments, Result]) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
+    """Give a function the signature and the annotations of another."""
 
     def decorate(function: Callable[..., Result]) -> Callable[Arguments, Result]:
-        return update_wrapper(function, model, assigned=())
+        return update_wrapper(function, model, assigned=("__annotations__",))
 
     return decorate
 
 
-@_called_like(reshard)
+@called_like("muonckpt.convert(source, destination, to_dialect='torch')", **_FIELD_LINES)
+@_signed_as(reshard)
 def convert(*places: Any, **options: Any) -> Report | None:
     """Rewrite a checkpoint in another format or for another program: `reshard` with a mesh of one rank.
 
     The arguments, the result and the errors are those of `reshard`; only ``mesh`` is ``{"dp": 1}`` unless it is given.
     """
-    return reshard(*places, **{"mesh": _ONE_RANK, **options})
+    return reshard.__wrapped__(*places, **{"mesh": _ONE_RANK, **options})  # type: ignore[attr-defined, no-any-return]
 
 
 def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:

@@ -87,14 +87,16 @@ def _refuse_group_options(options: Mapping[str, Any], arguments: Collection[str]
         if key in FUSION:
             raise ArgumentError(f"{key}={value!r}: name the projections. Write split={{'*.qkv_proj': (q, k, v)}}")
         algorithms = [value] if key == "algorithm" else []
-        for name, defaults in GROUP_OPTIONS.items():
+        # "adamw_lr" is an argument, so that others look for "adamw_betas".
+        option, prefixed = key.removeprefix("adamw_"), key.startswith("adamw_")
+        for name, defaults in GROUP_OPTIONS.items() if not prefixed else [("adamw", GROUP_OPTIONS["adamw"])]:
             dtype_option = STATE_DTYPE if name in SCALARS else MOMENTUM_DTYPE
-            algorithms += [name] if key in defaults or key == dtype_option else []
+            algorithms += [name] if option in defaults or option == dtype_option else []
         # The kinds that have such an algorithm by themselves, or may choose one.
         kinds = [name for name, kind in KINDS.items() if kind.algorithm in algorithms]
         kinds = kinds or [name for name, kind in KINDS.items() if {*algorithms} & {*FAMILIES[kind.algorithm]}]
         if kinds:
-            code = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
+            code = ", ".join(f"{kind!r}: {{{option!r}: {value!r}}}" for kind in kinds)
             raise ArgumentError(
                 f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{code}}}"
             )

@@ -7,7 +7,8 @@ those of the code, and schedulers go on at the step of the other run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...checkpoint.all_ranks import JointWork, broadcast_from_first
 from ...checkpoint.loading import LoadCall, run_load
 from ...checkpoint.refusal import RESUME
+from ...checkpoint.resume_proof import same_value
 from ...checkpoint.training import MODEL, OPTIMIZER, Training
 from ...converters.engine.container import container_of
 from ...converters.engine.job import make_job
@@ -33,8 +35,8 @@ from ...names.errors import (
     UnnamedStateError,
 )
 from ...names.resumption import Choices, as_initialised, in_short
-from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, STEP
-from ...names.wording import counted, enumerated
+from ...names.vocabulary import ALGORITHM, EXP_AVG, EXP_AVG_SQ, MOMENTUM, PARAMS, RUN_OPTIONS, STEP
+from ...names.wording import counted, enumerated, listed
 from ...store.io import publish
 from ...store.io.limits import LimitError
 from ...store.io.location import Location, is_there, location
@@ -70,6 +72,7 @@ class Beginning:
         grown: the names of parameters that have more rows than in the checkpoint.
         unused: the names of weights that only the checkpoint has.
         extra: the names of other objects, which are as the code made them.
+        changed_options: values of the code that differ from the checkpoint's, for state that goes on; without lr.
         is_known: whether the checkpoint's optimizer is known.
         schedule_steps: how often the schedulers have been stepped; None without any.
     """
@@ -83,6 +86,7 @@ class Beginning:
     grown: Sequence[str]
     unused: Sequence[str]
     extra: Sequence[str]
+    changed_options: Sequence[str]
     is_known: bool
     schedule_steps: int | None
 
@@ -101,8 +105,10 @@ class Beginning:
             parts.append(f"as the code made it: {in_short(self.extra)}")
         if self.schedule_steps is not None:
             parts.append(f"schedules are at their step {self.schedule_steps}")
+        changed = f", so {listed(self.changed_options, 3)}" if self.changed_options else ""
         return (
-            f"begun from {self.path}: {'; '.join(parts)}; next step: {self.step}; lr and other options are the code's"
+            f"begun from {self.path}: {'; '.join(parts)}; next step: {self.step}; "
+            f"lr and other options are the code's{changed}"
         )
 
 
@@ -114,6 +120,7 @@ class _Source:
         weights: the shape of each.
         slots: by parameter, the shape of each slot of its state.
         methods: by parameter, the algorithm of its group.
+        options: by parameter, the options of its group.
         updates: the most updates that a parameter counts; None if none does.
         epochs: the steps at which schedulers were, each once.
     """
@@ -121,6 +128,7 @@ class _Source:
     weights: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, Mapping[str, tuple[int, ...]]]
     methods: Mapping[str, str]
+    options: Mapping[str, Mapping[str, object]]
     updates: int | None
     epochs: frozenset[int]
 
@@ -203,9 +211,23 @@ def begin(
         loaded.report.grown,
         sorted(found.weights.keys() - weights.keys()),
         sorted(training.extra),
+        [*_changed_options(found, state["param_groups"], loaded_state)],
         is_known,
         schedule_steps if training.schedulers else None,
     )
+
+
+def _changed_options(found: _Source, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> Iterator[str]:
+    """Yield options whose value the code changes for parameters with these names, and how many parameters these are."""
+    changes: Counter[tuple[str, str, str]] = Counter()
+    for group in groups:
+        for name in {*names} & {*group[PARAMS]}:
+            saved = found.options.get(name, {})
+            for option in sorted((RUN_OPTIONS - {"lr"}) & group.keys() & saved.keys()):
+                if not same_value(group[option], saved[option]):
+                    changes[option, repr(group[option]), repr(saved[option])] += 1
+    for (option, value, saved_value), count in changes.items():
+        yield f"{option}={value} where {counted(count, 'parameter')} had {saved_value}"
 
 
 def _fits(live: Sequence[int], saved: Sequence[int], grows: bool) -> bool:
@@ -277,8 +299,10 @@ def _read(copy: Location) -> _Source:
                 if tensor.slot == STEP:
                     updates.append(int(tensor.numpy().item()))
         methods: dict[str, str] = {}
+        options_by_name: dict[str, Mapping[str, object]] = {}
         for options in opened.groups.values():
             for name in options[PARAMS]:
+                options_by_name[name] = options
                 slots_of_group = frozenset(slots.get(name, ()))
                 methods[name] = str(options.get(ALGORITHM) or _METHOD_BY_SLOTS.get(slots_of_group, ""))
         # A scheduler of several counts for its parts, unless it has no step, as a chained one.
@@ -288,7 +312,7 @@ def _read(copy: Location) -> _Source:
         for prefix, key in schedulers.items():
             if not any(prefix.startswith(f"{other}.") for other in schedulers) and type(opened.items[key]) is int:
                 epochs.add(opened.items[key])
-        return _Source(weights, slots, methods, max(updates) or None, frozenset(epochs))
+        return _Source(weights, slots, methods, options_by_name, max(updates) or None, frozenset(epochs))
 
 
 def _live_methods(training: Training, state: Mapping[str, Any]) -> dict[str, str]:
