@@ -2,7 +2,7 @@
 
 ::
 
-    optimizer = Muon(groups, layout=layout_of(model))  # groups of model.parameters()
+    optimizer = Muon(groups, layout=layouts(model))  # groups of model.parameters()
     attach(optimizer, model)
 
 `layouts.megatron_fsdp` is the door to both versions; nothing here depends on the version.
@@ -39,7 +39,7 @@ from .step.exchange import gather_numbers, max_over_ranks
 from .step.rank_sets import collective_order, group_of, groups_of_mesh, ordinals, ranks_of
 
 
-def layout_of(model: Any) -> Callable[[Tensor], TensorLayout | None]:
+def layouts(model: Any) -> Callable[[Tensor], TensorLayout | None]:
     """Return the ``layout`` argument of `Muon` for a model.  Call it on all ranks.
 
     The result is a function of a parameter, which does not communicate.
@@ -122,7 +122,7 @@ def attach(optimizer: Muon, model: Any) -> Attached:
             has left a parameter with elements out of the groups.
         RuntimeError: (in a step) a closure was given.
     """
-    sharded, layout = open_model(model), layout_of(model)
+    sharded, layout = open_model(model), layouts(model)
     replaced_gradients: list[tuple[Tensor, Tensor]] = []
     state_dicts = 0  # made since weights were installed
 

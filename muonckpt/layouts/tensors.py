@@ -144,7 +144,7 @@ def _mesh_and_placements(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ..
         raise LayoutError(
             f"rank {rank} holds a local tensor of shape {actual}, but placements {tensor.placements} of a tensor of "
             f"shape {tuple(tensor.shape)} on mesh {mesh.shape} imply {expected}. If Megatron-FSDP has sharded it, give "
-            "Muon layout=layout_of(model) and call attach(optimizer, model), both of muonckpt.optimizer.megatron_fsdp, "
+            "Muon layout=layouts(model) and call attach(optimizer, model), both of muonckpt.optimizer.megatron_fsdp, "
             "before state_dict()"
         )
     return mesh, placements

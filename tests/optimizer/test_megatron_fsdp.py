@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from muonckpt.algebra.layout import TensorLayout
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import MODULE_TYPES, Rule, Split, sort_parameters
-from muonckpt.optimizer.megatron_fsdp import attach, layout_of
+from muonckpt.optimizer.megatron_fsdp import attach, layouts
 
 Where = Callable[[torch.Tensor], TensorLayout]
 
@@ -59,7 +59,7 @@ def trained(rank: int, world: int, topology: Topology, algorithm: str = "muon", 
                 reference.step()
             zero_gradients(model)
         values = whole(params, where)
-        wrong = misplaced(rank, params, layout_of(model), values)
+        wrong = misplaced(rank, params, layouts(model), values)
         found, expected = dict(values), dict(alone)
         for slot in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
             expected |= {f"{name}.{slot}": value for name, value in slots(alone, reference, slot).items()}
@@ -110,7 +110,7 @@ def misplaced_of_tensor_parallel_dtensors(rank: int, world: int) -> list[str]:
     with on_cpu():
         model = fully_sharded(net, topology, cut=False)
         params = {name.removeprefix("module."): param for name, param in model.named_parameters()}
-        return misplaced(rank, params, layout_of(model), values)
+        return misplaced(rank, params, layouts(model), values)
 
 
 @with_the_package
@@ -127,7 +127,7 @@ def sorted_and_stepped(rank: int, world: int) -> dict[str, str]:
     with on_cpu():
         model = fully_sharded(Net(), topology)
         decisions = sort_parameters(model, RULES, MODULE_TYPES)
-        optimizer = Muon(decisions.groups(muon={"lr": 0.02}, adamw={"lr": 3e-4}), layout=layout_of(model))
+        optimizer = Muon(decisions.groups(muon={"lr": 0.02}, adamw={"lr": 3e-4}), layout=layouts(model))
         attach(optimizer, model)
         before = {name: local_of(param).clone() for name, param in model.named_parameters()}
         backward(model, rank, 0, topology)

@@ -24,7 +24,7 @@ import muonckpt
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import MODULE_TYPES, Rule
-from muonckpt.optimizer.megatron_fsdp import attach, layout_of
+from muonckpt.optimizer.megatron_fsdp import attach, layouts
 
 THREE = TOPOLOGIES["version 2, 3 ranks"]
 
@@ -53,7 +53,7 @@ def without_empty_shards(rank: int, world: int, named: bool) -> tuple[dict, dict
             for same in of_groups.values():
                 if named and not same["params"]:
                     same["param_names"] = []
-            optimizer = Muon(list(of_groups.values()), layout=layout_of(model))
+            optimizer = Muon(list(of_groups.values()), layout=layouts(model))
             attach(optimizer, model)
             for step in range(2):
                 backward(model, rank, step, THREE)
@@ -90,7 +90,7 @@ def refused_groups(rank: int, world: int) -> list[str]:
             made = [{"params": list(chosen.values()), "lr": 0.02, "algorithm": "adamw"}]
             if change == "groups" and rank == 1:
                 made.append({"params": [], "lr": 0.02})
-            optimizer = Muon(made, layout=layout_of(model))
+            optimizer = Muon(made, layout=layouts(model))
             if change == "late":
                 optimizer.load_state_dict(optimizer.state_dict())
             with pytest.raises(ValueError) as caught:
@@ -185,7 +185,7 @@ def partly_sharded(rank: int, world: int) -> tuple[list[bool], list[str]]:
         model = Outside()
         fully_sharded(model.net, Topology(shard=world, version=2))
         rules = [[Rule("experts", "*.stack")], MODULE_TYPES]
-        where = {"layout": layout_of(model), "replicas": dist.group.WORLD}
+        where = {"layout": layouts(model), "replicas": dist.group.WORLD}
         optimizer = Muon.for_model(
             model, head="head", split={"*.qkv": None}, rules=rules, lr=0.02, adamw_lr=1e-3, **where
         )
@@ -223,19 +223,19 @@ def refused(rank: int, world: int, path: str) -> list[str]:
         attach(optimizer, model)
         muonckpt.save(model.state_dict(), path)  # as the message says
         attempt(RuntimeError, optimizer.step, lambda: 0.0)
-        attempt(LayoutError, layout_of(model), nn.Parameter(torch.ones(4, 4)))
+        attempt(LayoutError, layouts(model), nn.Parameter(torch.ones(4, 4)))
         [group, *_] = [group for module in model.modules() for group in getattr(module, "parameter_groups", ())]
-        attempt(LayoutError, layout_of(model), group.unsharded_parameters[0])
+        attempt(LayoutError, layouts(model), group.unsharded_parameters[0])
         params["embedding.weight"]._local_tensor = torch.ones(1, 16)
-        attempt(LayoutError, layout_of(model), params["embedding.weight"])
+        attempt(LayoutError, layouts(model), params["embedding.weight"])
         group.main_weight.offset += 16
-        attempt(LayoutError, layout_of(model), group.sharded_parameters[0])
+        attempt(LayoutError, layouts(model), group.sharded_parameters[0])
     return messages
 
 
 @with_the_package
 def test_what_would_go_wrong_silently_is_refused(tmp_path):
-    cure, foreign = "give Muon layout=layout_of(model) and call attach(optimizer, model)", "not an optimizer parameter"
+    cure, foreign = "give Muon layout=layouts(model) and call attach(optimizer, model)", "not an optimizer parameter"
     expected = [cure, cure, "closure", foreign, foreign, "holds 16 elements", "others that the layout knows"]
     for messages in run(3, refused, str(tmp_path / "saved")):
         for words, message in zip(expected, messages, strict=True):
@@ -282,7 +282,7 @@ def stepped_atoms(rank: int, world: int, path: str) -> list[str]:
     model = atoms(rank, world)
     params = dict(model.named_parameters())
     alone = {name: nn.Parameter(param.whole.clone()) for name, param in params.items()}
-    optimizer, reference = optimizer_of(params, layout=layout_of(model)), optimizer_of(alone)
+    optimizer, reference = optimizer_of(params, layout=layouts(model)), optimizer_of(alone)
     attach(optimizer, model)
     for step in range(2):
         for name, param in params.items():
@@ -311,7 +311,7 @@ def loaded_atoms(rank: int, world: int, path: str) -> list[str]:
     """The parameters of which a rank has elements that another one had, loaded and compared with what was saved."""
     model = atoms(rank, world, shift=1)
     params = dict(model.named_parameters())
-    optimizer = optimizer_of(params, layout=layout_of(model))
+    optimizer = optimizer_of(params, layout=layouts(model))
     attach(optimizer, model)
     weights, state = get_state_dict(model, optimizer)
     for tensor in (*weights.values(), *(slot for slots_of in state["state"].values() for slot in slots_of.values())):
@@ -340,7 +340,7 @@ def with_wrong_boxes(rank: int, world: int) -> list[str]:
             else:
                 model.a._local_tensor.__create_chunk_list__ = lambda chunk=chunk: [chunk]
         with pytest.raises(LayoutError) as caught:
-            layout_of(model)
+            layouts(model)
         messages.append(str(caught.value))
     return messages
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon, clip_grad_norm_
-from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layout_of
+from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layouts
 
 BOTH = ["FSDP, 2 ranks", "version 2, 2 ranks"]
 
@@ -123,11 +123,11 @@ def refused(rank: int, world: int) -> list[str]:
         model, params, optimizer = build(rank, topology)
         attach(optimizer, model)
         attempt(RuntimeError, optimizer.step, lambda: 0.0)
-        attempt(LayoutError, layout_of(model), nn.Parameter(torch.ones(4, 4)))
+        attempt(LayoutError, layouts(model), nn.Parameter(torch.ones(4, 4)))
         params["embedding.weight"]._local_tensor = torch.ones(1, 16)
-        attempt(LayoutError, layout_of(model), params["embedding.weight"])
+        attempt(LayoutError, layouts(model), params["embedding.weight"])
         model(torch.arange(5))
-        attempt(LayoutError, lambda: Muon(model.parameters(), layout=layout_of(model)))
+        attempt(LayoutError, lambda: Muon(model.parameters(), layout=layouts(model)))
         model, _, optimizer = build(rank, topology, use_decoupled_grad=True)
         attempt(ValueError, attach, optimizer, model)
     return messages

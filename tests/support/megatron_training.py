@@ -57,7 +57,7 @@ def build(rank: int, topology: Topology, algorithm: str = "muon", dtype=torch.fl
             expert.reset_parameters()
     model = fully_sharded(net.to(dtype), topology, **options)
     params = {name.removeprefix("module."): param for name, param in model.named_parameters()}
-    return model, params, Muon(groups(params, algorithm), layout=layout_of(model), execution=StepExecution(stages=3))
+    return model, params, Muon(groups(params, algorithm), layout=layouts(model), execution=StepExecution(stages=3))
 
 
 def backward(model: nn.Module, rank: int, step: int, topology: Topology) -> None:
