@@ -150,7 +150,7 @@ def test_the_command_writes_the_page_whole_or_not_at_all(run, page, tmp_path):
     target = tmp_path / "page.html"
     target.write_text("an earlier page")
     done = called("report", run / "20", run / "10", "-o", target)
-    assert (done.returncode, done.stdout) == (0, f"{target}: 1 finding in {run / '20'}\n")
+    assert (done.returncode, done.stdout) == (0, f"{target}: 1 finding to look at in {run / '20'}\n")
     assert target.read_text() == page.html()
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
     said = json.loads(called("report", run / "20", run / "10", "-o", target, "--json").stdout)

@@ -257,7 +257,8 @@ def test_rates_are_those_of_a_run_without_an_interruption(schedule, tmp_path, ca
     assert line == (
         f"begun from {tmp_path / 'adamw'}: 9 weights loaded; the state of 7 parameters goes on, that of 2 begins at "
         f"zero; schedules are at their step {STEPS}; next step: {STEPS}; "
-        "lr and other options are the code's"
+        "lr and other options are the code's, so betas=(0.9, 0.95) where 7 parameters had (0.9, 0.999), "
+        "weight_decay=0.1 where 7 parameters had 0.01"
     )
     train(model, optimizer, scheduler, first, STEPS + 3)
     assert [group["lr"] for group in optimizer.param_groups] == rates(SCHEDULES[schedule], optimizer, STEPS + 3)

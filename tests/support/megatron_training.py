@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from muonckpt.optimizer import Muon, StepExecution
-from muonckpt.optimizer.megatron_fsdp import layout_of
+from muonckpt.optimizer.megatron_fsdp import layouts
 from support.megatron_model import Net, Topology, fully_sharded, last_microbatch
 
 with_the_package = pytest.mark.skipif(not find_spec("megatron_fsdp"), reason="pip install megatron-fsdp==0.6.1")
