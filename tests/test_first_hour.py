@@ -75,6 +75,7 @@ MADE = {
     "Muon.for_model(model, **RATES)": "UnsortedError: the parameters cannot be sorted:",
     "Muon.for_model(model, head='heads', **RATES)": "no such matrix in the model; did you mean 'head'? Write head=None",
     "Muon.for_model(model, 'head', **RATES)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
+    "Muon.for_model(model, lr=0.1, adamw_betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas': (0.9, 0.99)}, ",
     "Muon.for_model(model, rules=RULES)": "ForModel.for_model: missing a required argument: 'lr'. Write ",
     "Muon.for_model(model, RULES, 0.02)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
     "Muon.for_model(model, rules=RULES, lr=0.02)": "ArgumentError: a group of 'adamw' says no lr",
@@ -317,6 +318,8 @@ SAVED = {
     "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",
     "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",
     "muonckpt.save(state, series.latest())": "exists already, and nothing is overwritten; choose another destination",
+    "muonckpt.convert(series.latest(), 'there', to='dion')": "convert: got an unexpected keyword argument 'to'. Write "
+    "to_dialect=...",
     "muonckpt.convert(series.latest(), 'there', from_dialect='dcp')": "Write translation=muonckpt.Translation("
     "from_dialect=...)",
     "series.save(3, state)": "goes on after it, from the step that resume returns",
