@@ -75,7 +75,6 @@ MADE = {
     "Muon.for_model(model, **RATES)": "UnsortedError: the parameters cannot be sorted:",
     "Muon.for_model(model, head='heads', **RATES)": "no such matrix in the model; did you mean 'head'? Write head=None",
     "Muon.for_model(model, 'head', **RATES)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
-    "Muon.for_model(model, lr=0.1, adamw_betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas': (0.9, 0.99)}, ",
     "Muon.for_model(model, rules=RULES)": "ForModel.for_model: missing a required argument: 'lr'. Write ",
     "Muon.for_model(model, RULES, 0.02)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
     "Muon.for_model(model, rules=RULES, lr=0.02)": "ArgumentError: a group of 'adamw' says no lr",
@@ -85,6 +84,7 @@ MADE = {
     "Muon.for_model(model, rules=RULES, **RATES, momentun=0.9)": "did you mean 'momentum'? Write ",
     "Muon.for_model(model, rules=RULES, lr=0.02, adam_lr=3e-4)": "argument 'adam_lr'; did you mean 'adamw_lr'?",
     "Muon.for_model(model, rules=RULES, **RATES, betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas'",
+    "Muon.for_model(model, rules=RULES, **RATES, adamw_betas=(0.9, 0.99))": "Write kinds={'embedding': {'betas'",
     "Muon.for_model(model, rules=RULES, **RATES, algorithm='normuon')": "kinds={'matrix': {'algorithm'",
     "Muon.for_model(model, rules=MODULE_TYPES, **RATES)": "head.weight [50, 16] has as many rows",
     "Muon.for_model(model, rules=[*RULES[0], *MODULE_TYPES], **RATES)": "Rule('head', 'head.weight') and ",
@@ -164,7 +164,7 @@ def test_an_optimizer_that_cannot_be_made_shows_the_line_that_makes_it(script):
         kinds = {name: decision.kind for decision in decisions for name in decision.names}
         assert kinds["head.weight"] == "head" and kinds["up.weight"] == "matrix"
     elif written := re.search(r"Write (kinds=.*)$", error):
-        call = re.sub(r", (betas|algorithm)=.*", f", {written[1]})", script)
+        call = re.sub(r", (adamw_betas|betas|algorithm)=.*", f", {written[1]})", script)
         assert type(eval(call, names)) is Muon
 
 
