@@ -98,7 +98,7 @@ def test_an_option_of_groups_takes_four_files(tmp_path):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("name", ["veomni", "adamuon"])
-def test_a_program_and_a_method_are_in_at_most_four_files(name):
+@pytest.mark.parametrize("name", ["veomni", "adamuon", "update_norm"])
+def test_a_program_a_method_and_its_option_are_in_at_most_four_files(name):
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if name in file.read_text()]
     assert 2 <= len(files) <= 4, files

@@ -1,4 +1,4 @@
-"""The words of CONTRIBUTING's table stand nowhere that a user or a contributor reads."""
+"""The words of CONTRIBUTING's list stand nowhere that a user or a contributor reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("muonckpt", "optimizer", "converters", "cli", "examples", "benchmarks")
-TABLE = re.search(r"\| instead of \| write \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "CONTRIBUTING.md").read_text())
-assert TABLE
-REPLACED = [word for row in TABLE[1].splitlines() for word in row.split("|")[1].strip().split(", ")]
-PATTERN = re.compile(rf"\b({'|'.join(REPLACED)})(s|ed|ing)?\b", re.IGNORECASE)
+LIST = re.search(r"says which to write:\n(.*?)\.\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+assert LIST
+ROWS = re.findall(r"\*([^*]+)\*: ([^;]+)", LIST[1])
+REPLACEMENTS = {word: better for words, better in ROWS for word in words.split(", ")}
+assert len(REPLACEMENTS) == 13
+PATTERN = re.compile(rf"\b({'|'.join(REPLACEMENTS)})(s|ed|ing)?\b", re.IGNORECASE)
 
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -31,7 +33,11 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def replaced_in(path: Path) -> list[str]:
-    return [f"{path.name}:{line}: {found[0]}" for line, text in prose_of(path) for found in PATTERN.finditer(text)]
+    return [
+        f"{path.name}:{line}: {found[0]}, write: {REPLACEMENTS[found[1].lower()]}"
+        for line, text in prose_of(path)
+        for found in PATTERN.finditer(text)
+    ]
 
 
 def test_words_of_our_own_are_written_as_the_field_does():
@@ -46,5 +52,8 @@ def test_a_word_is_found_in_every_kind_of_prose(tmp_path):
         '"""Built anew."""\n# nobody waits\nx = "nobody"\ny = f"the rest is mended"\nplan_anew = 1\n'
     )
     (tmp_path / "b.md").write_text("`dealt` is a key.\n\n```\nanew\n```\nIt is told by\nSick.\n")
-    assert replaced_in(tmp_path / "a.py") == ["a.py:1: anew", "a.py:2: nobody", "a.py:4: mended", "a.py:5: anew"]
-    assert replaced_in(tmp_path / "b.md") == ["b.md:6: is told", "b.md:7: Sick"]
+    again, another = "anew, write: again, from zero", "nobody, write: no rank, another process, or the passive"
+    found = [f"a.py:1: {again}", f"a.py:2: {another}", "a.py:4: mended, write: fix", f"a.py:5: {again}"]
+    assert replaced_in(tmp_path / "a.py") == found
+    found = ["b.md:6: is told, write: is reported, reported by", "b.md:7: Sick, write: suspicious"]
+    assert replaced_in(tmp_path / "b.md") == found
