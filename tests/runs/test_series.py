@@ -411,21 +411,26 @@ def fail(*_: object, **options: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-@pytest.mark.parametrize("cause", ["bytes", "disk", "object"])
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("cause", ["bytes", "disk", "object", "interrupt"])
 def test_a_run_whose_resume_has_failed_half_way_saves_nothing_until_one_succeeds(cause, tmp_path, monkeypatch):
     series, model, path = run_of_one_step(tmp_path)
     if cause == "bytes":
         flip_last_bit(path)
-    elif cause == "disk":
-        honest = os.preadv  # items that are not tensors are short, and read first
-        monkeypatch.setattr(os, "preadv", lambda *call: fail() if len(call[1][0]) > 16384 else honest(*call))
+    elif cause in ("disk", "interrupt"):
+        honest, end = os.preadv, fail if cause == "disk" else interrupt
+        # Items that are not tensors are short, and read first.
+        monkeypatch.setattr(os, "preadv", lambda *call: end() if len(call[1][0]) > 16384 else honest(*call))
     else:
         monkeypatch.setattr(Muon, "load_state_dict", fail)
-    with warnings.catch_warnings(action="ignore"), pytest.raises((MuonckptError, OSError)):
+    with warnings.catch_warnings(action="ignore"), pytest.raises((MuonckptError, OSError, KeyboardInterrupt)):
         series.resume()
     monkeypatch.undo()
     for save in (series.save, series.async_save):
-        with pytest.raises(DestinationError, match=f"nothing is saved: a restore of {path} has failed after"):
+        with pytest.raises(DestinationError, match=f"nothing is saved: a restore of {path} has failed or was"):
             save(2)
     assert names(tmp_path) == [path.name]
     if cause != "bytes":

@@ -268,8 +268,8 @@ class Series:
         """Return the state dict to save."""
         if self._half_loaded:
             raise DestinationError(
-                f"nothing is saved: a restore of {self._half_loaded} has failed after it had overwritten tensors, so "
-                "that they are of no checkpoint. Restore or resume first, or start the program again"
+                f"nothing is saved: a restore of {self._half_loaded} has failed or was interrupted, and tensors may "
+                "be overwritten and of no checkpoint. Restore or resume first, or start the program again"
             )
         if self._training is None:
             if state_dict is None:
@@ -347,6 +347,7 @@ class Series:
             if is_coordinator(self._group):
                 print(beginning, flush=True)
             return beginning.step
+        self._half_loaded = restored.path  # until all objects have their state
         overridden = self._training.overridden_values(state_dict)
         if overridden and is_coordinator(self._group):
             warn_on_rank(
@@ -354,7 +355,6 @@ class Series:
                 f"{listed(overridden, 4)}. To train with the code's, set them in optimizer.param_groups after resume; "
                 f"for a schedule begin a run in another folder: run.resume(begin_from={restored.path!r})"
             )
-        self._half_loaded = restored.path  # until all objects have their state
         self._training.load_state_dict(state_dict)
         self._half_loaded = ""
         proof = restored.check_training(self._training)
@@ -533,11 +533,11 @@ class Series:
 
     @contextmanager
     def _noting_half_loaded(self, path: str) -> Iterator[None]:
-        """Note a checkpoint whose load overwrites tensors and fails, until a load succeeds."""
+        """Note a checkpoint whose load fails and may have overwritten tensors, until a load succeeds."""
         try:
             yield
-        except MuonckptError as error:
-            if error.has_overwritten or isinstance(error, LostRankError):
+        except BaseException as error:  # an interrupt says nothing of tensors
+            if not isinstance(error, MuonckptError) or error.has_overwritten or isinstance(error, LostRankError):
                 self._half_loaded = path
             raise
         self._half_loaded = ""
