@@ -10,9 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("muonckpt", "optimizer", "converters", "cli", "examples", "benchmarks")
-LIST = re.search(r"says which to write:\n(.*?)\.\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+LIST = re.search(r"^## Words\n\n```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
 assert LIST
-ROWS = re.findall(r"\*([^*]+)\*: ([^;]+)", LIST[1])
+ROWS = [row.split(": ") for row in LIST[1].splitlines()]
 REPLACEMENTS = {word: better for words, better in ROWS for word in words.split(", ")}
 assert len(REPLACEMENTS) == 13
 PATTERN = re.compile(rf"\b({'|'.join(REPLACEMENTS)})(s|ed|ing)?\b", re.IGNORECASE)
