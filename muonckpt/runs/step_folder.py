@@ -15,7 +15,7 @@ from ..names.errors import DestinationError, SourceError, UnavailableError
 from ..programs.signs import METADATA_FILE
 from ..record.record import MANIFEST_FILE
 from ..store.io import publish
-from ..store.io.location import Location, entries_of, is_link, is_there, kind_of, map_each
+from ..store.io.location import Location, entries_of, is_link, is_there, kind_of, map_each, refuse_lost_link
 from ..store.io.publish import CLAIM
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.verify.damage import rank_in_name, step_saved
@@ -236,6 +236,7 @@ class StepFolder:
         try:
             return entries_of(self.place)
         except FileNotFoundError:
+            refuse_lost_link(self.place)
             return []
 
     def _names(self) -> set[StepName]:
@@ -257,7 +258,8 @@ class StepFolder:
             files = _files(self.path(name))
             unfinished = publish.MARK in files or (CLAIM in files and not files >= set(DESCRIPTIONS))
             is_saved = any(file in DESCRIPTIONS or rank_in_name(file) is not None for file in files)
-            is_saved = is_saved or (not files and kind_of(self.path(name)) in ("folder", "file"))
+            path = self.path(name)
+            is_saved = is_saved or (not files and (kind_of(path) in ("folder", "file") or is_link(path)))
             return name, files if is_saved and not unfinished else None
 
         return {name: files for name, files in map_each(self.place, files_of, names) if files is not None}

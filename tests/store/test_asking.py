@@ -108,6 +108,33 @@ def test_a_step_behind_a_link_is_one_for_all_and_is_left_alone(tmp_path):
         Series(run).restore(state(0))
 
 
+def test_a_link_that_leads_nowhere_is_no_step_that_was_never_saved(tmp_path):
+    run, gone = saved(tmp_path / "run"), tmp_path / "gone"
+    newest = Path(run, NEWEST)
+    newest.rename(tmp_path / "disk")
+    newest.symlink_to(gone)
+    fault = f"cannot read {newest}: a link to {gone}, which is not there"
+    with pytest.raises(UnavailableError, match=f"{fault}.* To go on from step-00000001 instead: mv {newest} "):
+        Series(run).restore(state(0))
+    done = called("verify", run)
+    assert done.returncode == 3 and fault in done.stdout and f"next: mv {newest} " in done.stdout
+    assert called("verify", newest).returncode == 3 and fault in called("verify", newest).stderr
+    # None is there: the run has steps nevertheless, and does not begin.
+    Path(run, "step-00000001").rename(tmp_path / "other")
+    Path(run, "step-00000001").symlink_to(gone)
+    with pytest.raises(UnavailableError, match=fault):
+        Series(run).restore(state(0))
+    done = called("verify", run)
+    assert done.returncode == 3 and fault in done.stdout
+    # The folder of the run, or the one around it.
+    (tmp_path / "link").symlink_to(gone)
+    for place in (tmp_path / "link", tmp_path / "link" / "run"):
+        with pytest.raises(UnavailableError, match=f"cannot read {place}: .*a link to {gone}, which is not there"):
+            Series(place).restore(state(0))
+        done = called("verify", place)
+        assert done.returncode == 3 and f"a link to {gone}, which is not there" in done.stderr
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.ENAMETOOLONG, errno.EIO])
 def test_a_file_system_that_cannot_say_is_an_error(number, tmp_path, monkeypatch):
     for name in ("stat", "scandir", "listdir"):

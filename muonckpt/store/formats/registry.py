@@ -24,7 +24,7 @@ from ...names.errors import SourceError
 from ...names.plugins import load_plugins
 from ...programs import signs
 from ...record import record
-from ..io.location import Location, entries_of, folders_with, kind_of, names_in, source_errors
+from ..io.location import Location, entries_of, folders_with, kind_of, names_in, refuse_lost_link, source_errors
 from ..io.regular import open_regular
 from ..reading.payloads import Reader
 
@@ -205,6 +205,7 @@ def format_of(path: Location) -> Format:
         return _find_plugin_format([path.name]) or SAFETENSORS
     # A folder shows it by the names in it.
     if kind != "folder":  # said now: it may be published before the next look, and seem to lack what was not there
+        refuse_lost_link(path)
         # Later attempts at a step of a run supersede the first.
         entries = entries_of(path.parent) if kind_of(path.parent) == "folder" else []
         attempts = [entry for entry in entries if re.fullmatch(rf"{re.escape(path.name)}\.[0-9]+", entry.name)]

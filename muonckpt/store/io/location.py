@@ -286,6 +286,22 @@ def is_link(place: Location) -> bool:
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
+def refuse_lost_link(place: Location) -> None:
+    """Refuse a place where nothing is, if it or a folder above it is a link that leads nowhere.
+
+    The volume that it leads to may not be mounted, so nothing is known of what is there.
+
+    Raises:
+        UnavailableError: it is such a link; or as `kind_of`.
+    """
+    for link in (place, *place.parents):
+        if isinstance(link, Path) and is_link(link) and kind_of(link) is None:
+            raise UnavailableError(
+                f"cannot read {place}: {'' if link == place else f'{link} is '}a link to {link.readlink()}, which is "
+                "not there: mount what it leads to, or remove the link"
+            )
+
+
 def length_of(place: Location) -> int | None:
     """Return the bytes of a file or an object; None if something else is there, or nothing; raises as `kind_of`."""
     if isinstance(place, Remote):

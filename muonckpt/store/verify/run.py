@@ -28,6 +28,7 @@ from ..io.location import (
     is_there,
     kind_of,
     map_each,
+    refuse_lost_link,
     source_errors,
 )
 from ..io.regular import open_regular
@@ -205,7 +206,7 @@ def look_at_folder(path: Location, view: Callable[[OpenCheckpoint], T]) -> tuple
 
     looks = [(stem, step, value) for stem, step, value in map_each(path, look, entries) if step]
     # Other folders may end with a number, too: the run's are named as what holds checkpoints, in a series as ours.
-    stems = {stem for stem, step, _ in looks if step.is_published}
+    stems = {stem for stem, step, _ in looks if step.is_published and step.state != "unread"}
     steps = [step for stem, step, _ in looks if not stems or stem in stems]
     ours = [step for step in steps if StepName.parsed(step.name)]
     if any(_has_manifest(step.folder) for step in ours):
@@ -283,6 +284,8 @@ def _look_at_entry(
     """Look at what has the name of a step in the folder of a run; None if that is no folder, and no checkpoint."""
     try:
         kind = kind_of(entry)
+        if kind is None:
+            refuse_lost_link(entry)
         is_file = kind == "file" and (entry.name.endswith(".ckpt") or StepName.parsed(entry.name) is not None)
         return look_at_step(entry, name, view) if kind == "folder" or is_file else (None, None)
     except UnavailableError as error:
@@ -299,6 +302,7 @@ def look_at_step(place: Location, name: StepName, view: Callable[[OpenCheckpoint
     Raises:
         UnavailableError: it cannot be looked at, so it is not known whether it is whole.
     """
+    refuse_lost_link(place)
     files, last = look_at_files(place), read_verification(place)
     # The last verification counts only if the files are the same as then.
     last = last if last and last.files == files.digest else None
