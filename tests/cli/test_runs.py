@@ -287,6 +287,8 @@ def test_a_loop_of_links_is_called_one(run):
         done = called(command, run / "step-00000005")
         assert done.returncode == 3 and "To go on from step-00000003 instead: mv " in done.stderr
     (run / "step-00000005").unlink()
+    assert "step-00000004: a link to step-00000005, which is not there" in printed(3, "verify", run)
+    (run / "step-00000004").unlink()
     assert printed(0, "verify", run).splitlines()[-1] == "newest whole  step-00000003, verified"
 
 
