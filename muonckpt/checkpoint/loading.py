@@ -592,9 +592,9 @@ def load(
             options that a converted checkpoint lacks stay as the running optimizer has them, with a warning.
         fresh: globs of parameters' names as the optimizer's state has them, such as ``["lm_head.*"]``; the same on
             every rank.  The state of such parameters becomes zeros, the number of their steps too; their options are
-            those of their group.  A weight of such a name, which is the last part of its path, is loaded where both
-            sides have it and keeps its values where the checkpoint has none.  State that only the checkpoint has is
-            dropped.
+            those of their group: the checkpoint's, unless no saved state fits the group.  A weight of such a name,
+            which is the last part of its path, is loaded where both sides have it and keeps its values where the
+            checkpoint has none.  State that only the checkpoint has is dropped.
         grow: globs of names, such as ``["embed.weight", "lm_head.weight"]``, of parameters that have more rows, which
             is their first dim, than the checkpoint, as after a vocabulary has grown.  The saved rows and their state
             are loaded; the new ones keep their values, and their state becomes zeros.  Equal ones are loaded.

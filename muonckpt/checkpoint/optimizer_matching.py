@@ -168,7 +168,7 @@ class _OptimizerMatch:
         """Yield which options are taken, after the state; ``origins`` has the saved group of each group."""
         # Groups that were merged with others have options that are not taken, though parameters were loaded.
         merged_numbers, covered_keys = set[int](), {*self.unsaid_keys}
-        for name in report.loaded:
+        for name in (*report.loaded, *report.discarded):
             merged_numbers.update(self.homes.get(name, ()))
         for number in merged_numbers.difference(origins):
             covered_keys.update(chain.from_iterable(self.saved_groups[number].keys.values()))
@@ -180,7 +180,7 @@ class _OptimizerMatch:
             if ungrouped := [name for name in group.names if name in homeless]:
                 text = f"all of {listed(ungrouped, 3)}, which has those of group {number} here"
                 yield Matching(own_options=(text,))
-            # A group that starts fresh as a whole keeps its options.
+            # A group without fitting state in the checkpoint keeps its options.
             if origin is not None:
                 owner = "parameters" if self.optimizer.groups is None else f"group {number}"
                 yield self._taken_options(group.keys, self.saved_groups[origin].keys, owner)
@@ -223,10 +223,10 @@ class _OptimizerMatch:
         """Return why state of schedulers, which know groups by their numbers, would not be that of the present groups.
 
         Args:
-            origins: the saved group of each group, None where all of it starts fresh.
+            origins: the saved group of each group, None where no saved state fits it.
         """
         # The rates with which groups began, where a scheduler has written them: when saved, and after the load.
-        # A group that starts fresh as a whole keeps its own.
+        # A group without fitting state in the checkpoint keeps its own.
         saved_rates = [group.initial_rate(self.stored.option) for group in self.saved_groups]
         live_rates: list[Any] = []
         for group, origin in zip(self.groups, origins, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layouts.tensors import local_of
 from ..names.errors import AttestError
-from ..names.keys import OptimizerKey, key_of, largest_parts
+from ..names.keys import PARAM_GROUPS, OptimizerKey, key_of, largest_parts
 from ..names.resumption import in_short
 from ..names.vocabulary import GIVEN_KEYS, HISTORY_OPTIONS, KeyPath
 from .all_ranks import JointWork, group_ranks, refuse_mixed_calls
@@ -169,7 +169,11 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     grown = new_keys & {*loaded.grown}
     if grown:
         unchecked.append(f"{in_short(sorted(grown))}, which have grown")
-    if new_items := sorted((new_keys & template_keys - grown) | (unloaded_items - differences.keys())):
+    unloaded = unloaded_items - differences.keys()
+    options = {key for key in unloaded if f".{PARAM_GROUPS}." in f".{key}"}
+    if options:
+        unchecked.append(f"{in_short(sorted(options))}, which are the code's")
+    if new_items := sorted((new_keys & template_keys - grown) | (unloaded - options)):
         unchecked.append(f"{in_short(new_items)}, which began from zero, or have no recorded fingerprint")
     if unrestored_names:
         unchecked.append(f"{in_short(sorted(unrestored_names))}, which the checkpoint does not have")

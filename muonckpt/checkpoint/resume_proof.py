@@ -204,7 +204,8 @@ class ResumeProof:
         step: of the checkpoint.
         tensors, items: how many are as they were saved.
         differences: the unequal values, by key.
-        unchecked: restored values that were not given to the check, and values that began from zero.
+        unchecked: restored values that were not given to the check, values that began from zero, and options of the
+            code.
         ranks_saved, ranks: how many processes wrote the checkpoint, None if that is not recorded, and how many run now.
         initialised: keys of weights that were not loaded, as the checkpoint lacks them and ``fresh`` names them.
     """

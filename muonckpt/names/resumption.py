@@ -421,7 +421,7 @@ class Continuation(NamedTuple):
     Attributes:
         differences: why the state of a parameter cannot be loaded, by name.
         faults: what else does not fit.
-        origins: for each group the number of the saved one whose options it takes; None if all of it starts fresh.
+        origins: for each group the number of the saved one whose options it takes; None if no saved state fits it.
     """
 
     report: LoadReport
@@ -474,13 +474,16 @@ class ParameterMatcher:
         dropped = [name for name in only_saved if fresh_globs.match(name)]
         differences |= {name: GONE for name in only_saved if name not in dropped}
         # Each group goes on as the one where most of its loaded parameters were; the others had to have its options.
-        saved_groups = {}
-        for name in loaded:
-            if numbers := self.saved[name].groups:
-                saved_groups[name] = numbers[0]
+        saved_groups, discarded_groups = dict[str, int](), dict[str, int]()
+        for members, numbers_by_name in ((loaded, saved_groups), (discarded, discarded_groups)):
+            for name in members:
+                if numbers := self.saved[name].groups:
+                    numbers_by_name[name] = numbers[0]
         origins: list[int | None] = []
         for names in self.groups:
             counts = Counter(saved_groups[name] for name in names if name in saved_groups)
+            # State that begins again has lost no rate: without a loaded parameter the discarded ones tell the group.
+            counts = counts or Counter(discarded_groups[name] for name in names if name in discarded_groups)
             by_count = sorted(counts, key=lambda number: (-counts[number], number))
             origins.append(by_count[0] if by_count else None)
             for number in by_count[1:]:

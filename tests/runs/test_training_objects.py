@@ -488,6 +488,67 @@ def test_a_lost_momentum_of_the_only_step_begins_from_zero_by_the_line_that_veri
     assert resumed["state"][0]["momentum_buffer"].any()
 
 
+def test_a_group_whose_state_begins_again_keeps_the_rates_of_its_checkpoint(tmp_path, capsys):
+    started(tmp_path, blocks(1))
+    step = tmp_path / "step-00000000"
+    with muonckpt.open(step) as opened:
+        payload = opened.tensors["optimizer.state.0.0.weight.momentum_buffer"].record.chunks[0].payload
+    data = bytearray((step / payload.file).read_bytes())
+    data[payload.end - 1] ^= 1
+    (step / payload.file).write_bytes(data)
+    [line] = re.findall(r"\([a-z]\) Series\.resume\(\.\.\., (.*)\)$", called("verify", step).stdout, re.MULTILINE)
+    model = blocks(1)
+    optimizer = Muon([{**group, "lr": 0.5} for group in groups(model)])
+    with pytest.warns(UserWarning, match=r"lr=0\.02, not 0\.5"), pytest.warns(RuntimeWarning, match="fresh state"):
+        assert muonckpt.Series(tmp_path, model, optimizer).resume(**eval(f"dict({line})")) == 1
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 1e-3]
+    assert "param_groups" not in capsys.readouterr().out
+
+
+def test_a_step_that_cannot_begin_again_is_not_called_restored(tmp_path, capsys):
+    for _ in range(2):
+        started(tmp_path, blocks(1))
+    keys = {0: ["momentum_buffer"], 1: ["momentum_buffer", "weight"]}
+    for number, names in keys.items():
+        path = tmp_path / f"step-{number:08}"
+        with muonckpt.open(path) as opened:
+            tensors = [tensor for tensor in opened.tensors if tensor.rpartition(".")[2] in names and "0.0." in tensor]
+            payloads = [opened.tensors[tensor].record.chunks[0].payload for tensor in tensors]
+        for payload in payloads:
+            data = bytearray((path / payload.file).read_bytes())
+            data[payload.end - 1] ^= 1
+            (path / payload.file).write_bytes(data)
+    assert called("verify", tmp_path, "--all").returncode == 1
+    capsys.readouterr()
+    with pytest.warns(RuntimeWarning) as caught:
+        assert started(tmp_path, blocks(1), fresh=["0.0.weight"])[0] == 1
+    warned = [str(each.message) for each in caught if "is not whole" in str(each.message)]
+    fresh, instead = (
+        "restoring it but for fresh state, if the rest is whole",
+        f"restoring {tmp_path / 'step-00000000'} instead",
+    )
+    effects = [
+        [name, effect]
+        for text in warned
+        for name in ("00000001", "00000000")
+        for effect in (fresh, instead)
+        if f"step-{name} is not whole" in text and effect in text
+    ]
+    assert effects == [["00000001", fresh], ["00000001", instead], ["00000000", fresh]]
+    assert "resumed from step 0" in capsys.readouterr().out
+
+
+def test_options_that_no_saved_state_fits_are_called_those_of_the_code(tmp_path, capsys):
+    started(tmp_path, blocks(1))
+    model = blocks(1)
+    matrices, vectors = groups(model)
+    optimizer = Muon([{**matrices, "algorithm": "adamw", "lr": 0.5}, vectors])
+    assert muonckpt.Series(tmp_path, model, optimizer).resume(fresh=["0.0.weight"]) == 1
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    kept = r"not checked: optimizer\.param_groups\.[^;]* and \d more, which are the code's, optimizer\.state\."
+    assert re.search(kept, capsys.readouterr().out)
+
+
 def test_a_checkpoint_of_another_model_is_no_renaming_and_its_folder_is_left(tmp_path):
     started(tmp_path / "run", blocks(2))
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))

@@ -502,7 +502,7 @@ class Series:
                 return None
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead", known)
-            known = newest.faults
+            known = {name: fault for name, fault in newest.faults.items() if name >= newest.name}
             try:
                 with self._noting_half_loaded(saved.path):
                     arguments = choices.without_fresh(followed).as_arguments()
@@ -616,16 +616,16 @@ class Series:
                 RuntimeWarning,
             )
 
-    def _warn_of(self, newest: Newest, consequence: str, known: Collection[StepName] = ()) -> None:
-        # All ranks know the same, and one says it, once.
+    def _warn_of(self, newest: Newest, consequence: str, known: Mapping[StepName, str] | None = None) -> None:
+        # All ranks know the same, and one says it, once; again where reading has found more.
         if not is_coordinator(self._group):
             return
         for name, fault in newest.faults.items():
             # A run that goes on from a damaged step passes over no older one.
-            if name in known or (newest.name is not None and name < newest.name):
+            if (known or {}).get(name) == fault or (newest.name is not None and name < newest.name):
                 continue
             path = self._folder.path(name)
-            effect = "restoring it but for fresh state" if name == newest.name else consequence
+            effect = "restoring it but for fresh state, if the rest is whole" if name == newest.name else consequence
             message = (
                 f"{path} is not whole: {fault}; {effect}. A later save may remove it. "
                 f"Whether it can be recovered: {command('verify', path)}"
