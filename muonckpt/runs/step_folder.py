@@ -5,9 +5,10 @@ There is no record besides its files, so any process may look at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 from ..names.collector import gc_paused
@@ -22,6 +23,7 @@ from ..store.verify.damage import rank_in_name, step_saved
 from ..store.verify.diagnosis import diagnosis_at, open_to_load, way_back
 from ..store.verify.run import Run, RunStep, look_at_step, strays_among
 from ..store.verify.step_names import StepName
+from ..store.verify.verification import look_at_files
 from .resumes import ResumeRecord, resumes_of
 from .run_verdict import missing_steps
 
@@ -96,12 +98,25 @@ class StepFolder:
                     return Newest(None, faults, missing=self._missing(steps)), None
             # While we looked, one was removed, for which a newer one may have been published: look again.
 
-    def _missing(self, steps: Iterable[RunStep]) -> tuple[str, ...]:
+    def _missing(self, steps: Sequence[RunStep]) -> tuple[str, ...]:
         """Say which newer steps than these, the newest of a run down to a whole one, it had."""
         resumes = ResumeRecord()
         with suppress(UnavailableError):  # a record that cannot be read stops no run
             resumes = resumes_of(self.place, max_read=1)
-        strays = strays_among(entry for entry in self._entries() if StepName.parsed(entry.name) is None)
+        # A step with the name of an older one lies among those; of them only what was written later is read.
+        looked, since = {step.name for step in steps}, steps[0].saved if steps else None
+
+        def may_be_newer(entry: Location) -> bool:
+            if StepName.parsed(entry.name) is None:
+                return True
+            with suppress(UnavailableError):
+                saved = look_at_files(entry / MANIFEST_FILE).saved
+                return entry.name not in looked and since is not None and saved is not None and saved >= since
+            return False
+
+        entries = self._entries()
+        may_be = map_each(self.place, may_be_newer, entries)
+        strays = strays_among(compress(entries, may_be))
         sentences = []
         for text, remedy in missing_steps(Run(self.place, tuple(steps), strays=strays), resumes.resumes):
             sentences.append(f"{text}. To take that, stop and {remedy.command}" if remedy else text)
@@ -209,8 +224,16 @@ class StepFolder:
         if saved not in published:
             raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")
         for name in superfluous(published, saved, keep_last, keep_every, is_whole):
-            publish.remove(self.path(name), DESCRIPTIONS)
+            # One that was saved as another step may be the newest state of the run.
+            if self._saved_as(name) in (None, name.step):
+                publish.remove(self.path(name), DESCRIPTIONS)
         return sorted(name for name in published if name > saved)
+
+    def _saved_as(self, name: StepName) -> int | None:
+        """Return the step that a checkpoint was saved as; None if it does not say, or cannot."""
+        with suppress(SourceError), OpenCheckpoint(self.path(name)) as checkpoint:
+            return step_saved(checkpoint)
+        return None
 
     def clean(self) -> None:
         """Remove half-removed checkpoints and files of abandoned saves, which killed runs have left.

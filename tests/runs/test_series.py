@@ -323,6 +323,26 @@ def test_a_step_that_was_renamed_is_taken_by_its_name_with_a_warning(tmp_path):
     assert Series(tmp_path).restore(state(-1)).step == 2  # warns no more
 
 
+def test_a_step_with_the_name_of_an_older_one_is_warned_of_and_is_not_removed(tmp_path):
+    series = Series(tmp_path, keep_last=None)
+    for step in (5, 8, 11):
+        newest = Path(series.save(step, state(step)).path)
+    renamed = newest.rename(tmp_path / "step-00000002")
+    cure = f"mv {renamed} {newest}"
+    message = f"{tmp_path} lacks step 11, which is called step-00000002. To take that, stop and {cure}"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert Series(tmp_path).restore(state(-1)).step == 8
+    # Training that goes on removes the steps before, and not the only copy of the newest one.
+    Series(tmp_path, keep_last=1).save(9, state(9))
+    assert names(tmp_path) == ["step-00000002", "step-00000009"]
+    Path(cure.split()[1]).rename(cure.split()[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Series(tmp_path).restore(state(-1)).step == 11
+    Series(tmp_path, keep_last=1).save(12, state(12))
+    assert names(tmp_path) == ["step-00000012"]
+
+
 def test_a_half_published_step_that_is_saved_again_is_named_and_moved_away(tmp_path, capfd):
     """It is of no manifest, so that no save removes it; the printed command does."""
     for step in (1, 2):
