@@ -137,7 +137,7 @@ def test_options_of_another_kind_are_refused_where_they_are_given(kind, name, va
 def test_arguments_of_another_kind_are_refused_with_the_call_to_write(rewrite, source, tmp_path):
     for options in ({"translation": {"mu": 0.9}}, {"execution": 8}, {"mesh": 8}):
         [name] = options
-        with pytest.raises(ArgumentError, match=rf"{name}=.*Write muonckpt\.reshard\("):
+        with pytest.raises(ArgumentError, match=rf"{name}=.*Write muonckpt\.{rewrite.__name__}\("):
             rewrite(source, tmp_path / "out", **options)
 
 
