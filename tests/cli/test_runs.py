@@ -214,6 +214,37 @@ def test_a_step_with_the_name_of_another_one_gets_its_own_back(run):
     )
 
 
+def test_a_step_that_gets_its_name_back_is_not_the_newest_where_a_later_one_lies(run):
+    newest, named = run / "step-00000003", run / "step-00000900"
+    shutil.rmtree(newest)
+    for step in (3, 901):
+        Series(run, keep_last=9).save(step, {"w": torch.full((4,), float(step))})
+    newest.rename(named)
+    cure = (
+        f"mv {named} {newest} (it is step 3 again; a resume begins with the newest names, and step-00000901 is newer)"
+    )
+    assert f"next: {cure}" in printed(1, "verify", run)
+    named.rename(newest)
+    assert Series(run).restore({"w": torch.zeros(4)}).step == 901
+
+
+def test_a_step_without_its_name_and_a_description_gets_both_back(run):
+    newest, named = run / "step-00000003", run / "step-00000900"
+    shutil.rmtree(newest)
+    Series(run).save(3, {"w": torch.full((4,), 3.0)})
+    newest.rename(named)
+    (named / ".metadata").unlink()
+    shown = printed(1, "verify", run)
+    assert "its .metadata is missing" in shown and "saved as step 3, and its name is step-00000900" in shown
+    assert f"next: mv {named} {newest} (" in shown and "reshard" not in shown
+    named.rename(newest)
+    cure = f"muonckpt reshard {newest} {newest}.2 --mesh dp=1"
+    assert f"next: {cure} (" in printed(1, "verify", run)
+    printed(0, *shlex.split(cure)[1:])
+    assert f"newest whole  {newest.name}.2, verified" in printed(0, "verify", run)
+    assert Series(run).restore({"w": torch.zeros(4)}).path == f"{newest}.2"
+
+
 def test_a_file_with_the_name_of_a_step_is_damage_to_all(run):
     newest = run / "step-00000003"
     shutil.rmtree(newest)

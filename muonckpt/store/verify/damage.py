@@ -439,9 +439,9 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
         items = items_beside(checkpoint.path)
         if text_fault := _text_fault(items, checkpoint.items_digest):
             findings.append(Finding("items", f"{items} {text_fault}"))
-    # A manifest of another save does not say what the step is.
+    # A manifest of another save does not say what the step is; what is missing beside it is no sign of one.
     named, saved = StepName.parsed(checkpoint.path.absolute().name), step_saved(checkpoint)
-    if named and saved not in (None, named.step) and not findings:
+    if named and saved not in (None, named.step) and all(each.message.endswith("is missing") for each in findings):
         findings.append(Finding("renamed", f"it was saved as step {saved}, and its name is {named}"))
     return findings
 

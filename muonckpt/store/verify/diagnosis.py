@@ -39,7 +39,7 @@ from .damage import (
     with_causes,
 )
 from .run import Run, is_damaged, last_verification, newest_steps
-from .step_names import NumberedName, StepName, free_name, new_attempt
+from .step_names import NumberedName, StepName, free_name, new_attempt, siblings_of
 from .verification import Verification
 
 
@@ -220,7 +220,11 @@ def renaming(source: Location, step: int) -> Remedy:
     """Return how a checkpoint gets the name of the step that it was saved as; another one with that name stays."""
     place = source.parent / str(free_name(source.parent, step))
     line = f"rename {source} to {place.name}" if isinstance(source, Remote) else shell_line("mv", source, place)
-    return Remedy(line, f"a resume then finds step {step} by its name")
+    later = [name for name, number in siblings_of(place) if number.step > step and name != source.name]
+    gives = f"a resume then finds step {step} by its name"
+    if later:
+        gives = f"it is step {step} again; a resume begins with the newest names, and {max(later)} is newer"
+    return Remedy(line, gives)
 
 
 _AGAIN = "reads all of {}, the same step written again, so that this one is not needed"
@@ -251,6 +255,9 @@ def _remedies(path: Location, damage: Damage, run: Run | None, is_recorded: bool
     # The step and its files get their names back.
     if "renamed" in kinds and not damage:
         yield renaming(place, damage.manifest.provenance["step"])
+        # Under that name a verification says how its descriptions are written again.
+        if not is_recorded:
+            return
     kinds -= {"renamed"}
     if damage.misplaced:
         yield Remedy(_moves(path, damage.misplaced), _MOVED)
