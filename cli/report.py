@@ -70,6 +70,8 @@ def report_command(
         print_json({"page": str(output), "bytes": num_bytes, "findings": page.findings})
         return code
     lines = list(page.lines)
+    if isinstance(page, RunPage):
+        lines += [f"{label}: {text}" for label, text in page.history.verdict.facts if label == "unpublished"]
     for line in lines:
         print_line(line)
     to_look_at = "" if code else " to look at"

@@ -20,12 +20,15 @@ from ..converters.report import Report
 from ..converters.rewrite import convert, reshard
 from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import WeightsFrom
-from ..names.errors import TargetError
+from ..names.errors import ADVICE, DamageError, TargetError
 from ..names.vocabulary import STATE_DTYPES, Convention
 from ..names.wording import command, counted, listed, size
 from ..programs.detection import FORMS as KEY_FORMS, ROOTS
 from ..programs.registry import DIALECTS
 from ..store.io.location import Location
+from ..store.verify.diagnosis import way_on
+from ..store.verify.run import newest_steps
+from ..store.verify.step_names import NumberedName
 from .argument_types import (
     CHECKPOINT,
     KEY,
@@ -262,6 +265,13 @@ def _rewrite(function: Callable[..., Report | None], *, as_json: bool, **options
             report = function(**grouped(**options, progress=advance))
     except LaunchError as error:  # a mistake in how the command was launched
         raise click.UsageError(str(error)) from error
+    except DamageError as error:
+        source: Location = options["source"]
+        is_step = not error.advice and NumberedName.parsed(source.name)
+        remedy = way_on(newest_steps(source), source.name) if is_step else None
+        if remedy is None:
+            raise
+        raise error.with_text(error.fault, f"{ADVICE}(a) {remedy.command} ({remedy.gives})") from error
     if report is None:  # only the coordinator of several processes prints
         return
     planned = report.fingerprints is None

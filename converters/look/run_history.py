@@ -295,7 +295,7 @@ def state_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield from history.verdict.facts
 
 
-STEP_HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
+STEP_HEADERS = ("step", "state", "bytes", "saved (UTC)", "checked (UTC)")
 """The headers of the columns of `step_row`."""
 
 

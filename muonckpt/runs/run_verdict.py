@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..names.wording import by_fault, counted, enumerated, listed, moment
 from ..store.verify.damage import Damage
-from ..store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of, moving, renaming, way_on
+from ..store.verify.diagnosis import Diagnosis, Remedy, diagnosis_at, diagnosis_of, moving, renaming, unlocking, way_on
 from ..store.verify.run import Run
 from .resumes import Resume
 
@@ -107,9 +107,12 @@ def verdict_on(run: Run, resumes: Sequence[Resume], read: Mapping[str, Damage]) 
             way = way or next((remedy for remedy in known.remedies if remedy.step), None)
         elif not of_step:
             needless.append(step.name)
+    repairs += filter(None, (unlocking(step.path, step.fault) for step in reversed(run.unread)))
     if run.unread or texts:
         way = way or way_on(run)
-    remedies = {remedy.command: remedy for remedy in (*repairs, *filter(None, [way]))}
+    remedies = dict[str, Remedy]()
+    for remedy in (*repairs, *filter(None, [way])):
+        remedies.setdefault(remedy.command, remedy)
     if newest and needless:
         line = moving(run.path, needless)
         remedies[line] = Remedy(line, f"a resume from {newest.name} does not need it", newest.name)

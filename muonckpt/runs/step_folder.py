@@ -85,7 +85,7 @@ class StepFolder:
                     step, checkpoint = self._look(name)
                     steps.insert(0, step)
                 except (SourceError, UnavailableError) as error:
-                    raise error.with_text(error.fault, way_back(self.path(name))) from error
+                    raise error.with_text(error.fault, way_back(self.path(name), error.fault)) from error
                 if not step.has_loss:
                     doubt = f"{step.fault}. {diagnosis_at(step.path).advice}" if step.fault else ""
                     saved_as = step_saved(checkpoint) if checkpoint else None

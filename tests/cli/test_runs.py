@@ -458,6 +458,8 @@ def test_a_save_that_goes_on_is_no_damage(run, tmp_path):
         shown = printed(0, *command)
         assert shown.count("step-00000004") == 1
         assert "unpublished   .step-00000004.0123456789ab.tmp: a save that goes on, or was stopped" in shown
+    shown = called("report", run, "-o", run.with_suffix(".html")).stdout
+    assert "unpublished: .step-00000004.0123456789ab.tmp: a save that" in shown and "nothing odd" not in shown
     for step in (1, 2):
         shutil.copytree(run / f"step-0000000{step}", tmp_path / "other" / f"checkpoint-{step}")
     for description in ("muonckpt.json", ".metadata"):

@@ -404,7 +404,8 @@ def test_a_step_that_cannot_be_read_is_not_called_damaged(run, tmp_path, monkeyp
     diagnosis = muonckpt.report_run(tmp_path / "run", stats="none").diagnosis
     named = "step-00000030 (unread), step-00000010 (unread)"
     assert diagnosis.sentence == f"2 of 3 steps not whole, or cannot be read: {named}"
-    [remedy] = diagnosis.remedies
+    *unlocking, remedy = diagnosis.remedies
+    assert [each.command for each in unlocking] == [f"chmod -R u+rX {tmp_path / 'run' / 'step-00000030'}"]
     assert remedy.command == f"mv {tmp_path / 'run' / 'step-00000030'} ELSEWHERE" and remedy.step == "step-00000020"
 
 

@@ -538,6 +538,21 @@ def test_a_step_that_cannot_begin_again_is_not_called_restored(tmp_path, capsys)
     assert "resumed from step 0" in capsys.readouterr().out
 
 
+def test_a_line_that_begins_state_from_zero_names_its_step(tmp_path):
+    for _ in range(2):
+        started(tmp_path, blocks(1))
+    for number, key in enumerate(("state.0.0.weight.momentum_buffer", "state.0.0.bias.exp_avg")):
+        path = tmp_path / f"step-{number:08}"
+        with muonckpt.open(path) as opened:
+            payload = opened.tensors[f"optimizer.{key}"].record.chunks[0].payload
+        data = bytearray((path / payload.file).read_bytes())
+        data[payload.end - 1] ^= 1
+        (path / payload.file).write_bytes(data)
+    lines = [line for line in called("verify", tmp_path, "--all").stdout.splitlines() if "Series.resume(" in line]
+    names = [re.findall(r"fresh=\['(.*)'\]\) \(in Python, for (.*?):", line) for line in lines]
+    assert names == [[("0.0.bias", "step-00000001")], [("0.0.weight", "step-00000000")]]
+
+
 def test_options_that_no_saved_state_fits_are_called_those_of_the_code(tmp_path, capsys):
     started(tmp_path, blocks(1))
     model = blocks(1)

@@ -247,10 +247,14 @@ def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file,
     with pytest.raises(UnavailableError, match=rf"{file}.*\. {way_back}$"):
         Series(run).restore(state(0))
     move = f"mv {run}/{NEWEST} ELSEWHERE"
+    unlock = [f"chmod -R u+rX {run}/{NEWEST}"] if number == errno.EACCES else []
     for command in ("verify", "inspect"):
-        assert f"next: {move} (then start the job again: it resumes from" in called(command, run).stdout
+        said = called(command, run).stdout
+        assert f"{'or' if unlock else 'next'}: {move} (then start the job again: it resumes from" in said
+        assert all(f"next: {line} (lets its owner read it; then start the job again)" in said for line in unlock)
     page = muonckpt.report_run(run, stats="none")
-    assert page.diagnosis.remedies[0].command == move and f"{NEWEST} (unread)" in page.diagnosis.sentence
+    assert [remedy.command for remedy in page.diagnosis.remedies] == [*unlock, move]
+    assert f"{NEWEST} (unread)" in page.diagnosis.sentence
     assert read_verification(tmp_path / "run" / NEWEST) is None
     Path(run, NEWEST).rename(tmp_path / NEWEST)
     assert Series(run).restore(state(0)).step == 1

@@ -375,10 +375,27 @@ def test_a_lost_description_is_rebuilt_exactly(lost, series, saves):
     if lost.startswith("damaged"):
         with pytest.warns(RuntimeWarning, match="cannot be opened: muonckpt.json: damaged manifest"):
             assert Series(series).restore(state(0)).step == 2, "it is not taken in silence"
-        assert "CRC-32s alone" in diagnosed(broken).remedies[0].gives
+    if lost != ".metadata":
+        rebuilt, back = diagnosed(broken).remedies
+        assert "CRC-32s alone" in rebuilt.gives and back.command == "start the job again"
+    else:
+        assert "nothing is lost, and a resume takes it as it is" in diagnosed(broken).remedies[0].gives
     new = pasted(diagnosed(broken).remedies[0].command)
     assert bits(new) == bits(saves / "step-00000003") and not diagnosed(Path(new))
     assert Series(series).restore(state(0)).path == str(new)
+
+
+def test_a_rewrite_that_meets_damage_names_the_step_from_which_the_run_goes_on(series):
+    broken = series / "step-00000003"
+    flipped_in(broken, MOMENTUM)
+    (broken / "muonckpt.json").rename(broken / "muonckpt.json.aside")
+    done = called("reshard", broken, f"{broken}.2", "--mesh", "dp=2")
+    assert done.returncode == 3 and done.stderr.strip().endswith(
+        "What to do: (a) start the job again (it resumes from step-00000002, not verified yet)"
+    )
+    assert not Path(f"{broken}.2").exists()
+    with pytest.warns(RuntimeWarning, match="is not whole"):
+        assert Series(series).restore(state(0)).step == 2
 
 
 def test_the_step_before_is_advised_first_and_restore_takes_it(series):

@@ -510,7 +510,7 @@ class Series:
                     loaded = load_sent(load, sent)
             except UnavailableError as error:
                 unread = self._folder.path(newest.name)
-                advice = broadcast_from_first(self._group, partial(way_back, unread))
+                advice = broadcast_from_first(self._group, partial(way_back, unread, error.fault))
                 raise error.with_text(error.fault, ". ".join(filter(None, (error.advice, advice)))) from error
             except SourceError as error:
                 if not broadcast_from_first(self._group, partial(self._record_damage, newest.name, error.keys)):

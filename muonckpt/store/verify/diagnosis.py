@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,11 +200,19 @@ def moving(run: Location, names: Sequence[str]) -> str:
     return shell_line("mv", *(run / name for name in names), "ELSEWHERE")
 
 
-def way_back(path: Location) -> str:
-    """Say how the run of a step that cannot be read goes on from an older one; empty if it cannot, or has none."""
+def unlocking(path: Location, fault: str) -> Remedy | None:
+    """Return how this user gets the permission to read a checkpoint; None if its fault is another."""
+    if isinstance(path, Remote) or os.strerror(errno.EACCES) not in fault:
+        return None
+    return Remedy(shell_line("chmod", "-R", "u+rX", path), "lets its owner read it; then start the job again")
+
+
+def way_back(path: Location, fault: str) -> str:
+    """Say how a step that cannot be read is read, and its run goes on from an older one; empty if neither is known."""
+    lines = [f"{remedy.command} {remedy.gives}" for remedy in filter(None, [unlocking(path, fault)])]
     if NumberedName.parsed(path.name) and (remedy := way_on(newest_steps(path), path.name, is_passed=False)):
-        return f"To go on from {remedy.step} instead: {remedy.command}"
-    return ""
+        lines.append(f"To go on from {remedy.step} instead: {remedy.command}")
+    return ". ".join(lines)
 
 
 @contextmanager
@@ -212,7 +221,7 @@ def naming_way_back(place: Location) -> Iterator[None]:
     try:
         yield
     except UnavailableError as error:
-        advice = ". ".join(filter(None, (error.advice, way_back(place))))
+        advice = ". ".join(filter(None, (error.advice, way_back(place, error.fault))))
         raise error.with_text(error.fault, advice) from error
 
 
@@ -229,10 +238,10 @@ def renaming(source: Location, step: int) -> Remedy:
 
 _AGAIN = "reads all of {}, the same step written again, so that this one is not needed"
 _COPY = "tells whether a copy of this checkpoint is whole: then copy the damaged files from there"
-_FRESH = "in Python: the state of {} begins from zero, also its undamaged part"
+_FRESH = "in Python, for {}: the state of {} begins from zero, also its undamaged part"
 _MOVED = "gives every file its name back; then verify it"
 _STOCK = f"writes the step again by its {METADATA_FILE}, checked by CRC-32s alone, without momentum conventions"
-_REWRITE = "writes the same elements with new descriptions"
+_REWRITE = "writes the same elements with new descriptions; nothing is lost, and a resume takes it as it is"
 _VERIFY = "lists all damage"
 
 _MAX_NAMES = 12
@@ -265,13 +274,15 @@ def _remedies(path: Location, damage: Damage, run: Run | None, is_recorded: bool
     if not (damage or kinds or is_recorded):
         return
     # Descriptions are written again, or copied where the checkpoint is not read without them.
-    if not (damage or is_recorded) and kinds <= DESCRIPTIVE:
+    if not (damage or is_recorded) and kinds <= DESCRIPTIVE - {"manifest"}:
         is_copied = "misdescribed" in kinds
         yield Remedy("muonckpt verify COPY", _COPY) if is_copied else Remedy(_rewriting(place, damage), _REWRITE)
         return
     if (damage.is_mixed_up or "unreadable" in kinds) and is_described_by_dcp(path):
         move = shell_line("mv", path / MANIFEST_FILE, path / f"{MANIFEST_FILE}.aside")
         yield Remedy(f"{move} && {_rewriting(place, damage)}", _STOCK)
+    elif not (damage or is_recorded) and "manifest" in kinds:
+        yield Remedy(_rewriting(place, damage), _STOCK)
     # The run goes on from another step, or a copy has the lost files.
     has_loss = any(step.has_loss for step in run.steps if step.name == place.name)
     is_passed = has_loss or ((bool(damage) or is_recorded) and not damage.is_of_disk)
@@ -289,7 +300,7 @@ def _remedies(path: Location, damage: Damage, run: Run | None, is_recorded: bool
     are_names = len(names) <= _MAX_NAMES and all(name and not name.isdecimal() for name in names)
     if is_state_alone and are_names and is_there(path / MANIFEST_FILE) and not damage.is_mixed_up:
         call = "Series.resume(..." if StepName.parsed(place.name) else f"muonckpt.load(state, {str(path)!r}"
-        yield Remedy(f"{call}, fresh={names!r})", _FRESH.format(counted(len(names), "parameter")))
+        yield Remedy(f"{call}, fresh={names!r})", _FRESH.format(place.name, counted(len(names), "parameter")))
 
 
 def _moves(path: Location, misplaced: Mapping[str, str]) -> str:
