@@ -70,7 +70,7 @@ def message_of(call, *arguments, **choices):
 
 def follow(message, **names):
     """Run the first line that a message prints, with names for what it writes in capitals; return what that says."""
-    [line] = re.findall(r"(?:muonckpt|mv) (?:[^\s(;,.]|\.(?=\S)| (?![(]))+", message)[:1]
+    [line] = re.findall(r"(?:muonckpt|mkdir|mv) (?:[^\s(;,.]|\.(?=\S)| (?![(]))+", message)[:1]
     output = ""
     for command in line.split(" && "):
         words = [names.get(word, word) for word in shlex.split(command)]

@@ -19,9 +19,9 @@ with tempfile.TemporaryDirectory() as folder:
 
     # A file that cannot be read now is no damage: the job ends, and takes no older step.
     assert "Permission denied" in message and "resumed" not in message
-    follow(message.partition("To go on from step-00000001 instead: ")[2], ELSEWHERE="elsewhere")
+    follow(message.partition("To go on from step-00000001 instead: ")[2])
     assert "resumed from step 1" in message_of(train, "run", 2)
-    Path("elsewhere").rename(file.parent)
+    Path("run.aside", file.parent.name).rename(file.parent)
 
     # Or the job gets the right to read it.
     file.chmod(0o600)

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import time
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.golden import golden
 import muonckpt
 from muonckpt import Series, SourceError
 from muonckpt.names.errors import UnavailableError
+from muonckpt.store.verify.diagnosis import moving
 
 
 def printed(code: int, *arguments: object) -> str:
@@ -316,7 +318,7 @@ def test_a_loop_of_links_is_called_one(run):
     assert f"cannot read {run / 'step-00000005'}: Too many levels of symbolic links: links lead in a circle" in shown
     for command in ("inspect", "verify"):
         done = called(command, run / "step-00000005")
-        assert done.returncode == 3 and "To go on from step-00000003 instead: mv " in done.stderr
+        assert done.returncode == 3 and "To go on from step-00000003 instead: mkdir -p " in done.stderr
     (run / "step-00000005").unlink()
     assert "step-00000004: a link to step-00000005, which is not there" in printed(3, "verify", run)
     (run / "step-00000004").unlink()
@@ -359,14 +361,13 @@ def test_advice_passes_over_a_step_that_cannot_be_read_and_is_followed_to_an_old
     shutil.rmtree(tmp_path / "step-00000002")
     (tmp_path / "step-00000002").symlink_to("step-00000002")
     shown = printed(1, "verify", tmp_path / "step-00000003")
-    assert f"(a) mv {tmp_path / 'step-00000002'} ELSEWHERE\n    then start the job again: it" in shown
+    assert f"(a) {moving(tmp_path, ['step-00000002'])}\n    then start the job again: it" in shown
     assert "fresh" not in shown
     state = {"w": torch.zeros(4)}
     with pytest.raises(UnavailableError) as caught:
         Series(tmp_path).restore(state)
     _, cure = str(caught.value).split("To go on from step-00000001 instead: ")
-    _, source, _ = shlex.split(cure)
-    Path(source).rename(tmp_path / "elsewhere")
+    subprocess.run(cure, shell=True, check=True)
     with pytest.warns(RuntimeWarning, match="step-00000003 is not whole"):
         assert Series(tmp_path).restore(state).step == 1
     assert torch.equal(state["w"], torch.ones(4))

@@ -23,6 +23,7 @@ from support.hostile_names import HOSTILE, two_steps
 import muonckpt
 from muonckpt.names.wording import as_json
 from muonckpt.optimizer import Muon
+from muonckpt.store.verify.diagnosis import moving
 
 FORMATS = {
     "stock DCP": "torch_fsdp4/ckpt",
@@ -363,7 +364,7 @@ def test_what_to_do_about_a_run_is_about_the_newest_step_first(run, tmp_path):
         shutil.copytree(run / "10", tmp_path / "run" / f"step-000000{step}")
     (tmp_path / "run" / "step-00000010" / "__0_0.distcp").unlink()
     [needless] = muonckpt.report_run(tmp_path / "run", stats="none").diagnosis.remedies
-    assert needless.command == f"mv {tmp_path / 'run' / 'step-00000010'} ELSEWHERE"
+    assert needless.command == moving(tmp_path / "run", ["step-00000010"])
     (tmp_path / "run" / "step-00000040").mkdir()
     (tmp_path / "run" / "step-00000040" / ".muonckpt.saving").touch()  # as in a store
     page = muonckpt.report_run(tmp_path / "run", stats="none")
@@ -406,7 +407,7 @@ def test_a_step_that_cannot_be_read_is_not_called_damaged(run, tmp_path, monkeyp
     assert diagnosis.sentence == f"2 of 3 steps not whole, or cannot be read: {named}"
     *unlocking, remedy = diagnosis.remedies
     assert [each.command for each in unlocking] == [f"chmod -R u+rX {tmp_path / 'run' / 'step-00000030'}"]
-    assert remedy.command == f"mv {tmp_path / 'run' / 'step-00000030'} ELSEWHERE" and remedy.step == "step-00000020"
+    assert remedy.command == moving(tmp_path / "run", ["step-00000030"]) and remedy.step == "step-00000020"
 
 
 def test_damage_that_only_reading_shows_is_the_verdict_of_a_run(run, tmp_path):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 import uuid
@@ -39,6 +40,7 @@ from muonckpt.runs.run_audit import verify_run
 from muonckpt.runs.step_folder import superfluous
 from muonckpt.store.formats import native
 from muonckpt.store.io.location import location
+from muonckpt.store.verify.diagnosis import moving
 from muonckpt.store.verify.run import run_of
 from muonckpt.store.verify.step_names import StepName
 
@@ -354,8 +356,8 @@ def test_a_half_published_step_that_is_saved_again_is_named_and_moved_away(tmp_p
     Series(tmp_path, keep_last=1).save(3, state(3))
     verdict = history_of(tmp_path).verdict
     [remedy] = verdict.diagnosis.remedies
-    assert verdict.exit_code == 1 and remedy.command == f"mv {path} ELSEWHERE"
-    path.rename(tmp_path.with_name("elsewhere"))
+    assert verdict.exit_code == 1 and remedy.command == moving(tmp_path, [path.name])
+    subprocess.run(remedy.command, shell=True, check=True)
     verdict = history_of(tmp_path).verdict
     assert (verdict.exit_code, verdict.diagnosis.remedies) == (0, ()) and restored(Series(tmp_path)) == 3
 

@@ -22,6 +22,7 @@ from muonckpt.runs.run_audit import verify_recorded
 from muonckpt.store.io import publish
 from muonckpt.store.io.location import entries_of, is_folder, is_link, is_there, kind_of, location
 from muonckpt.store.io.regular import open_regular
+from muonckpt.store.verify.diagnosis import moving
 from muonckpt.store.verify.verification import RECORD, read_verification
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -114,10 +115,11 @@ def test_a_link_that_leads_nowhere_is_no_step_that_was_never_saved(tmp_path):
     newest.rename(tmp_path / "disk")
     newest.symlink_to(gone)
     fault = f"cannot read {newest}: a link to {gone}, which is not there"
-    with pytest.raises(UnavailableError, match=f"{fault}.* To go on from step-00000001 instead: mv {newest} "):
+    move = moving(Path(run), [NEWEST])
+    with pytest.raises(UnavailableError, match=f"{fault}.* To go on from step-00000001 instead: {move}"):
         Series(run).restore(state(0))
     done = called("verify", run)
-    assert done.returncode == 3 and fault in done.stdout and f"next: mv {newest} " in done.stdout
+    assert done.returncode == 3 and fault in done.stdout and f"next: {move} " in done.stdout
     assert called("verify", newest).returncode == 3 and fault in called("verify", newest).stderr
     # None is there: the run has steps nevertheless, and does not begin.
     Path(run, "step-00000001").rename(tmp_path / "other")
@@ -243,10 +245,10 @@ def test_what_one_reader_cannot_open_is_no_damage_and_not_recorded(number, file,
         assert file in done.stdout + done.stderr
     newest, before = muonckpt.verify_run(run)
     assert newest.is_unread and not newest.is_damaged and before.is_whole
-    way_back = f"To go on from step-00000001 instead: mv {run}/{NEWEST} ELSEWHERE"
+    way_back = f"To go on from step-00000001 instead: {moving(Path(run), [NEWEST])}"
     with pytest.raises(UnavailableError, match=rf"{file}.*\. {way_back}$"):
         Series(run).restore(state(0))
-    move = f"mv {run}/{NEWEST} ELSEWHERE"
+    move = moving(Path(run), [NEWEST])
     unlock = [f"chmod -R u+rX {run}/{NEWEST}"] if number == errno.EACCES else []
     for command in ("verify", "inspect"):
         said = called(command, run).stdout
@@ -292,11 +294,11 @@ def test_a_file_that_the_disk_cannot_read_is_damaged_here_and_not_recorded(call,
     report, _, note = verify_recorded(Path(run, NEWEST), muonckpt.verify)
     assert {finding.kind for finding in report.findings} >= {"disk"} and report.verdict == "faulty"
     assert "rank 0's file __0_0.distcp cannot be read, as a disk fails (EIO)" in report.diagnosis.sentence
-    assert "not recorded" in note and f"mv {run}/{NEWEST} ELSEWHERE" in str(report.diagnosis)
+    assert "not recorded" in note and moving(Path(run), [NEWEST]) in str(report.diagnosis)
     assert called("verify", run).returncode == (1 if call == "preadv" else 3)  # all that tells steps apart is sizes
     assert not Path(run, RECORD, NEWEST).exists()
     with pytest.raises(
-        DiskError, match=rf"__0_0\.distcp: Input/output error.*\. To go on from .*: mv {run}/{NEWEST} ELSEWHERE"
+        DiskError, match=rf"__0_0\.distcp: Input/output error.*\. To go on from .*: {moving(Path(run), [NEWEST])}"
     ):
         Series(run).restore(state(0))
     monkeypatch.undo()

@@ -194,10 +194,12 @@ def way_on(run: Run, name: str = "", is_passed: bool = True) -> Remedy | None:
 
 
 def moving(run: Location, names: Sequence[str]) -> str:
-    """Return the command that moves steps out of their run."""
+    """Return the commands that move steps out of their run, into a folder beside it."""
     if isinstance(run, Remote):
         return f"move {enumerated(names)} out of {run}"
-    return shell_line("mv", *(run / name for name in names), "ELSEWHERE")
+    folder = run.resolve() if run.name in ("", "..") else run
+    aside = folder.parent / f"{folder.name}.aside"
+    return f"{shell_line('mkdir', '-p', aside)} && {shell_line('mv', *(run / name for name in names), aside)}"
 
 
 def unlocking(path: Location, fault: str) -> Remedy | None:
