@@ -75,7 +75,7 @@ MADE = {
     "Muon.for_model(model, **RATES)": "UnsortedError: the parameters cannot be sorted:",
     "Muon.for_model(model, head='heads', **RATES)": "no such matrix in the model; did you mean 'head'? Write head=None",
     "Muon.for_model(model, 'head', **RATES)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
-    "Muon.for_model(model, rules=RULES)": "ForModel.for_model: missing a required argument: 'lr'. Write ",
+    "Muon.for_model(model, rules=RULES)": "ForModel.for_model: missing a required ",
     "Muon.for_model(model, RULES, 0.02)": "too many positional arguments; by name only: lr, adamw_lr, head, ",
     "Muon.for_model(model, rules=RULES, lr=0.02)": "ArgumentError: a group of 'adamw' says no lr",
     "Muon.for_model(model.parameters(), rules=RULES, lr=0.02)": "ArgumentError: model: expected a model",

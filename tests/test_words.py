@@ -25,8 +25,12 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
         pages = re.sub(r"```.*?```|`[^`\n]+`", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
         yield from enumerate(pages.splitlines(), 1)
         return
+    strings = {
+        tokenize.STRING,
+        getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),
+    }  # the text of an f-string, from 3.12 on
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
+        if token.type == tokenize.COMMENT or (token.type in strings and " " in token.string):
             yield from enumerate(token.string.splitlines(), token.start[0])
         elif token.type == tokenize.NAME:
             yield token.start[0], token.string.replace("_", " ")

@@ -65,15 +65,17 @@ NOT_PLAIN = {
     "tensor": (torch.ones(2), "found 'torch._utils _rebuild_tensor_v2'"),
     "keys": ({1: "a", "1": "b"}, r"keys that differ as text"),
     "too long": (shared(13), "elements and characters in an item's data"),
-    "too deep": (nested(3000), "nested too deeply"),
+    "too deep": (nested(700), "nested too deeply"),
 }
 
 
 def file_of(value: object) -> tuple[ItemFile, dict]:
     raw, limit = io.BytesIO(), sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)  # to save it, not to read it
-    torch.save(value, raw)
-    sys.setrecursionlimit(limit)
+    try:
+        torch.save(value, raw)
+    finally:
+        sys.setrecursionlimit(limit)
     made = ItemFile.of([OutputItem("a.b", ("a", 0), data=raw.getvalue())], None, "run")
     return made, json.loads(made.data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
