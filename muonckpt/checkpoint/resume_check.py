@@ -196,6 +196,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
 
 
 def _option_of(path: KeyPath) -> str:
+    """Return the option that a key of a group ends with, nested or flat; of other keys the last part."""
     return str(path[-1]).rpartition(".")[2]
 
 
@@ -213,7 +214,7 @@ def _item_differences(live: LiveState, parts: LiveParts) -> Iterator[ResumeDiffe
                 yield _difference(parts, key, loaded.paths[key], saved, value)
         elif key in parts.covered_keys and _option_of(loaded.paths[key]) not in GIVEN_KEYS.values():
             yield _difference(parts, key, loaded.paths[key], saved, ABSENT)
-    # A value that the template never had is new, unless a scheduler wrote it for itself.
+    # A value that the template never had is new, unless a scheduler wrote it, or the code gave it at first.
     for key, value in live.flat.items():
         path = live.paths[key]
         if key not in loaded.paths and not isinstance(value, Tensor) and _option_of(path) not in HISTORY_OPTIONS:

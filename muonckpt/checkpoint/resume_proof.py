@@ -101,10 +101,10 @@ class LoadedState:
         return cls(paths, items, prints, world_size, tuple(unloaded_keys), frozen, tuple(grown), tuple(initialised))
 
     def by_parameter(self, by_name: bool) -> LoadedState:
-        """Return the same with the keys of `ParameterKeys`."""
+        """Return the same with the keys of `ParameterKeys`, in which groups and parameters may have other numbers."""
         keys = ParameterKeys.of(self.items, self.paths, by_name)
         items = {key: self.items[origin] for key, origin in keys.origins.items() if origin in self.items}
-        # Other ranks' tensors are here by key alone; their groups are compared there.
+        # Tensors of other ranks keep their keys; those in groups are left out, as their own ranks compare them.
         new_keys: defaultdict[str, list[str]] = defaultdict(list)
         for key, origin in keys.origins.items():
             new_keys[origin].append(key)

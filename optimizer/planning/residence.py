@@ -65,7 +65,11 @@ class MatrixParts:
         return volumes
 
     def find_replicas(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the fragments that hold parts, as two arrays: the part's position in ``numbers``, and the fragment."""
+        """Return the fragments that hold parts, in the order of the parts.
+
+        Returns:
+            Two arrays: the part's position in ``numbers``, and the fragment.
+        """
         # A part lies in one box, and each fragment of that box holds a replica of the part.
         fragments_by_box, first = self.layout.by_box
         box = self.box[numbers]

@@ -30,7 +30,7 @@ def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
     """Return a function that launches so many programs of a kernel, on the current device.
 
     Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once:
-    only floats and addresses, at multiples of 16 bytes if the first ones were, may differ later.
+    only floats and addresses, at multiples of 16 bytes if the first ones were, may differ later.  It serves one device.
     """
     if INTERPRETED:
         return lambda *arguments: kernel[(programs,)](*arguments, **options)

@@ -340,6 +340,7 @@ class PartReplicas:
 
 @lru_cache(maxsize=4096)
 def _find_parts(layout: TensorLayout, fused: Fused, index: int) -> PartReplicas:
+    """Return the parts of a matrix, by its number in the parameter, and the ranks that hold replicas of each."""
     parts = matrix_parts(layout, fused)
     numbers = parts.numbers(index)
     part, fragment = parts.find_replicas(numbers)

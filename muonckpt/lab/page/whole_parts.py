@@ -72,7 +72,9 @@ def on_whole_parts(
     progress: Progress,
     work: Callable[[Sequence[PageSource], Progress], Result],
 ) -> tuple[Sequence[PageSource], Result]:
-    """Do ``work`` on all that is whole; return the checkpoints with all the damage that is known then, and its result.
+    """Do ``work`` on all that is whole; return the checkpoints with the damage that is known then, and its result.
+
+    If ``work`` meets damage, all is read to find the rest of it, and ``work`` is done again without what is lost.
 
     Raises:
         Exception: as ``work`` does on tensors that are whole.
