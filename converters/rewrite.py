@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import update_wrapper
+from inspect import unwrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -131,7 +132,9 @@ def convert(*places: Any, **options: Any) -> Report | None:
 
     The arguments, the result and the errors are those of `reshard`; only ``mesh`` is ``{"dp": 1}`` unless it is given.
     """
-    return reshard.__wrapped__(*places, **{"mesh": _ONE_RANK, **options})  # type: ignore[attr-defined, no-any-return]
+    # Not the decorated one, so that an error names the function that was called.
+    report: Report | None = unwrap(reshard)(*places, **{"mesh": _ONE_RANK, **options})
+    return report
 
 
 def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:

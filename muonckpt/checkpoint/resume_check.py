@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layouts.tensors import local_of
 from ..names.errors import AttestError
-from ..names.keys import PARAM_GROUPS, OptimizerKey, key_of, largest_parts
+from ..names.keys import OptimizerKey, key_of, largest_parts
 from ..names.resumption import in_short
 from ..names.vocabulary import GIVEN_KEYS, HISTORY_OPTIONS, KeyPath
 from .all_ranks import JointWork, group_ranks, refuse_mixed_calls
@@ -48,6 +48,7 @@ class _RankAnswer:
         template_keys, covered_keys: all keys of the template, and those of parts that are compared.
         unchecked: parts of the template that are not compared.
         unloaded_items: keys of values that are compared, and were not loaded.
+        unloaded_options: those of them that are options of groups.
         unrestored: names of weights that were not restored.
     """
 
@@ -60,6 +61,7 @@ class _RankAnswer:
     covered_keys: frozenset[str]
     unchecked: frozenset[str]
     unloaded_items: frozenset[str]
+    unloaded_options: frozenset[str]
     unrestored: frozenset[str]
 
 
@@ -125,6 +127,7 @@ def _make_rank_answer(parts: LiveParts) -> _RankAnswer:
         covered_keys=parts.covered_keys,
         unchecked=frozenset((*unchecked_parts, *parts.unchecked)),
         unloaded_items=frozenset(unloaded_items),
+        unloaded_options=frozenset(key for key in unloaded_items if any(OptimizerKey.of_option(live.paths[key]))),
         unrestored=frozenset(parts.unrestored),
     )
 
@@ -134,7 +137,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     loaded = answers[0].loaded
     # Values differ on whichever rank has them; sets are those of any rank.
     differences: dict[str, ResumeDifference] = {}
-    template_keys, covered_keys, unloaded_items = set[str](), set[str](), set[str]()
+    template_keys, covered_keys, unloaded_items, unloaded_options = set[str](), set[str](), set[str](), set[str]()
     unchecked_parts, unrestored_names = set[str](), set[str]()
     for answer in answers:
         for difference in answer.differences:
@@ -142,6 +145,7 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
         template_keys |= answer.template_keys
         covered_keys |= answer.covered_keys
         unloaded_items |= answer.unloaded_items
+        unloaded_options |= answer.unloaded_options
         unchecked_parts |= answer.unchecked
         unrestored_names |= answer.unrestored
     # Tensors that ranks should hold alike.
@@ -169,11 +173,10 @@ def _prove(step: int, ranks: Sequence[int], answers: Sequence[_RankAnswer]) -> R
     grown = new_keys & {*loaded.grown}
     if grown:
         unchecked.append(f"{in_short(sorted(grown))}, which have grown")
-    unloaded = unloaded_items - differences.keys()
-    options = {key for key in unloaded if f".{PARAM_GROUPS}." in f".{key}"}
-    if options:
-        unchecked.append(f"{in_short(sorted(options))}, which are the code's")
-    if new_items := sorted((new_keys & template_keys - grown) | (unloaded - options)):
+    unloaded_items -= differences.keys()
+    if code_options := sorted(unloaded_items & unloaded_options):
+        unchecked.append(f"{in_short(code_options)}, which are the code's")
+    if new_items := sorted((new_keys & template_keys - grown) | (unloaded_items - unloaded_options)):
         unchecked.append(f"{in_short(new_items)}, which began from zero, or have no recorded fingerprint")
     if unrestored_names:
         unchecked.append(f"{in_short(sorted(unrestored_names))}, which the checkpoint does not have")

@@ -63,9 +63,8 @@ def check_schedules(
                 proved.append(values)
             elif options and (is_unsaved or sorted(values) == sorted(options)):
                 faults[f"{key_of_part}.{name}"] = f"{values}, but the groups of this optimizer have {option} {options}"
-            elif len(values) == len(groups):
-                phrase = f"which group each value of {key_of_part}.{name} is for"
-                unchecked += [phrase] * (not _is_determined(values, proved))
+            elif len(values) == len(groups) and not _is_determined(values, proved):
+                unchecked.append(f"which group each value of {key_of_part}.{name} is for")
         # No checkpoint has a function. Another one gives another rate than that of the step that was saved.
         if isinstance(part, LambdaLR) and part.last_epoch >= 0:
             factors = [function(part.last_epoch) for function in part.lr_lambdas if _is_function(function)]

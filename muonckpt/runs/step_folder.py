@@ -189,6 +189,7 @@ class StepFolder:
 
         Raises:
             DestinationError: a whole one may not.
+            UnavailableError: one of them cannot be looked at.
         """
         names = {name for name in self._names() if name.step == step}
         # A whole checkpoint is replaced only by those who say so.
@@ -201,7 +202,9 @@ class StepFolder:
                     "from the step that resume returns; if this run went back to an earlier step and the checkpoint is "
                     "to be superseded, save with replace=True"
                 )
-            reasons[name] = f"which is removed afterwards: {reason}"
+            other_step = self._other_step(name)
+            stays = f"which stays, as it was saved as step {other_step}"
+            reasons[name] = f"which is removed afterwards: {reason}" if other_step is None else stays
         for name in sorted(names - reasons.keys()):
             if self.has(name) and not is_there(self.path(name) / MANIFEST_FILE):
                 reasons[name] = f"which stays, as it has no {MANIFEST_FILE}: remove it when you do not need it"
@@ -225,14 +228,19 @@ class StepFolder:
             raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")
         for name in superfluous(published, saved, keep_last, keep_every, is_whole):
             # One that was saved as another step may be the newest state of the run.
-            if self._saved_as(name) in (None, name.step):
+            if self._other_step(name) is None:
                 publish.remove(self.path(name), DESCRIPTIONS)
         return sorted(name for name in published if name > saved)
 
-    def _saved_as(self, name: StepName) -> int | None:
-        """Return the step that a checkpoint was saved as; None if it does not say, or cannot."""
+    def _other_step(self, name: StepName) -> int | None:
+        """Return the step that a checkpoint was saved as, if its name tells another; None if not, or if it is damaged.
+
+        Raises:
+            UnavailableError: it cannot be looked at.
+        """
         with suppress(SourceError), OpenCheckpoint(self.path(name)) as checkpoint:
-            return step_saved(checkpoint)
+            saved_as = step_saved(checkpoint)
+            return None if saved_as == name.step else saved_as
         return None
 
     def clean(self) -> None:

@@ -30,6 +30,19 @@ def state(step: int) -> dict[str, Any]:
     return {f"w{number}": torch.full((64,), float(step)) for number in range(8)}
 
 
+def restored(series: muonckpt.Series) -> int | None:
+    """The step that was restored, which all values are."""
+    template = state(-1)
+    found = series.restore(template)
+    assert found is None or all(torch.equal(template[key], value) for key, value in state(found.step).items())
+    return found and found.step
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, but for the records of resumes and verifications."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in ("resumes", ".muonckpt-verified"))
+
+
 def killed_at(event: str, name: str, number: int = signal.SIGKILL) -> Callable[[], None]:
     """Have this process killed, or sent another signal, when it is about to do something to a path with this ending."""
 

@@ -575,8 +575,9 @@ class Series:
         decision: tuple[StepName, list[str]] | None = None
         with JointWork(self._group, DestinationError) as work:
             if type(step) is not int or step < 0:
-                line = "; it comes before the state dict: series.save(step, state_dict)" * isinstance(step, Mapping)
-                raise ArgumentError(f"a step is an integer, 0 or more; found {value_in_short(step)}{line}")
+                order = "; it comes before the state dict: series.save(step, state_dict)"
+                hint = order if isinstance(step, Mapping) else ""
+                raise ArgumentError(f"a step is an integer, 0 or more; found {value_in_short(step)}{hint}")
             if also is not None:
                 _check_form(also)
             # Each stage of a pipeline has a model, and frozen parameters, of its own.
